@@ -1,0 +1,49 @@
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(shell command -v uv)
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := check
+.PHONY: check install lint types test demo bench fmt clean help
+
+check: lint types test ## lint, types and tests (the default)
+
+install: $(INSTALLED) ## make .venv with the package (editable) and its tools
+
+$(INSTALLED): pyproject.toml
+ifdef UV
+	@uv venv -q --allow-existing --python $(PYTHON) .venv
+	@uv pip install -q --python $(BIN)/python -e '.[dev]'
+else
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+endif
+	@touch $@
+
+lint: $(INSTALLED) ## ruff, read-only
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(INSTALLED) ## mypy --strict
+	@$(BIN)/mypy -p balanceroute
+	@$(BIN)/mypy tests
+
+test: $(INSTALLED) ## the tests
+	@$(BIN)/pytest
+
+demo: $(INSTALLED) ## simulate the policies on a sample of a public trace
+	@$(BIN)/balanceroute simulate --trace traces/samples/mooncake_conversation.jsonl
+
+bench: $(INSTALLED) ## time one dispatch decision
+	@$(BIN)/python scripts/bench_dispatch.py
+
+fmt: $(INSTALLED) ## format in place
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+clean: ## remove what is built
+	@rm -rf .venv build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile

@@ -1,0 +1,1 @@
+"""Fleet layouts (how many prefillers, how many decode ranks); this folder holds none yet."""
