@@ -1,0 +1,17 @@
+"""Request traces: readers for the public formats, a native one, and small samples.
+
+This folder is a leaf: it imports nothing else of the project.
+"""
+
+from balanceroute.traces.native import write_native
+from balanceroute.traces.reader import FORMATS, detect_format, read_trace
+from balanceroute.traces.record import TraceError, TraceRequest
+
+__all__ = [
+    "FORMATS",
+    "TraceError",
+    "TraceRequest",
+    "detect_format",
+    "read_trace",
+    "write_native",
+]

@@ -1,0 +1,56 @@
+"""Rows of a CSV file with a header: columns are found by name, in any order, among others.
+
+A row is one line: the traces quote no line breaks, and a line number must name one row.
+"""
+
+import csv
+from collections.abc import Iterator
+
+from balanceroute.traces.fields import MalformedLineError, shown
+
+
+def split_row(line: str) -> list[str]:
+    """Split one line into its cells.
+
+    Raises:
+        MalformedLineError: A quote is left open or stands inside a cell, or a cell is too long.
+    """
+    try:
+        return next(csv.reader((line,), strict=True))
+    except csv.Error as error:
+        raise MalformedLineError(f"not valid CSV: {error}") from error
+
+
+def columns_of(line: str) -> frozenset[str]:
+    """Return the cells of a line as a set; none if it is not a CSV line."""
+    try:
+        return frozenset(split_row(line))
+    except MalformedLineError:
+        return frozenset()
+
+
+def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[str]]:
+    """Yield the named cells of each row, in the order of `names`.
+
+    Args:
+        lines: The lines of the file, the header first; at least one.
+        names: The columns wanted.
+
+    Raises:
+        MalformedLineError: The header lacks a column or repeats it, or a row has too few or too many
+            cells.
+    """
+    header = split_row(next(lines))
+    for name in names:
+        if name not in header:
+            raise MalformedLineError(f"missing column {name!r} in header {shown(','.join(header))}")
+        if header.count(name) > 1:
+            raise MalformedLineError(f"column {name!r} occurs more than once in the header")
+    positions = [header.index(name) for name in names]
+    for line in lines:
+        row = split_row(line)
+        if len(row) < len(header):
+            raise MalformedLineError(f"missing column {header[len(row)]!r}")
+        if len(row) > len(header):
+            raise MalformedLineError(f"{len(row)} cells in a table of {len(header)} columns")
+        yield [row[position] for position in positions]

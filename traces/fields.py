@@ -1,0 +1,135 @@
+"""Fields of a trace line, read strictly.
+
+Every format reads its fields through these functions, so all of them accept the same numbers and
+give the same reasons. They raise `MalformedLineError`; the reader adds file and line.
+"""
+
+import re
+import reprlib
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+
+from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_TOKENS
+
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+
+# Digits alone: int() and Decimal() also take underscores, padding and other scripts' digits.
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,6})?")
+# Longer than any number in range, and below the length at which int() itself refuses.
+_MAX_CHARACTERS = 100
+# Wide enough that the rounding to whole nanoseconds is the only one, whatever the caller's context.
+# No traps: a product too large to hold becomes infinite, and so out of range.
+_EXACT = Context(prec=2 * _MAX_CHARACTERS, traps=[])
+
+
+class MalformedLineError(ValueError):
+    """A line that does not follow its format; the message is the reason."""
+
+
+def shown(value: object) -> str:
+    """Return a shortened `repr`: a reason must stay readable on a line of garbage."""
+    return reprlib.repr(value)
+
+
+def tokens_from_text(name: str, text: str) -> int:
+    """Read a count of tokens from a CSV cell.
+
+    Args:
+        name: The column, for the reason.
+        text: The cell.
+
+    Raises:
+        MalformedLineError: Not an integer, negative, or over `MAX_TOKENS`.
+    """
+    if len(text) > _MAX_CHARACTERS or _INTEGER.fullmatch(text) is None:
+        raise MalformedLineError(f"{name} is not an integer: {shown(text)}")
+    return _bounded_tokens(name, int(text))
+
+
+def tokens_from_json(name: str, value: object) -> int:
+    """Read a count of tokens from a JSON value.
+
+    Args:
+        name: The key, for the reason.
+        value: The decoded value.
+
+    Raises:
+        MalformedLineError: Not an integer (a bool or 3.0 is none), negative, or over `MAX_TOKENS`.
+    """
+    if type(value) is not int:
+        raise MalformedLineError(f"{name} is not an integer: {_shown_json(value)}")
+    return _bounded_tokens(name, value)
+
+
+def nanoseconds_from_text(name: str, text: str, *, unit_ns: int) -> int:
+    """Read a time from a CSV cell, rounded to a whole nanosecond.
+
+    Args:
+        name: The column, for the reason.
+        text: The cell.
+        unit_ns: Nanoseconds in the unit of the cell.
+
+    Raises:
+        MalformedLineError: Not a finite number, negative, or over `MAX_ARRIVAL_NS`.
+    """
+    if len(text) > _MAX_CHARACTERS or _NUMBER.fullmatch(text) is None:
+        raise MalformedLineError(f"{name} is not a finite number: {shown(text)}")
+    return _whole_nanoseconds(name, Decimal(text), unit_ns)
+
+
+def nanoseconds_from_json(name: str, value: object, *, unit_ns: int) -> int:
+    """Read a time from a JSON value decoded with exact decimals, rounded to a whole nanosecond.
+
+    Args:
+        name: The key, for the reason.
+        value: The decoded value.
+        unit_ns: Nanoseconds in the unit of the value.
+
+    Raises:
+        MalformedLineError: Not a finite number, negative, or over `MAX_ARRIVAL_NS`.
+    """
+    if type(value) is not int and not (isinstance(value, Decimal) and value.is_finite()):
+        raise MalformedLineError(f"{name} is not a finite number: {_shown_json(value)}")
+    return _whole_nanoseconds(name, Decimal(value), unit_ns)
+
+
+def hash_ids_from_json(name: str, value: object) -> tuple[int, ...]:
+    """Read the ids of the prefix blocks from a JSON value.
+
+    Args:
+        name: The key, for the reason.
+        value: The decoded value.
+
+    Raises:
+        MalformedLineError: Not a list of integers.
+    """
+    if not isinstance(value, list):
+        raise MalformedLineError(f"{name} is not a list: {_shown_json(value)}")
+    for item in value:
+        if type(item) is not int:
+            raise MalformedLineError(f"{name} holds a non-integer: {_shown_json(item)}")
+    return tuple(value)
+
+
+def _bounded_tokens(name: str, tokens: int) -> int:
+    if tokens < 0:
+        raise MalformedLineError(f"{name} is negative: {shown(tokens)}")
+    if tokens > MAX_TOKENS:
+        raise MalformedLineError(f"{name} is over {MAX_TOKENS}: {shown(tokens)}")
+    return tokens
+
+
+def _whole_nanoseconds(name: str, value: Decimal, unit_ns: int) -> int:
+    if value < 0:
+        raise MalformedLineError(f"{name} is negative: {shown(str(value))}")
+    exact_ns = _EXACT.multiply(value, unit_ns)
+    # Before int(): a short text such as 1e999999 stands for an integer of a million digits.
+    if exact_ns > MAX_ARRIVAL_NS:
+        raise MalformedLineError(f"{name} is out of range: {shown(str(value))}")
+    return int(exact_ns.to_integral_value(ROUND_HALF_EVEN))
+
+
+def _shown_json(value: object) -> str:
+    # A Decimal stands for a JSON number with a fraction; the file never says "Decimal".
+    return str(value)[:40] if isinstance(value, Decimal) else shown(value)

@@ -1,0 +1,82 @@
+"""The native format: one JSON object a line, and the only one that is also written.
+
+`{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
+the time in seconds and `hash_ids` optional. Other keys are ignored. Written times have nine digits,
+so that a trace survives being written and read to the nanosecond.
+"""
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+
+from balanceroute.traces.fields import (
+    NS_PER_S,
+    hash_ids_from_json,
+    nanoseconds_from_json,
+    tokens_from_json,
+)
+from balanceroute.traces.json_lines import decode_object, keys_of, required
+from balanceroute.traces.record import TraceRequest
+
+KEYS = ("arrival_s", "prompt_tokens", "output_tokens")
+
+
+def recognises(first_line: str) -> bool:
+    """Tell whether a file with this first line is a native trace, complete or not."""
+    return not keys_of(first_line).isdisjoint(KEYS)
+
+
+def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
+    """Yield the requests, with arrivals since the trace's own zero.
+
+    Args:
+        lines: The lines of the file.
+
+    Raises:
+        MalformedLineError: The line last taken from `lines` does not follow the format.
+    """
+    for line in lines:
+        entry = decode_object(line)
+        arrival_s, prompt_tokens, output_tokens = (required(entry, key) for key in KEYS)
+        yield TraceRequest(
+            arrival_ns=nanoseconds_from_json("arrival_s", arrival_s, unit_ns=NS_PER_S),
+            prompt_tokens=tokens_from_json("prompt_tokens", prompt_tokens),
+            output_tokens=tokens_from_json("output_tokens", output_tokens),
+            hash_ids=hash_ids_from_json("hash_ids", entry.get("hash_ids", [])),
+        )
+
+
+def write_native(path: str | PathLike[str], requests: Iterable[TraceRequest]) -> None:
+    """Write requests in the native format, in the order given; compressed if the name ends in `.gz`.
+
+    Equal requests give equal bytes, compressed or not.
+
+    Args:
+        path: The file to create or replace.
+        requests: The requests.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    with path.open("wb") as file:
+        if path.suffix == ".gz":
+            # No name and no time in the header: they would make equal traces differ.
+            with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as compressed:
+                compressed.writelines(map(_encoded, requests))
+        else:
+            file.writelines(map(_encoded, requests))
+
+
+def _encoded(request: TraceRequest) -> bytes:
+    seconds, fraction_ns = divmod(request.arrival_ns, NS_PER_S)
+    # By hand: json would write the time through a float, which loses nanoseconds after 97 days.
+    fields = (
+        f'"arrival_s": {seconds}.{fraction_ns:09d}, '
+        f'"prompt_tokens": {request.prompt_tokens}, "output_tokens": {request.output_tokens}'
+    )
+    if request.hash_ids:
+        fields += f', "hash_ids": {json.dumps(request.hash_ids)}'
+    return f"{{{fields}}}\n".encode("ascii")

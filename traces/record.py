@@ -1,0 +1,68 @@
+"""One request of a trace, and the error of a trace that cannot be read.
+
+A record carries what the engine needs to know and nothing of how the file spelled it: arrival in
+nanoseconds, lengths in tokens. Bounds keep every sum over a trace within 64 bits.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_ARRIVAL_NS = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read.
+
+    Attributes:
+        path: The file.
+        line: The line at fault, counted from 1; 0 if the fault is the file's as a whole.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        super().__init__(path, line, reason)
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival_ns: When the request arrives, in nanoseconds from the start of the trace.
+        prompt_tokens: Length of the prompt.
+        output_tokens: Length of the answer; 0 marks a request that failed when it was recorded.
+        hash_ids: One id per prefix block of the prompt, equal ids for equal prefixes; empty if the
+            trace does not record them.
+    """
+
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check types and ranges, so that an invalid record cannot exist.
+
+        Raises:
+            TypeError: A field is not an integer, or `hash_ids` not a tuple of integers.
+            ValueError: A field is negative or over its bound.
+        """
+        for name, value, largest in (
+            ("arrival_ns", self.arrival_ns, MAX_ARRIVAL_NS),
+            ("prompt_tokens", self.prompt_tokens, MAX_TOKENS),
+            ("output_tokens", self.output_tokens, MAX_TOKENS),
+        ):
+            # Not isinstance: a bool is an int to isinstance, and never a length.
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+            if not 0 <= value <= largest:
+                raise ValueError(f"{name} must be in 0..{largest}, not {value}")
+        if type(self.hash_ids) is not tuple or any(type(item) is not int for item in self.hash_ids):
+            raise TypeError("hash_ids must be a tuple of integers")
