@@ -1,0 +1,22 @@
+"""No prediction: every request stays. BR-H then sees only the growth of the loads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RequestId
+
+
+class NoPrediction:
+    """Says that every request outlives every horizon."""
+
+    def survival(
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
+        """Return ones."""
+        del ages
+        return np.ones((len(requests), steps + 1))
+
+    def observe(self, request: RequestId, output_tokens: int) -> None:
+        """Learn nothing."""

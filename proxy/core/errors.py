@@ -1,0 +1,18 @@
+"""Error tree of the package.
+
+BalanceRouteError
+├── ConfigError        a setting that cannot be served; names the setting
+└── LifecycleError     an event that a request's state does not allow: the driver's fault
+"""
+
+
+class BalanceRouteError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(BalanceRouteError, ValueError):
+    """A setting that cannot be served. The message names the setting and the reason."""
+
+
+class LifecycleError(BalanceRouteError):
+    """An event that the request's present state does not allow."""

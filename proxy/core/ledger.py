@@ -1,0 +1,98 @@
+"""KV tokens and slots per decode rank: the only writer of load.
+
+The ledger mirrors the decode engines: a request is *bound* when it is sent to a rank and *started*
+once it is in the rank's batch; a started request gains one KV token a step. Started requests are
+not touched one by one: a rank's load grows by its number of started requests, and a request's own
+tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from balanceroute.proxy.core.events import RankId, RequestId
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class _Binding:
+    rank: RankId
+    kv_tokens: int  # At `since_step` if started, else now.
+    since_step: int | None = None
+
+
+class Ledger:
+    """Loads and counts of G ranks.
+
+    Attributes:
+        loads: int64[G], KV tokens of the bound requests.
+        bound: int64[G], requests sent to each rank and not yet gone.
+        started: int64[G], those of them in the rank's batch.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self._step = 0
+        self._bindings: dict[RequestId, _Binding] = {}
+
+    def bind(self, request: RequestId, rank: RankId, kv_tokens: int) -> None:
+        """Charge `request` to `rank`."""
+        assert request not in self._bindings, f"request {request} is bound twice"
+        self._bindings[request] = _Binding(rank, kv_tokens)
+        self.loads[rank] += kv_tokens
+        self.bound[rank] += 1
+
+    def start(self, request: RequestId) -> None:
+        """Note that `request` joined its rank's batch: from now on it grows with the steps."""
+        binding = self._bindings[request]
+        assert binding.since_step is None, f"request {request} started twice"
+        binding.since_step = self._step
+        self.started[binding.rank] += 1
+
+    def step(self) -> None:
+        """Give every started request one more token."""
+        self._step += 1
+        self.loads += self.started
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Give one request `tokens` more tokens than the steps gave it."""
+        binding = self._bindings[request]
+        binding.kv_tokens += tokens
+        self.loads[binding.rank] += tokens
+
+    def kv_tokens(self, request: RequestId) -> int:
+        """KV tokens that `request` holds now."""
+        return self._tokens(self._bindings[request])
+
+    def unbind(self, request: RequestId) -> int:
+        """Release the slot and the load of `request`; return the KV tokens it held."""
+        binding = self._bindings.pop(request)
+        tokens = self._tokens(binding)
+        self.loads[binding.rank] -= tokens
+        self.bound[binding.rank] -= 1
+        if binding.since_step is not None:
+            self.started[binding.rank] -= 1
+        return tokens
+
+    def check(self) -> None:
+        """Recount everything from the bindings and assert that nothing drifted. O(requests)."""
+        loads = np.zeros_like(self.loads)
+        bound = np.zeros_like(self.bound)
+        started = np.zeros_like(self.started)
+        for binding in self._bindings.values():
+            loads[binding.rank] += self._tokens(binding)
+            bound[binding.rank] += 1
+            started[binding.rank] += binding.since_step is not None
+        assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
+        assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
+        assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
+
+    def _tokens(self, binding: _Binding) -> int:
+        if binding.since_step is None:
+            return binding.kv_tokens
+        return binding.kv_tokens + self._step - binding.since_step

@@ -1,0 +1,97 @@
+"""The life cycle of one request: every state, every transition, everything it can hold.
+
+Rules:
+
+1. Every transition is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
+2. What a request holds follows from its state alone: a probe and KV budget on one prefiller from
+   `PREFILLING` on, a place in the pool in `POOLED`, a slot on one rank in `DECODING`. The prefill
+   budget outlives the pool: it is held until the first decoded token shows that the transfer is
+   over.
+3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    QUEUED = auto()
+    PREFILLING = auto()
+    POOLED = auto()
+    DECODING = auto()
+    DONE = auto()
+    FAILED = auto()
+    CANCELLED = auto()
+
+
+class Trigger(Enum):
+    """What moves a request from one state to another."""
+
+    PROBE = auto()
+    PREFILLED = auto()
+    PREFILL_LOST = auto()
+    ADMIT = auto()
+    RECOMPUTE = auto()
+    FINISH = auto()
+    FAIL = auto()
+    CANCEL = auto()
+
+
+TRANSITIONS: dict[tuple[State, Trigger], State] = {
+    (State.QUEUED, Trigger.PROBE): State.PREFILLING,
+    (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
+    (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
+    # A prefiller that meets the stop condition on its one token has answered the whole request.
+    (State.PREFILLING, Trigger.FINISH): State.DONE,
+    (State.POOLED, Trigger.ADMIT): State.DECODING,
+    (State.POOLED, Trigger.PREFILL_LOST): State.QUEUED,
+    (State.DECODING, Trigger.RECOMPUTE): State.QUEUED,
+    # The decoder found the KV cache gone before it could pull it.
+    (State.DECODING, Trigger.PREFILL_LOST): State.QUEUED,
+    (State.DECODING, Trigger.FINISH): State.DONE,
+} | {
+    (state, trigger): end
+    for state in (State.QUEUED, State.PREFILLING, State.POOLED, State.DECODING)
+    for trigger, end in ((Trigger.FAIL, State.FAILED), (Trigger.CANCEL, State.CANCELLED))
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request's state and holdings.
+
+    Attributes:
+        request: Arrival number.
+        prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far.
+        emitted_before: Tokens emitted in earlier bindings (0 unless it was recomputed).
+        prefiller: The prefiller whose budget it holds, if any.
+        probing: Whether its probe is still running there.
+        rank: The rank whose slot it holds, if any.
+        started: Whether it joined the rank's batch.
+    """
+
+    request: RequestId
+    prompt_tokens: int
+    state: State = State.QUEUED
+    emitted_before: int = 0
+    prefiller: PrefillerId | None = None
+    probing: bool = False
+    rank: RankId | None = None
+    started: bool = False
+
+    def move(self, trigger: Trigger) -> None:
+        """Take the transition for `trigger`.
+
+        Raises:
+            LifecycleError: The present state has no such transition.
+        """
+        end = TRANSITIONS.get((self.state, trigger))
+        if end is None:
+            msg = f"request {self.request}: {trigger.name} is not allowed in {self.state.name}"
+            raise LifecycleError(msg)
+        self.state = end

@@ -1,0 +1,187 @@
+"""The routing policies by name.
+
+| name | binds | rule |
+| --- | --- | --- |
+| `random` | early | a rank drawn uniformly |
+| `round-robin` | early | the ranks in turn |
+| `power-of-two` | early | the shorter queue of two drawn ranks |
+| `jsq` | early | the rank with the fewest requests |
+| `least-kv` | early | the rank with the fewest KV tokens |
+| `fifo` | late | the oldest request to the least-loaded rank with a free slot |
+| `br-0` | late | two-stage rule on the present step |
+| `br-0-bypass` | early, bounded | BR-0's score, one request at a time |
+| `br-h` | late | two-stage rule over a horizon, with predictions |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from balanceroute.proxy.core.balance import Weights
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.fscore import discounts
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
+from balanceroute.proxy.core.policies.bypass import Br0Bypass
+from balanceroute.proxy.core.policies.fifo import Fifo
+from balanceroute.proxy.core.policies.jsq import JoinShortestQueue
+from balanceroute.proxy.core.policies.least_kv import LeastKV
+from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
+from balanceroute.proxy.core.policies.random_rank import RandomRank
+from balanceroute.proxy.core.policies.round_robin import RoundRobin
+from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
+from balanceroute.proxy.core.projection import Form, Projection
+
+if TYPE_CHECKING:
+    import random
+
+    from balanceroute.proxy.core.prediction import Predictor
+
+__all__ = [
+    "POLICIES",
+    "Assignment",
+    "Fleet",
+    "Ingredients",
+    "Policy",
+    "PolicySettings",
+    "make_policy",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """The knobs of the policies. None takes the default for the form that `paper` selects.
+
+    Attributes:
+        horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights.
+        gamma: Discount per step, in (0, 1].
+        alpha: Reward per token filled.
+        beta: Penalty per token overflowed; None for `BETA_PER_RANK` times the number of ranks.
+        theta: Free slots below which Stage 2 decides; None for one per rank.
+        window: K, entries that Stage 2 looks at.
+        patience: Overtakings that forgive a waiting entry one mean prompt of overflow; None for
+            `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no forgiving.
+        form: How BR-H projects; None for expected, or point in the paper's form.
+        refresh_tokens: M, tokens between two predictions of a request.
+        bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
+        paper: Use the paper's two-stage rule and projection.
+    """
+
+    horizon_steps: int = 40
+    gamma: float = 0.8
+    alpha: float = 1.0
+    beta: float | None = None
+    theta: int | None = None
+    window: int = 16
+    patience: float | None = None
+    form: Form | None = None
+    refresh_tokens: int = 20
+    bypass_slots: int = 2
+    paper: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("horizon_steps", self.horizon_steps, 0),
+            ("window", self.window, 1),
+            ("refresh_tokens", self.refresh_tokens, 1),
+            ("bypass_slots", self.bypass_slots, 0),
+            ("theta", self.theta, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}, must be at least {least}")
+        if not 0.0 < self.gamma <= 1.0:
+            raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
+        for name, number in (
+            ("alpha", self.alpha),
+            ("beta", self.beta),
+            ("patience", self.patience),
+        ):
+            if number is not None and not number > 0.0:
+                raise ConfigError(f"{name} is {number}, must be positive")
+
+
+# Measured on the public traces; docs/results.md has the sweeps.
+BETA_PER_RANK = 3.0
+PATIENCE_PER_SLOT = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """What a policy may be made from.
+
+    Attributes:
+        ranks: G.
+        batch_limit: B.
+        settings: The knobs.
+        rng: Seeded generator of the randomised baselines.
+        predictor: BR-H's; None projects that every request stays.
+        lap: Told the name of each dispatch stage as it ends.
+    """
+
+    ranks: int
+    batch_limit: int
+    settings: PolicySettings
+    rng: "random.Random"
+    predictor: "Predictor"
+    lap: Callable[[str], None] | None = None
+
+
+def _two_stage(parts: Ingredients, weights: Weights, projection: Projection | None) -> TwoStage:
+    chosen = parts.settings
+    settings = TwoStageSettings(
+        weights=weights,
+        theta=parts.ranks if chosen.theta is None else chosen.theta,
+        window=chosen.window,
+        patience=chosen.patience or PATIENCE_PER_SLOT * parts.ranks * parts.batch_limit,
+        paper=chosen.paper,
+    )
+    if parts.lap is None:
+        return TwoStage(settings, projection)
+    return TwoStage(settings, projection, parts.lap)
+
+
+def _br_0(parts: Ingredients) -> Policy:
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(parts.ranks))
+    return _two_stage(parts, weights, None)
+
+
+def _br_h(parts: Ingredients) -> Policy:
+    settings = parts.settings
+    beta = BETA_PER_RANK * parts.ranks if settings.beta is None else settings.beta
+    steps = discounts(settings.horizon_steps, settings.gamma)
+    weights = Weights(steps, alpha=settings.alpha, beta=beta)
+    if settings.horizon_steps == 0:
+        return _two_stage(parts, weights, None)
+    projection = Projection(
+        ranks=parts.ranks,
+        horizon_steps=settings.horizon_steps,
+        refresh_tokens=settings.refresh_tokens,
+        predictor=parts.predictor,
+        form=settings.form or (Form.POINT if settings.paper else Form.EXPECTED),
+    )
+    return _two_stage(parts, weights, projection)
+
+
+POLICIES: dict[str, Callable[[Ingredients], Policy]] = {
+    "random": lambda parts: RandomRank(parts.rng),
+    "round-robin": lambda _: RoundRobin(),
+    "power-of-two": lambda parts: PowerOfTwo(parts.rng),
+    "jsq": lambda _: JoinShortestQueue(),
+    "least-kv": lambda _: LeastKV(),
+    "fifo": lambda _: Fifo(),
+    "br-0": _br_0,
+    "br-0-bypass": lambda parts: Br0Bypass(parts.ranks, parts.settings.bypass_slots),
+    "br-h": _br_h,
+}
+
+
+def make_policy(name: str, parts: Ingredients) -> Policy:
+    """Return the policy called `name`.
+
+    Raises:
+        ConfigError: No policy has that name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[name](parts)

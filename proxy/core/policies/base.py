@@ -1,0 +1,101 @@
+"""What a policy sees, what it answers, and the contract between.
+
+A new policy is one new file here: a class with these members, and a line in the registry. A policy
+never sees a clock, a socket, a log or an unseeded generator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Projection
+
+# Stands for "no limit" in `Fleet.free_slots` and `Fleet.free_kv_tokens`.
+UNLIMITED = 1 << 62
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The decode ranks as a policy sees them. The policy owns this copy and may write to it.
+
+    Attributes:
+        loads: int64[G], KV tokens of the bound requests.
+        bound: int64[G], requests bound.
+        free_slots: int64[G], requests that may still be bound.
+        free_kv_tokens: int64[G], KV tokens that still fit.
+    """
+
+    loads: NDArray[np.int64]
+    bound: NDArray[np.int64]
+    free_slots: NDArray[np.int64]
+    free_kv_tokens: NDArray[np.int64]
+
+    def fits(self, rank: int, kv_tokens: int) -> bool:
+        """Return whether `rank` has a slot and room for `kv_tokens`.
+
+        A request larger than a whole rank fits an empty one: it fails there with the engine's own
+        error instead of waiting forever.
+        """
+        if self.free_slots[rank] <= 0:
+            return False
+        return bool(self.free_kv_tokens[rank] >= kv_tokens or self.bound[rank] == 0)
+
+    def bind(self, rank: int, kv_tokens: int) -> None:
+        """Account for one more request."""
+        self.loads[rank] += kv_tokens
+        self.bound[rank] += 1
+        self.free_slots[rank] -= 1
+        self.free_kv_tokens[rank] -= kv_tokens
+
+
+class Assignment(NamedTuple):
+    """Admit `request` to `rank`."""
+
+    request: RequestId
+    rank: RankId
+
+
+class Policy(Protocol):
+    """Decides which pooled requests go to which ranks."""
+
+    @property
+    def slots_beyond_batch(self) -> int | None:
+        """How many requests beyond its batch limit a rank may be sent; None for any number.
+
+        0 means late binding: a request stays in the pool until a slot is free. None means early
+        binding: a request is sent at once and queues in the engine.
+        """
+        ...
+
+    @property
+    def projection(self) -> Projection | None:
+        """The projection that the scheduler keeps up to date for this policy, if it needs one."""
+        ...
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Return the admissions to make now, taking each admitted entry out of `pool`.
+
+        Called whenever the pool is not empty. May return nothing.
+        """
+        ...
+
+
+def bind_oldest_first(
+    fleet: Fleet, pool: Pool, choose: Callable[[Fleet, PoolEntry], int | None]
+) -> list[Assignment]:
+    """Bind entries in order of arrival to the rank that `choose` names, until it names none."""
+    assignments: list[Assignment] = []
+    while len(pool):
+        entry = pool.oldest(1)[0]
+        rank = choose(fleet, entry)
+        if rank is None:
+            break
+        pool.admit(entry.request)
+        fleet.bind(rank, entry.prompt_tokens)
+        assignments.append(Assignment(entry.request, RankId(rank)))
+    return assignments

@@ -1,0 +1,20 @@
+"""`jsq`: join the shortest queue, bound at once. The default of the serving stacks."""
+
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, bind_oldest_first
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+
+
+class JoinShortestQueue:
+    """Sends each request to the rank with the fewest requests, on a tie the lowest."""
+
+    slots_beyond_batch = None
+    projection = None
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Bind everything in the pool."""
+        del now_ns
+        return bind_oldest_first(fleet, pool, self._choose)
+
+    def _choose(self, fleet: Fleet, entry: PoolEntry) -> int:
+        del entry
+        return int(fleet.bound.argmin())

@@ -1,0 +1,244 @@
+"""The two-stage rule that BR-0 and BR-H share.
+
+**Stage 1, slots abound.** Every pooled request gets a slot now, so the question is only where: the
+largest goes first, each to the rank where its F is best.
+
+**Stage 2, slots are scarce.** Ranks with a free slot are served in order of their safe margin. Each
+takes, out of the K oldest entries, the subset that maximises F; if none scores above 0 it takes the
+best single entry all the same.
+
+What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives the paper's form):
+
+* Stage 1 takes the rank by F, not by its number of free slots (that is join-shortest-queue, and
+  loses to it under light load), and requests by size: placing the largest first is the classic
+  rule for even sums.
+* Candidates are the K oldest, not the whole pool by size. A free choice starves what never fits.
+* An entry earns **credit** each time a later arrival is admitted before it: `patience` overtakings
+  forgive it an overflow of one mean prompt. So the very large and the very small, which F alone
+  leaves aside, cost a little balance instead of an unbounded wait.
+* An entry past its deadline goes first, to the rank where it hurts least.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.balance import Balance, Weights
+from balanceroute.proxy.core.events import RankId
+from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.subset import best_subset
+
+
+def _no_lap(stage: str) -> None:
+    del stage
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStageSettings:
+    """Everything the rule can be told.
+
+    Attributes:
+        weights: F's weights.
+        theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
+        window: K, how many entries Stage 2 looks at.
+        patience: How often an entry is overtaken until an overflow of one mean prompt is forgiven;
+            inf for no credit.
+        paper: Use the paper's stages, candidates and no credit.
+    """
+
+    weights: Weights
+    theta: int
+    window: int
+    patience: float
+    paper: bool = False
+
+
+class TwoStage:
+    """BR-0 without a projection, BR-H with one.
+
+    Args:
+        settings: The rule's settings; `settings.weights.steps` has one weight per projected step.
+        projection: Loads ahead; None looks at the present step only.
+        lap: Called with the name of each stage as it ends, so that a driver can time them.
+    """
+
+    slots_beyond_batch = 0
+
+    def __init__(
+        self,
+        settings: TwoStageSettings,
+        projection: Projection | None,
+        lap: Callable[[str], None] = _no_lap,
+    ) -> None:
+        self.projection = projection
+        self._settings = settings
+        self._lap = lap
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Admit what fits. Paper: Algorithms 2 and 3."""
+        if not (fleet.free_slots > 0).any():
+            return []
+        if self.projection is None:
+            ahead = fleet.loads.astype(np.float64)[:, None]
+        else:
+            ahead = self.projection.loads_ahead(fleet.loads)
+        stages = _Round(self._settings, self.projection, fleet, pool, ahead)
+        self._lap("projection")
+        if self._settings.paper:
+            stages.fill_longest_queues()
+        else:
+            stages.place_overdue(now_ns)
+            stages.place_all()
+        self._lap("stage_1")
+        stages.choose_subsets()
+        self._lap("stage_2")
+        return stages.assignments
+
+
+class _Round:
+    """One call of `TwoStage.dispatch`."""
+
+    def __init__(
+        self,
+        settings: TwoStageSettings,
+        projection: Projection | None,
+        fleet: Fleet,
+        pool: Pool,
+        ahead: NDArray[np.float64],
+    ) -> None:
+        self.assignments: list[Assignment] = []
+        self._settings = settings
+        self._projection = projection
+        self._fleet = fleet
+        self._pool = pool
+        self._balance = Balance(ahead, settings.weights)
+        # In units of F, what one overtaking earns.
+        forgiven = pool.mean_prompt_tokens / settings.patience
+        self._credit_each = settings.weights.penalty * forgiven
+
+    def place_overdue(self, now_ns: int) -> None:
+        """Admit entries past their deadline, oldest first, each where it scores best."""
+        self._place(self._pool.overdue(now_ns))
+
+    def place_all(self) -> None:
+        """Stage 1: admit the oldest entries, the largest of them first."""
+        free = int(self._fleet.free_slots.sum())
+        waiting = len(self._pool)
+        count = waiting if waiting <= free else max(0, free - self._settings.theta)
+        entries = self._pool.oldest(count)
+        entries.sort(key=lambda entry: (-entry.prompt_tokens, entry.request))
+        self._place(entries)
+
+    def fill_longest_queues(self) -> None:
+        """Stage 1 of the paper: the rank with most free slots takes the request that fits best."""
+        fleet = self._fleet
+        while len(self._pool) and fleet.free_slots.sum() > self._settings.theta:
+            rank = int(fleet.free_slots.argmax())
+            candidates = [e for e in self._pool if fleet.fits(rank, e.prompt_tokens)]
+            if not candidates:
+                return
+            scores = self._balance.scores(rank, _sizes(candidates))
+            self._admit(candidates[int(scores.argmax())], rank)
+
+    def choose_subsets(self) -> None:
+        """Stage 2: serve the ranks in order of safe margin until slots or entries run out."""
+        fleet = self._fleet
+        open_ranks = fleet.free_slots > 0
+        while len(self._pool) and open_ranks.any():
+            rank = self._roomiest(open_ranks)
+            candidates = [e for e in self._candidates() if fleet.fits(rank, e.prompt_tokens)]
+            for entry in self._choose(rank, candidates):
+                self._admit(entry, rank)
+            open_ranks[rank] = bool(candidates) and fleet.free_slots[rank] > 0
+
+    def _roomiest(self, open_ranks: NDArray[np.bool_]) -> int:
+        """Return the open rank with the largest safe margin, then most free slots, then lowest."""
+        margins = np.where(open_ranks, self._balance.safe_margins, -1.0)
+        ties = np.flatnonzero(margins == margins.max())
+        return int(ties[int(self._fleet.free_slots[ties].argmax())])
+
+    def _candidates(self) -> list[PoolEntry]:
+        window = self._settings.window
+        if not self._settings.paper:
+            return self._pool.oldest(window)
+        return sorted(self._pool, key=lambda entry: (-entry.prompt_tokens, entry.request))[:window]
+
+    def _choose(self, rank: int, candidates: list[PoolEntry]) -> list[PoolEntry]:
+        """Return what `rank` takes: the best subset, else the best single entry."""
+        if not candidates:
+            return []
+        fleet = self._fleet
+        slots = min(int(fleet.free_slots[rank]), len(candidates))
+        room = int(fleet.free_kv_tokens[rank])
+        if slots > 1 and room >= max(entry.prompt_tokens for entry in candidates):
+            chosen = self._best_subset(rank, candidates, slots, room)
+            if chosen:
+                return chosen
+        scores = self._balance.scores(rank, _sizes(candidates))
+        scores += [self._credit(entry) for entry in candidates]
+        return [candidates[int(scores.argmax())]]
+
+    def _best_subset(
+        self, rank: int, candidates: list[PoolEntry], slots: int, room: int
+    ) -> list[PoolEntry]:
+        """Return the subset with the best F, or [] if none scores above 0.
+
+        F depends on the sum alone, and a solver that knows only sums cannot weigh credits. But the
+        oldest entry has been overtaken at least as often as any other, so it is enough to ask twice:
+        for the best subset, and for the best one around the oldest entry and its credit.
+        """
+        sizes = [entry.prompt_tokens for entry in candidates]
+        limit = None if room >= UNLIMITED // 2 else room
+        peak = self._balance.peak(rank)
+
+        def score(total: int) -> float:
+            return self._balance.score(rank, total)
+
+        free = best_subset(sizes, slots, peak, score, max_total=limit)
+        credit = self._credit(candidates[0])
+        if credit > 0.0:
+            first = sizes[0]
+            rest = best_subset(
+                sizes[1:],
+                slots - 1,
+                max(peak - first, 0.0),
+                lambda total: score(first + total) - score(first),
+                max_total=None if limit is None else limit - first,
+            )
+            value = score(first + rest.total) + credit
+            if value > 0.0 and value > score(free.total):
+                return [candidates[0], *(candidates[1 + index] for index in rest.indices)]
+        return [candidates[index] for index in free.indices]
+
+    def _credit(self, entry: PoolEntry) -> float:
+        if self._settings.paper:
+            return 0.0
+        return entry.overtaken * self._credit_each
+
+    def _place(self, entries: list[PoolEntry]) -> None:
+        fleet = self._fleet
+        for entry in entries:
+            tokens = entry.prompt_tokens
+            fitting = (fleet.free_kv_tokens >= tokens) | (fleet.bound == 0)
+            open_ranks = (fleet.free_slots > 0) & fitting
+            if open_ranks.any():
+                self._admit(entry, self._balance.best_rank(tokens, open_ranks))
+
+    def _admit(self, entry: PoolEntry, rank: int) -> None:
+        tokens = entry.prompt_tokens
+        self._pool.admit(entry.request)
+        self._fleet.bind(rank, tokens)
+        if self._projection is None:
+            contribution = np.array([tokens], np.float64)
+        else:
+            contribution = self._projection.newcomer(entry.request, tokens, entry.age)
+        self._balance.admit(rank, contribution)
+        self.assignments.append(Assignment(entry.request, RankId(rank)))
+
+
+def _sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
+    return np.array([entry.prompt_tokens for entry in entries], np.float64)

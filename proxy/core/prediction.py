@@ -1,0 +1,72 @@
+"""The contract between the core and the predictors, and the paper's composite estimate.
+
+The core asks in batches and only for survival probabilities; the paper's two stages, the chance to
+finish within the horizon and the mean remaining length if so, follow from them.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RequestId
+
+
+class Predictor(Protocol):
+    """Predicts how long active requests go on."""
+
+    def survival(
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
+        """Return the chance that each request still runs after 0, 1, .. `steps` more steps.
+
+        Args:
+            requests: n request ids, for predictors that keep features by request.
+            ages: int64[n], tokens emitted so far.
+            steps: How far to look, at least 0.
+
+        Returns:
+            float64[n, steps + 1]: Pr[output > age + h | output > age]; non-increasing along a row,
+            column 0 is 1.
+        """
+        ...
+
+    def observe(self, request: RequestId, output_tokens: int) -> None:
+        """Learn that `request` finished with `output_tokens` tokens."""
+        ...
+
+
+def two_stage_estimate(
+    survival: NDArray[np.float64], horizon_steps: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the paper's p and mu, read off survival curves.
+
+    Args:
+        survival: float64[n, at least H + 1].
+        horizon_steps: H, at least 1.
+
+    Returns:
+        float64[n] Pr[finish within H steps], and float64[n] E[remaining | finish within H] in
+        steps (H where the chance is 0). Paper: §C.1, Eq. 5.
+    """
+    stays = survival[:, horizon_steps]
+    finish = 1.0 - stays
+    # E[R; R <= H] = sum over h < H of Pr[h < R <= H].
+    mass = (survival[:, :horizon_steps] - stays[:, None]).sum(axis=1)
+    mean = np.full(len(survival), float(horizon_steps))
+    np.divide(mass, finish, out=mean, where=finish > 0)
+    return finish, mean
+
+
+def composite_steps(survival: NDArray[np.float64], horizon_steps: int) -> NDArray[np.int64]:
+    """Return the gated composite estimate of the remaining steps, int64[n] in [1, H].
+
+    H means "stays". The update is accepted only when the request more likely finishes inside the
+    window than not; else the mean is unconstrained and would invent a departure. Paper: §C.1,
+    Eq. 6, and the gate of §C.2.3.
+    """
+    finish, mean = two_stage_estimate(survival, horizon_steps)
+    composite = finish * mean + (1.0 - finish) * horizon_steps
+    composite[finish < 0.5] = horizon_steps
+    return np.clip(np.rint(composite), 1, horizon_steps).astype(np.int64)

@@ -1,0 +1,263 @@
+"""Projected KV load of every rank over the next H steps, kept incrementally.
+
+Each active request deposits what it is expected to hold at the next H + M steps into its rank's
+row. A step moves the window one column on; a departure takes the rest of its deposit back; every M
+emitted tokens (or sooner, see below) the deposit is made anew from a fresh prediction. So a step
+costs O(refreshed requests x (H + M)), not O(requests x H). Deposits are whole tokens, so that
+adding and taking back is exact and `check()` can demand equality with a recount.
+
+Two forms of a deposit, w the request's KV tokens and h steps ahead:
+
+* **expected**: (w + h) x Pr[still running after h steps].
+* **point** (the paper's): w + h up to a predicted departure, then 0. An estimate of H means that
+  the request stays. Paper: §C.1, Eq. 7.
+
+Between refreshes a request is known to be still running, which its older deposit does not know.
+The expected form corrects for it per rank: the row is scaled so that its first column is the load
+that the rank has now. A refresh is due early when the deposit has become implausible: at the
+predicted departure (point; the paper's floor rule, §C.2.3), or once the request was expected to be
+gone with a chance of one half (expected).
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.prediction import composite_steps
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.prediction import Predictor
+
+# Columns that the window travels before the rows are moved back to the front.
+_TRAVEL = 256
+
+
+class Form(Enum):
+    """How a prediction becomes a projected load."""
+
+    POINT = "point"
+    EXPECTED = "expected"
+
+
+class Projection:
+    """Projected loads of G ranks.
+
+    Args:
+        ranks: G.
+        horizon_steps: H, at least 1.
+        refresh_tokens: M, at least 1: tokens between two predictions of a request.
+        predictor: Asked once per request and refresh, in batches.
+        form: See the module.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        horizon_steps: int,
+        refresh_tokens: int,
+        predictor: "Predictor",
+        form: Form,
+    ) -> None:
+        self.horizon_steps = horizon_steps
+        self._refresh = refresh_tokens
+        self._predictor = predictor
+        self._form = form
+        self._width = horizon_steps + refresh_tokens + 1
+        self._ahead = np.arange(self._width)
+        # Global state: the step clock and the rows. Column `_head` is the present step.
+        self._now = 0
+        self._head = 0
+        self._rows: NDArray[np.int64] = np.zeros((ranks, self._width + _TRAVEL), np.int64)
+        # Per-slot state; a slot is one bound request. Deposits start at step `_since`.
+        slots = 64
+        self._slot_of: dict[RequestId, int] = {}
+        self._free: list[int] = list(range(slots))
+        self._request: list[RequestId] = [RequestId(-1)] * slots
+        self._rank = np.zeros(slots, np.int64)
+        self._since = np.zeros(slots, np.int64)
+        self._tokens = np.zeros(slots, np.int64)
+        self._age = np.zeros(slots, np.int64)
+        self._due = np.full(slots, -1, np.int64)
+        self._started = np.zeros(slots, np.bool_)
+        self._deposit: NDArray[np.int32] = np.zeros((slots, self._width), np.int32)
+        # Slots to refresh by step modulo M + 1; a slot whose `_due` moved on is skipped.
+        self._calendar: list[list[int]] = [[] for _ in range(refresh_tokens + 1)]
+        # Slots bound since the last deposit; they wait so that one prediction serves them all.
+        self._new: list[int] = []
+
+    def bind(self, request: RequestId, rank: RankId, kv_tokens: int, age: int) -> None:
+        """Add a request that holds `kv_tokens` and has emitted `age` tokens."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._slot_of[request] = slot
+        self._request[slot] = request
+        self._rank[slot] = rank
+        self._since[slot] = self._now
+        self._tokens[slot] = kv_tokens
+        self._age[slot] = age
+        self._started[slot] = False
+        self._new.append(slot)
+
+    def start(self, request: RequestId) -> None:
+        """Note that the request decodes from now on; until now it did not grow with the steps."""
+        slot = self._slot_of[request]
+        if self._since[slot] != self._now:
+            self._restart(slot, grown=0)
+        self._started[slot] = True
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Give one request `tokens` more tokens than the steps gave it."""
+        slot = self._slot_of[request]
+        passed = int(self._now - self._since[slot]) if self._started[slot] else 0
+        self._restart(slot, grown=passed + tokens)
+
+    def unbind(self, request: RequestId) -> None:
+        """Remove a request."""
+        slot = self._slot_of.pop(request)
+        self._withdraw(slot)
+        self._free.append(slot)
+
+    def step(self) -> None:
+        """Advance by one step: every deposit grows by one token, and due predictions refresh."""
+        self._flush()
+        self._now += 1
+        self._head += 1
+        if self._head > _TRAVEL - 1:
+            self._rows[:, : self._width] = self._rows[:, self._head : self._head + self._width]
+            self._rows[:, self._width :] = 0
+            self._head = 0
+        bucket = self._calendar[self._now % (self._refresh + 1)]
+        if bucket:
+            due = np.array(bucket)
+            bucket.clear()
+            due = due[self._due[due] == self._now]
+            if due.size:
+                self._refresh_slots(np.unique(due))
+
+    def loads_ahead(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return float64[G, H + 1], each rank's projected KV tokens 0..H steps ahead.
+
+        Args:
+            loads: int64[G], the loads now; column 0 of the result equals it.
+        """
+        self._flush()
+        window = self._rows[:, self._head : self._head + self.horizon_steps + 1]
+        present = window[:, 0]
+        scale = np.ones(len(loads))
+        np.divide(loads, present, out=scale, where=present > 0)
+        ahead = window * scale[:, None]
+        ahead[:, 0] = loads
+        return ahead
+
+    def newcomer(self, request: RequestId, kv_tokens: int, age: int) -> NDArray[np.float64]:
+        """Return float64[H + 1], what a request would add if it were admitted now."""
+        steps = self.horizon_steps
+        survival = self._predictor.survival([request], np.array([age]), steps)
+        grown = kv_tokens + self._ahead[: steps + 1]
+        if self._form is Form.EXPECTED:
+            return np.asarray(grown * survival[0])
+        return np.asarray(grown * (self._ahead[: steps + 1] < self._departures(survival)[0]))
+
+    def check(self) -> None:
+        """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""
+        self._flush()
+        rows = np.zeros_like(self._rows)
+        for slot in self._slot_of.values():
+            passed = int(self._now - self._since[slot])
+            rest = self._deposit[slot, passed:]
+            rows[self._rank[slot], self._head : self._head + len(rest)] += rest
+        now = slice(self._head, None)
+        assert np.array_equal(rows[:, now], self._rows[:, now]), "projection differs from a recount"
+
+    def _departures(self, survival: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return in how many steps each request is predicted to leave; beyond the row if it stays."""
+        steps = composite_steps(survival, self.horizon_steps)
+        return np.where(steps < self.horizon_steps, steps, self._width)
+
+    def _predict(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the deposits, int32[n, W], and the steps until each is due for a refresh."""
+        requests = [self._request[slot] for slot in slots.tolist()]
+        ages = self._age[slots]
+        survival = self._predictor.survival(requests, ages, self._width - 1)
+        values = np.add.outer(self._tokens[slots], self._ahead, dtype=np.float64)
+        # Requests admitted together would refresh together forever; their numbers set them apart.
+        wait = self._refresh - (ages + np.array(requests)) % self._refresh
+        if self._form is Form.EXPECTED:
+            np.rint(np.multiply(values, survival, out=values), out=values)
+            doubtful = np.flatnonzero(survival[:, self._refresh] < 0.5)
+            if doubtful.size:
+                first = (survival[doubtful] < 0.5).argmax(axis=1)
+                wait[doubtful] = np.minimum(wait[doubtful], first)
+        else:
+            departures = self._departures(survival)
+            values[self._ahead >= departures[:, None]] = 0.0
+            wait = np.minimum(departures, wait)
+        return values.astype(np.int32), wait
+
+    def _flush(self) -> None:
+        if self._new:
+            slots = np.array(self._new)
+            self._new.clear()
+            self._make_deposits(slots)
+
+    def _refresh_slots(self, slots: NDArray[np.int64]) -> None:
+        passed = self._now - self._since[slots]
+        columns = np.minimum(passed[:, None] + self._ahead, self._width)
+        padded = np.pad(self._deposit[slots], ((0, 0), (0, 1)))
+        rest = np.take_along_axis(padded, columns, axis=1)
+        grown = np.where(self._started[slots], passed, 0)
+        self._tokens[slots] += grown
+        self._age[slots] += grown
+        self._since[slots] = self._now
+        self._make_deposits(slots, instead_of=rest)
+
+    def _make_deposits(
+        self, slots: NDArray[np.int64], instead_of: NDArray[np.int32] | None = None
+    ) -> None:
+        values, wait = self._predict(slots)
+        self._deposit[slots] = values
+        self._due[slots] = self._now + wait
+        for slot, step in zip(slots.tolist(), self._due[slots].tolist(), strict=True):
+            self._calendar[step % (self._refresh + 1)].append(slot)
+        change = values if instead_of is None else values - instead_of
+        # One sum per rank, so that the rows are written once each.
+        ranks = self._rank[slots]
+        order = np.argsort(ranks, kind="stable")
+        ranks = ranks[order]
+        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
+        window = self._rows[:, self._head : self._head + self._width]
+        window[ranks[starts]] += np.add.reduceat(change[order], starts, axis=0, dtype=np.int64)
+
+    def _restart(self, slot: int, *, grown: int) -> None:
+        self._withdraw(slot)
+        self._tokens[slot] += grown
+        self._age[slot] += grown
+        self._since[slot] = self._now
+        self._new.append(slot)
+
+    def _withdraw(self, slot: int) -> None:
+        """Take the rest of a deposit back, or forget the deposit that was still to be made."""
+        self._due[slot] = -1
+        if slot in self._new:
+            self._new.remove(slot)
+            return
+        passed = int(self._now - self._since[slot])
+        rest = self._deposit[slot, passed:]
+        self._rows[self._rank[slot], self._head : self._head + len(rest)] -= rest
+
+    def _grow(self) -> None:
+        slots = len(self._request)
+        self._free.extend(range(slots, 2 * slots))
+        self._request.extend([RequestId(-1)] * slots)
+        self._rank = np.concatenate([self._rank, np.zeros_like(self._rank)])
+        self._since = np.concatenate([self._since, np.zeros_like(self._since)])
+        self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+        self._age = np.concatenate([self._age, np.zeros_like(self._age)])
+        self._started = np.concatenate([self._started, np.zeros_like(self._started)])
+        self._due = np.concatenate([self._due, np.full_like(self._due, -1)])
+        self._deposit = np.concatenate([self._deposit, np.zeros_like(self._deposit)])

@@ -1,0 +1,442 @@
+"""Stage 2's subset selection: which of a few sizes to admit together.
+
+The score is concave in the total, so of all reachable totals only two can be best: the largest up
+to the score's peak and the smallest beyond it. Three exact solvers find these *neighbours* and
+agree on everything, the subset included; `best_subset` takes the cheapest for the input.
+
+Of the subsets with equal total the one with fewest items counts, then the lexicographically
+smallest tuple of indices: with candidates in order of arrival that favours the older ones.
+
+Paper: §3.2, §D.4. It probes two totals for BR-0 only and enumerates for BR-H; two suffice for both.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import comb, inf
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Subset(NamedTuple):
+    """Chosen candidates.
+
+    Attributes:
+        total: Sum of their sizes, in KV tokens.
+        indices: Their positions, ascending.
+    """
+
+    total: int
+    indices: tuple[int, ...]
+
+
+class Neighbours(NamedTuple):
+    """The reachable totals next to a peak.
+
+    Attributes:
+        below: The largest total up to the peak; the empty subset (0) always qualifies.
+        above: The smallest total beyond the peak; None if there is none.
+    """
+
+    below: Subset
+    above: Subset | None
+
+
+EMPTY = Subset(0, ())
+# Beyond every total, and small enough to add one to.
+_BEYOND = 1 << 60
+# A subset of a table is a mask of one machine word.
+_MAX_TABLE_SIZES = 64
+# Beyond this the sums leave the core's own cache (512 KiB) and a row costs four times as much.
+_MAX_ENUMERATED = 1 << 14
+# A row takes 25 bytes, so that 64 cached tables stay under 110 MB, and under 1 MB for windows of 16.
+_MAX_CACHED_ROWS = 1 << 16
+
+# (sizes, max_items, peak, max_total) -> Neighbours; see `neighbours` for the arguments.
+Solver = Callable[[Sequence[int], int, float, int | None], Neighbours]
+
+
+def best_subset(
+    sizes: Sequence[int],
+    max_items: int,
+    peak: float,
+    score: Callable[[int], float],
+    *,
+    max_total: int | None = None,
+) -> Subset:
+    """Return the subset whose total scores best.
+
+    Args:
+        sizes: KV tokens of each candidate, positive, oldest first.
+        max_items: Free slots of the rank.
+        peak: Where `score` is largest, in KV tokens, at least 0; may be inf. On a plateau its right
+            end, so that a tie goes to the larger total.
+        score: Concave in the total. Called for the two neighbours of the peak at most.
+        max_total: Free KV tokens of the rank; None for no limit.
+
+    Returns:
+        The best subset; the empty one, which scores 0, if no other scores above 0.
+    """
+    below, above = neighbours(sizes, max_items, peak, max_total)
+    best, best_score = EMPTY, 0.0
+    for subset in (below, above):
+        if subset is not None and subset.indices:
+            subset_score = score(subset.total)
+            if subset_score > 0.0 and subset_score >= best_score:
+                best, best_score = subset, subset_score
+    return best
+
+
+def neighbours(
+    sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
+) -> Neighbours:
+    """Return the reachable totals next to `peak`, with the solver that is cheapest for the input.
+
+    Args:
+        sizes: KV tokens of each candidate, positive.
+        max_items: Most candidates in a subset.
+        peak: KV tokens, at least 0; may be inf.
+        max_total: Largest total allowed, in KV tokens; None for no limit.
+    """
+    if max_items <= 0:
+        return Neighbours(EMPTY, None)
+    single = _single_items(sizes, peak, max_total)
+    if max_items == 1:
+        return single
+    # Beyond the peak a subset with an item that is itself beyond the peak cannot beat that item
+    # alone. So only items up to the peak are combined, and only totals under `single.above` count.
+    limit = peak if max_total is None else min(peak, max_total)
+    positions = [index for index, size in enumerate(sizes) if size <= limit]
+    if len(positions) < 2:
+        return single
+    small = [sizes[index] for index in positions]
+    below_top = max_total if single.above is None else single.above.total - 1
+    below, above = _combine(small, max_items, limit, below_top)
+    return Neighbours(
+        Subset(below.total, tuple(positions[index] for index in below.indices)),
+        Subset(above.total, tuple(positions[index] for index in above.indices))
+        if above is not None
+        else single.above,
+    )
+
+
+def _single_items(sizes: Sequence[int], peak: float, max_total: int | None) -> Neighbours:
+    """Return the neighbours among the empty subset and single items; plain Python, O(n)."""
+    limit, above_total = (peak, inf) if max_total is None else (min(peak, max_total), max_total + 1)
+    below_total = 0
+    below_index = above_index = -1
+    for index, size in enumerate(sizes):
+        if size <= limit:
+            if size > below_total:
+                below_total, below_index = size, index
+        elif size < above_total:
+            above_total, above_index = size, index
+    return Neighbours(
+        Subset(below_total, (below_index,)) if below_index >= 0 else EMPTY,
+        Subset(int(above_total), (above_index,)) if above_index >= 0 else None,
+    )
+
+
+def _combine(sizes: list[int], max_items: int, peak: float, max_total: int | None) -> Neighbours:
+    """Return the neighbours for sizes that are all up to the peak, of which there are two or more.
+
+    Whatever ends here is by far the most of what `neighbours` costs, so the input is cut down
+    before a solver sees it.
+    """
+    largest = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))[:max_items]
+    total = sum(sizes[index] for index in largest)
+    if total <= peak:
+        # No subset is larger, so nothing lies beyond the peak.
+        return Neighbours(Subset(total, tuple(sorted(largest))), None)
+    # If not even the c + 1 smallest fit under the peak, no subset of c + 1 does; and a subset of
+    # more than c + 1 stays beyond the peak without one of its items, so it is not the smallest.
+    slots = min(max_items, len(sizes))
+    needed = min(slots, 1 + sum(partial <= peak for partial in accumulate(sorted(sizes))))
+    solver, max_items = _cheapest_solver(sizes, needed, slots, peak)
+    return solver(sizes, max_items, peak, max_total)
+
+
+def _cheapest_solver(
+    sizes: Sequence[int], needed: int, slots: int, peak: float
+) -> tuple[Solver, int]:
+    """Return the solver with the lowest estimated cost, and the `max_items` to call it with.
+
+    The estimate looks at the input only. Costs are microseconds, fitted to single calls on one core
+    of an AMD EPYC: 2 to 64 prompts of 1k to 120k tokens, 2 to 64 slots. The fixed parts are the
+    interpreter's, the rest the arrays'. A misfit costs time near a crossing and never the result.
+    As it falls out: enumeration for a few thousand subsets, halves for more of them over some 30
+    candidates at most, bits for the rest.
+
+    Args:
+        sizes: KV tokens of each candidate.
+        needed: Most members that a neighbour of the peak can have.
+        slots: Most members allowed, at least `needed`.
+        peak: KV tokens.
+    """
+    num = len(sizes)
+    bits = num * needed * (peak + max(sizes))
+    choices: list[tuple[float, Solver, int]] = [(10.0 + bits / 35_000, reachable_bitset, needed)]
+    if num <= _MAX_TABLE_SIZES:
+        choices.append((_halves_us(num, needed), meet_in_the_middle, needed))
+        # With a slot for everyone the halves need no look at the number of members.
+        choices.append((_halves_us(num, slots), meet_in_the_middle, slots))
+        rows = _num_subsets(num, needed)
+        if rows <= _MAX_ENUMERATED:
+            choices.append((10.0 + rows / 300, enumerate_subsets, needed))
+    _, solver, max_items = min(choices, key=itemgetter(0))
+    return solver, max_items
+
+
+def _halves_us(num: int, max_items: int) -> float:
+    half = num - num // 2
+    searches = min(num - half, max_items) - max(0, max_items - half) + 1
+    return 25.0 + 6.0 * searches + _num_subsets(half, min(half, max_items)) / 11
+
+
+@lru_cache(maxsize=1024)
+def _num_subsets(num: int, max_items: int) -> int:
+    """Return how many subsets of `num` items have at most `max_items` members."""
+    return sum(comb(num, k) for k in range(max_items + 1))
+
+
+def enumerate_subsets(
+    sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
+) -> Neighbours:
+    """Solve by summing every subset: O(subsets) vectorised; at most 64 sizes."""
+    max_items, floor, ceiling = _integer_bounds(sizes, max_items, peak, max_total)
+    table = _subset_table(len(sizes), max_items)
+    sums = table.sums(sizes)
+    # Rows are in order of preference, and argmax and argmin return the first of equals.
+    row = int(np.where(sums <= floor, sums, -1).argmax())
+    below = Subset(int(sums[row]), table.indices(row))
+    row = int(np.where((sums > floor) & (sums <= ceiling), sums, ceiling + 1).argmin())
+    total = int(sums[row])
+    above = Subset(total, table.indices(row)) if floor < total <= ceiling else None
+    return Neighbours(below, above)
+
+
+def meet_in_the_middle(
+    sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
+) -> Neighbours:
+    """Solve by pairing the subsets of two halves: O(m log m) for m subsets of a half.
+
+    At most 64 sizes.
+    """
+    max_items, floor, ceiling = _integer_bounds(sizes, max_items, peak, max_total)
+    halves = _Halves(sizes, max_items)
+    below, above = halves.totals_next_to(floor)
+    return Neighbours(
+        Subset(below, halves.indices(below)),
+        Subset(above, halves.indices(above)) if above <= ceiling else None,
+    )
+
+
+def reachable_bitset(
+    sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
+) -> Neighbours:
+    """Solve with one bit per reachable total: O(n x max_items x (peak + largest size) / 64).
+
+    Any number of sizes, but the snapshots take n x max_items x (peak + largest size) / 16 bytes:
+    megabytes for a window of tens of prompts, gigabytes for tens of prompts of a million tokens.
+
+    Paper: §D.4. Two departures: the bits end where no total can matter, and the items are added
+    from the last to the first, so that backtracking finds the preferred subset.
+    """
+    max_items, floor, ceiling = _integer_bounds(sizes, max_items, peak, max_total)
+    # The smallest total beyond the peak is at most peak + largest size: take items away from any
+    # subset beyond the peak, one by one; the last total before they fit was beyond the peak by less
+    # than the item then removed. And a subset of a kept subset has a smaller total, so is kept too.
+    kept = (1 << (min(ceiling, floor + max(sizes, default=0)) + 1)) - 1
+    # Bit t of reach[k]: some k of the items seen add up to t.
+    reach = [1] + [0] * max_items
+    snapshots = [reach]
+    for size in reversed(sizes):
+        reach = [1, *(same | (fewer << size & kept) for fewer, same in pairwise(reach))]
+        snapshots.append(reach)
+    snapshots.reverse()  # snapshots[i] has seen sizes[i:].
+    below, below_items = 0, 0
+    above, above_items = ceiling + 1, 0
+    up_to_peak = (1 << (floor + 1)) - 1
+    for num_items, totals in enumerate(reach):
+        # Only a strictly better total may take more items.
+        largest = (totals & up_to_peak).bit_length() - 1
+        if largest > below:
+            below, below_items = largest, num_items
+        beyond = totals >> (floor + 1)
+        smallest = floor + (beyond & -beyond).bit_length()
+        if beyond and smallest < above:
+            above, above_items = smallest, num_items
+    return Neighbours(
+        Subset(below, _backtrack(snapshots, sizes, below, below_items)),
+        Subset(above, _backtrack(snapshots, sizes, above, above_items)) if above_items else None,
+    )
+
+
+def _backtrack(
+    snapshots: list[list[int]], sizes: Sequence[int], total: int, num_items: int
+) -> tuple[int, ...]:
+    """Return the lexicographically smallest `num_items` indices that add up to `total`."""
+    indices: list[int] = []
+    for index, size in enumerate(sizes):
+        if num_items == 0:
+            break
+        # Taking the earliest item that leaves a reachable rest is what makes it the smallest.
+        if size <= total and snapshots[index + 1][num_items - 1] >> (total - size) & 1:
+            indices.append(index)
+            total -= size
+            num_items -= 1
+    assert total == 0
+    return tuple(indices)
+
+
+def _integer_bounds(
+    sizes: Sequence[int], max_items: int, peak: float, max_total: int | None
+) -> tuple[int, int, int]:
+    """Return what the solvers compute with: items, largest total below, largest total at all."""
+    assert peak >= 0.0
+    ceiling = sum(sizes) if max_total is None else max(0, min(max_total, sum(sizes)))
+    floor = ceiling if peak >= ceiling else int(peak)
+    return max(0, min(max_items, len(sizes))), floor, ceiling
+
+
+class _SubsetTable:
+    """The subsets of `num` indices with at most `max_items` members, one a row.
+
+    Rows are in order of preference: fewest members first, then lexicographic. A row of k members is
+    its parent (the row without its last member) and that last member, so that summing costs one
+    addition a row.
+
+    Attributes:
+        level_starts: level_starts[k] is the first row of k members; a last entry ends the table.
+        num_items: int8[rows], members.
+        masks: uint64[rows], a bit per member, index 0 the most significant. Among subsets of equal
+            size a larger mask is a lexicographically smaller tuple.
+    """
+
+    def __init__(self, num: int, max_items: int) -> None:
+        assert num <= _MAX_TABLE_SIZES
+        indices = np.arange(num)
+        bits = np.left_shift(np.uint64(1), (num - 1 - indices).astype(np.uint64))
+        self._levels: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+        lasts = np.array([-1])
+        masks = [np.zeros(1, np.uint64)]
+        for _ in range(max_items):
+            children = num - 1 - lasts
+            parents = np.repeat(np.arange(len(lasts)), children)
+            # Children of one parent count up from its last member + 1.
+            first_child = np.cumsum(children) - children
+            lasts = np.arange(len(parents)) - (first_child - lasts - 1)[parents]
+            self._levels.append((parents, lasts))
+            masks.append(masks[-1][parents] | bits[lasts])
+        sizes = [len(level) for level in masks]
+        self.level_starts = [0, *accumulate(sizes)]
+        self.num_items: NDArray[np.int8] = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
+        self.masks: NDArray[np.uint64] = np.concatenate(masks)
+        self._num = num
+
+    def sums(self, sizes: Sequence[int]) -> NDArray[np.int64]:
+        """Return int64[rows], the total of each row."""
+        values = np.array(sizes, dtype=np.int64)
+        levels = [np.zeros(1, np.int64)]
+        for parents, lasts in self._levels:
+            levels.append(levels[-1][parents] + values[lasts])
+        return np.concatenate(levels)
+
+    def indices(self, row: int) -> tuple[int, ...]:
+        """Return the members of a row, ascending."""
+        mask = int(self.masks[row])
+        indices: list[int] = []
+        while mask:
+            highest = mask.bit_length()
+            indices.append(self._num - highest)
+            mask ^= 1 << (highest - 1)
+        return tuple(indices)
+
+
+def _subset_table(num: int, max_items: int) -> _SubsetTable:
+    """Return a table, from the cache unless it is large."""
+    if _num_subsets(num, max_items) > _MAX_CACHED_ROWS:
+        return _SubsetTable(num, max_items)
+    return _cached_table(num, max_items)
+
+
+# A table depends on two small numbers, so a running router meets the same ones again and again.
+_cached_table = lru_cache(maxsize=64)(_SubsetTable)
+
+
+class _SortedSums:
+    """The subset sums of one half of the sizes, ascending, and within a sum by preference.
+
+    Attributes:
+        table: The subsets.
+        sums: int64[rows], KV tokens.
+        rows: int64[rows], the table's row of each sum.
+        num_items: int8[rows], members of each row.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_items: int) -> None:
+        self.table = _subset_table(len(sizes), min(max_items, len(sizes)))
+        num_rows = len(self.table.num_items)
+        # One sort by sum * rows + row. It fits 63 bits: a table that fits the memory has fewer than
+        # 2**30 rows, and sums stay below 2**33.
+        keys = self.table.sums(sizes) * num_rows + np.arange(num_rows)
+        keys.sort()
+        self.sums, self.rows = np.divmod(keys, num_rows)
+        self.num_items = self.table.num_items[self.rows]
+
+
+class _Halves:
+    """The older and the newer half of the sizes.
+
+    Args:
+        sizes: KV tokens, at most 64.
+        max_items: Most members of a subset of the whole.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_items: int) -> None:
+        self._middle = len(sizes) // 2
+        self._max_items = max_items
+        self._old = _SortedSums(sizes[: self._middle], max_items)
+        self._new = _SortedSums(sizes[self._middle :], max_items)
+
+    def totals_next_to(self, floor: int) -> tuple[int, int]:
+        """Return the largest total up to `floor` and the smallest beyond (huge if none is)."""
+        old, new = self._old, self._new
+        below, above = 0, _BEYOND
+        most_old, most_new = int(old.num_items.max()), int(new.num_items.max())
+        # Old subsets that leave room for every new one go in one block, the rest by their size.
+        num_old = min(max(0, self._max_items - most_new), most_old)
+        sums = old.sums if num_old == most_old else old.sums[old.num_items <= num_old]
+        while True:
+            room = self._max_items - num_old
+            partners = new.sums if room >= most_new else new.sums[new.num_items <= room]
+            # A sentinel on either side, so that every position exists.
+            partners = np.concatenate(([-_BEYOND], partners, [_BEYOND]))
+            # Ascending sums keep the search local, which halves its time on large tables.
+            positions = np.searchsorted(partners, floor - sums, side="right")
+            below = max(below, int((sums + partners[positions - 1]).max()))
+            above = min(above, int((sums + partners[positions]).min()))
+            if num_old == most_old:
+                return below, above
+            num_old += 1
+            sums = old.sums[old.num_items == num_old]
+
+    def indices(self, total: int) -> tuple[int, ...]:
+        """Return the preferred subset of a total that `totals_next_to` found."""
+        old, new = self._old, self._new
+        wanted = total - old.sums
+        # The first row of a sum is its preferred one.
+        partners = np.searchsorted(new.sums[:-1], wanted, side="left")
+        pairs = np.flatnonzero(new.sums[partners] == wanted)
+        partners = partners[pairs]
+        num_items = old.num_items[pairs] + new.num_items[partners]
+        fewest = np.flatnonzero(num_items == num_items.min())
+        # Of equally many items a larger mask of the old half comes first lexicographically, its
+        # number of members notwithstanding: whoever has the next item in the old half wins.
+        best = fewest[old.table.masks[old.rows[pairs[fewest]]].argmax()]
+        old_indices = old.table.indices(int(old.rows[pairs[best]]))
+        new_indices = new.table.indices(int(new.rows[partners[best]]))
+        return old_indices + tuple(self._middle + index for index in new_indices)

@@ -1,0 +1,154 @@
+"""The ledger mirrors a naive count of every request's tokens, and notices when it does not."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.ledger import Ledger
+
+RANKS = 3
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["bind", "start", "step", "emit", "unbind"]),
+        st.integers(0, 7),
+        st.integers(1, 100),
+    ),
+    max_size=80,
+)
+
+
+class Naive:
+    """Touches every started request at every step."""
+
+    def __init__(self) -> None:
+        self.rank: dict[RequestId, RankId] = {}
+        self.tokens: dict[RequestId, int] = {}
+        self.running: set[RequestId] = set()
+
+    def loads(self) -> list[int]:
+        loads = [0] * RANKS
+        for request, rank in self.rank.items():
+            loads[rank] += self.tokens[request]
+        return loads
+
+    def bound(self) -> list[int]:
+        return [list(self.rank.values()).count(RankId(rank)) for rank in range(RANKS)]
+
+    def started(self) -> list[int]:
+        ranks = [self.rank[request] for request in self.running]
+        return [ranks.count(RankId(rank)) for rank in range(RANKS)]
+
+
+@given(OPERATIONS)
+def test_loads_and_counts_follow_a_request_by_request_count(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    ledger, naive = Ledger(RANKS), Naive()
+    for name, number, amount in operations:
+        request = RequestId(number)
+        match name:
+            case "bind" if request not in naive.rank:
+                rank = RankId(amount % RANKS)
+                ledger.bind(request, rank, amount)
+                naive.rank[request], naive.tokens[request] = rank, amount
+            case "start" if request in naive.rank and request not in naive.running:
+                ledger.start(request)
+                naive.running.add(request)
+            case "step":
+                ledger.step()
+                for started in naive.running:
+                    naive.tokens[started] += 1
+            case "emit" if request in naive.rank:
+                ledger.emit(request, amount)
+                naive.tokens[request] += amount
+            case "unbind" if request in naive.rank:
+                assert ledger.unbind(request) == naive.tokens.pop(request)
+                del naive.rank[request]
+                naive.running.discard(request)
+        ledger.check()
+        assert ledger.loads.tolist() == naive.loads()
+        assert ledger.bound.tolist() == naive.bound()
+        assert ledger.started.tolist() == naive.started()
+        assert {request: ledger.kv_tokens(request) for request in naive.rank} == naive.tokens
+
+
+def one_bound(*, started: bool) -> Ledger:
+    ledger = Ledger(RANKS)
+    ledger.bind(RequestId(5), RankId(1), 100)
+    if started:
+        ledger.start(RequestId(5))
+    return ledger
+
+
+def test_only_a_started_request_grows_with_the_steps() -> None:
+    ledger = one_bound(started=False)
+    ledger.step()
+    assert ledger.loads.tolist() == [0, 100, 0]
+    ledger.start(RequestId(5))
+    assert ledger.loads.tolist() == [0, 100, 0]
+    ledger.step()
+    ledger.step()
+    assert ledger.loads.tolist() == [0, 102, 0]
+    assert ledger.kv_tokens(RequestId(5)) == 102
+
+
+def test_emitted_tokens_add_to_those_of_the_steps() -> None:
+    ledger = one_bound(started=True)
+    ledger.step()
+    ledger.emit(RequestId(5), 7)
+    ledger.step()
+    assert ledger.unbind(RequestId(5)) == 109
+    assert ledger.loads.tolist() == [0, 0, 0]
+
+
+def test_a_request_may_be_bound_again_after_it_left() -> None:
+    ledger = one_bound(started=True)
+    ledger.unbind(RequestId(5))
+    ledger.bind(RequestId(5), RankId(2), 30)
+    ledger.step()
+    assert ledger.loads.tolist() == [0, 0, 30]
+    ledger.check()
+
+
+def test_a_second_bind_asserts() -> None:
+    ledger = one_bound(started=False)
+    with pytest.raises(AssertionError, match="request 5 is bound twice"):
+        ledger.bind(RequestId(5), RankId(0), 1)
+    ledger.check()
+
+
+def test_a_second_start_asserts() -> None:
+    ledger = one_bound(started=True)
+    with pytest.raises(AssertionError, match="request 5 started twice"):
+        ledger.start(RequestId(5))
+    ledger.check()
+
+
+def test_a_second_unbind_fails_and_releases_nothing() -> None:
+    ledger = one_bound(started=True)
+    ledger.bind(RequestId(6), RankId(1), 10)
+    ledger.unbind(RequestId(5))
+    with pytest.raises(KeyError):
+        ledger.unbind(RequestId(5))
+    assert ledger.loads.tolist() == [0, 10, 0]
+    ledger.check()
+
+
+@pytest.mark.parametrize("counter", ["loads", "bound", "started"])
+def test_check_notices_a_tampered_counter(counter: str) -> None:
+    ledger = one_bound(started=True)
+    ledger.check()
+    getattr(ledger, counter)[1] += 1
+    with pytest.raises(AssertionError, match=counter):
+        ledger.check()
+
+
+def test_loads_of_very_long_contexts_do_not_overflow() -> None:
+    ledger = Ledger(1)
+    for number in range(4):
+        ledger.bind(RequestId(number), RankId(0), 2**40)
+    assert ledger.loads.dtype == np.int64
+    assert ledger.loads.tolist() == [2**42]
+    ledger.check()

@@ -1,0 +1,246 @@
+"""The pool keeps order of arrival, counts overtakings, and knows whose time has come."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+
+
+def entry(
+    number: int,
+    prompt_tokens: int = 10,
+    *,
+    deadline_ns: int | None = None,
+    expires_ns: int | None = None,
+    lease_ends_ns: int | None = None,
+) -> PoolEntry:
+    return PoolEntry(
+        RequestId(number),
+        prompt_tokens,
+        age=0,
+        entered_ns=0,
+        deadline_ns=deadline_ns,
+        expires_ns=expires_ns,
+        lease_ends_ns=lease_ends_ns,
+    )
+
+
+def pool_of(*numbers: int) -> Pool:
+    pool = Pool()
+    for number in numbers:
+        pool.add(entry(number))
+    return pool
+
+
+def numbers_of(pool: Pool) -> list[int]:
+    return [waiting.request for waiting in pool]
+
+
+def test_entries_keep_the_order_of_arrival() -> None:
+    pool = pool_of(2, 3, 7, 9)
+    assert numbers_of(pool) == [2, 3, 7, 9]
+    assert [waiting.request for waiting in pool.oldest(2)] == [2, 3]
+    assert [waiting.request for waiting in pool.oldest(9)] == [2, 3, 7, 9]
+    assert len(pool) == 4
+
+
+def test_an_older_request_that_comes_back_goes_to_its_place() -> None:
+    pool = pool_of(2, 3, 7, 9)
+    pool.admit(RequestId(3))
+    pool.add(entry(3))
+    pool.add(entry(0))
+    assert numbers_of(pool) == [0, 2, 3, 7, 9]
+
+
+def test_a_second_add_asserts() -> None:
+    pool = pool_of(4)
+    with pytest.raises(AssertionError, match="request 4 is pooled twice"):
+        pool.add(entry(4))
+    assert numbers_of(pool) == [4]
+
+
+@pytest.mark.parametrize("number", [0, 3, 9])
+def test_taking_out_what_is_not_there_asserts(number: int) -> None:
+    pool = pool_of(2, 7)
+    for take in (pool.admit, pool.remove):
+        with pytest.raises(AssertionError, match=f"request {number} is not pooled"):
+            take(RequestId(number))
+    assert numbers_of(pool) == [2, 7]
+
+
+def test_an_admission_overtakes_the_older_ones_only() -> None:
+    pool = pool_of(1, 2, 3, 4)
+    pool.admit(RequestId(3))
+    pool.admit(RequestId(4))
+    pool.admit(RequestId(1))
+    assert {waiting.request: waiting.overtaken for waiting in pool} == {2: 2}
+
+
+def test_leaving_for_another_reason_overtakes_no_one() -> None:
+    pool = pool_of(1, 2, 3)
+    pool.remove(RequestId(3))
+    assert [waiting.overtaken for waiting in pool] == [0, 0]
+
+
+def test_a_request_that_comes_back_is_counted_anew() -> None:
+    pool = pool_of(1, 2, 3)
+    pool.admit(RequestId(2))
+    assert pool.remove(RequestId(1)).overtaken == 1
+    pool.add(entry(1))
+    pool.admit(RequestId(3))
+    assert [waiting.overtaken for waiting in pool] == [1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "admit", "remove"]), st.integers(0, 15)), max_size=60
+    )
+)
+def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str, int]]) -> None:
+    pool = Pool()
+    log: list[tuple[str, int]] = []
+    for name, number in operations:
+        present = RequestId(number) in pool
+        if present == (name == "add"):
+            continue
+        log.append((name, number))
+        if name == "add":
+            pool.add(entry(number))
+        else:
+            (pool.admit if name == "admit" else pool.remove)(RequestId(number))
+        waiting: dict[int, int] = {}  # Number -> place in the log where it entered.
+        for place, (past_name, past) in enumerate(log):
+            if past_name == "add":
+                waiting[past] = place
+            else:
+                del waiting[past]
+        assert numbers_of(pool) == sorted(waiting)
+        assert len(pool) == len(waiting)
+        for one in pool:
+            later_admitted = [
+                past
+                for past_name, past in log[waiting[one.request] :]
+                if past_name == "admit" and past > one.request
+            ]
+            assert one.overtaken == len(later_admitted)
+
+
+def test_overdue_entries_come_oldest_first_and_stay() -> None:
+    pool = Pool()
+    for number, deadline_ns in ((1, 30), (2, 10), (3, None), (4, 20)):
+        pool.add(entry(number, deadline_ns=deadline_ns))
+    assert pool.overdue(9) == []
+    assert [late.request for late in pool.overdue(10)] == [2]
+    assert [late.request for late in pool.overdue(10)] == [2]
+    assert [late.request for late in pool.overdue(30)] == [1, 2, 4]
+    pool.admit(RequestId(2))
+    assert [late.request for late in pool.overdue(10**12)] == [1, 4]
+    assert numbers_of(pool) == [1, 3, 4]
+
+
+CLOCKS = ["deadline_ns", "expires_ns", "lease_ends_ns"]
+
+
+def due(pool: Pool, clock: str, now_ns: int) -> list[int]:
+    """Return whose time has come by the named clock, in ascending order."""
+    if clock == "deadline_ns":
+        return sorted(late.request for late in pool.overdue(now_ns))
+    return sorted((pool.expired if clock == "expires_ns" else pool.lapsed)(now_ns))
+
+
+def timed(number: int, clock: str, time_ns: int | None) -> PoolEntry:
+    new = entry(number)
+    setattr(new, clock, time_ns)
+    return new
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_time_counts_from_the_very_nanosecond(clock: str) -> None:
+    pool = Pool()
+    pool.add(timed(1, clock, 10))
+    assert due(pool, clock, 9) == []
+    assert due(pool, clock, 10) == [1]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_the_times_of_entries_that_left_are_forgotten(clock: str) -> None:
+    pool = Pool()
+    for number in (1, 2, 3):
+        pool.add(timed(number, clock, 10))
+    pool.admit(RequestId(1))
+    pool.remove(RequestId(2))
+    assert due(pool, clock, 10) == [3]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_request_that_comes_back_has_its_new_time_only(clock: str) -> None:
+    pool = Pool()
+    pool.add(timed(1, clock, 10))
+    pool.remove(RequestId(1))
+    pool.add(timed(1, clock, 20))
+    assert due(pool, clock, 19) == []
+    assert due(pool, clock, 20) == [1]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_request_that_comes_back_with_the_same_time_is_due_once(clock: str) -> None:
+    # A prefill that takes no time ends at the instant of the one that was lost.
+    pool = Pool()
+    for _ in range(3):
+        pool.add(timed(1, clock, 10))
+        pool.remove(RequestId(1))
+    pool.add(timed(1, clock, 10))
+    assert due(pool, clock, 10) == [1]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_a_request_that_comes_back_without_a_time_is_never_due(clock: str) -> None:
+    pool = Pool()
+    pool.add(timed(1, clock, 10))
+    pool.remove(RequestId(1))
+    pool.add(timed(1, clock, None))
+    assert due(pool, clock, 10**12) == []
+
+
+@given(
+    clock=st.sampled_from(CLOCKS),
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "leave", "ask"]),
+            st.integers(0, 9),
+            st.none() | st.integers(1, 40),
+        ),
+        max_size=60,
+    ),
+)
+def test_the_queues_agree_with_a_look_at_every_entry(
+    clock: str, operations: list[tuple[str, int, int | None]]
+) -> None:
+    pool, now_ns = Pool(), 0
+    for name, number, amount in operations:
+        if name == "add" and RequestId(number) not in pool:
+            # Some are late already: a lease may end before its entry is pooled.
+            pool.add(timed(number, clock, None if amount is None else now_ns + amount - 20))
+        elif name == "leave" and RequestId(number) in pool:
+            pool.remove(RequestId(number))
+        elif name == "ask":
+            now_ns += amount or 0
+            times = {one.request: getattr(one, clock) for one in pool}
+            late = [one for one, time_ns in times.items() if time_ns is not None]
+            late = [one for one in late if times[one] <= now_ns]
+            assert due(pool, clock, now_ns) == late
+            if clock != "deadline_ns":
+                for one in late:  # The caller's duty.
+                    pool.remove(one)
+
+
+def test_the_mean_prompt_starts_at_the_first_and_leans_towards_the_later_ones() -> None:
+    pool = Pool()
+    pool.add(entry(0, prompt_tokens=100))
+    assert pool.mean_prompt_tokens == 100.0
+    for number in range(1, 2_000):
+        pool.add(entry(number, prompt_tokens=200))
+        assert 100.0 < pool.mean_prompt_tokens <= 200.0
+    assert pool.mean_prompt_tokens == pytest.approx(200.0, rel=1e-3)

@@ -1,0 +1,412 @@
+"""Directed cases of the scheduler: what each event releases, asks for, and refuses."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.errors import ConfigError, LifecycleError
+from balanceroute.proxy.core.events import (
+    AbortDecode,
+    AbortPrefill,
+    Action,
+    Admit,
+    DecodeStarted,
+    Event,
+    Expire,
+    PrefillDone,
+    PrefillerId,
+    PrefillLost,
+    RankId,
+    ReleasePrefill,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+    TokensEmitted,
+)
+from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+
+P0 = PrefillerId(0)
+RANK0 = RankId(0)
+A, B, C, D = (RequestId(number) for number in range(4))
+
+
+class Driver:
+    """Feeds one scheduler and keeps the time."""
+
+    def __init__(self, policy: str = "fifo", **limits: int | None) -> None:
+        config = SchedulerConfig(**{"ranks": 1, "batch_limit": 1, **limits})  # type: ignore[arg-type]
+        ingredients = Ingredients(
+            ranks=config.ranks,
+            batch_limit=config.batch_limit,
+            settings=PolicySettings(),
+            rng=random.Random(0),
+            predictor=NoPrediction(),
+        )
+        self.scheduler = Scheduler(config, make_policy(policy, ingredients))
+        self.now_ns = 0
+
+    def __call__(self, *events: Event) -> list[Action]:
+        """Feed the events; return the actions of the last one."""
+        actions: list[Action] = []
+        for event in events:
+            actions = self.scheduler.handle(event, now_ns=self.now_ns)
+            self.scheduler.check()
+        return actions
+
+    def at(self, now_ns: int, *events: Event) -> list[Action]:
+        self.now_ns = now_ns
+        return self(*events)
+
+    def to_pool(self, *requests: RequestId, prompt_tokens: int = 10) -> None:
+        for request in requests:
+            self(RequestArrived(request, prompt_tokens), PrefillDone(request, prompt_tokens))
+
+    def to_decode(self, request: RequestId, prompt_tokens: int = 10) -> None:
+        self.to_pool(request, prompt_tokens=prompt_tokens)
+        assert Admit(request, RANK0) in self(Tick())
+
+    def held(self) -> dict[str, list[int]]:
+        return {
+            "tokens": self.scheduler.prefillers.held_tokens,
+            "probes": self.scheduler.prefillers.probes,
+            "loads": self.scheduler.ledger.loads.tolist(),
+            "bound": self.scheduler.ledger.bound.tolist(),
+        }
+
+
+NOTHING = {"tokens": [0], "probes": [0], "loads": [0], "bound": [0]}
+
+
+def test_a_request_goes_from_arrival_to_its_last_token() -> None:
+    driver = Driver()
+    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P0, 10)]
+    assert driver(Tick()) == []
+    assert driver(PrefillDone(A, 12)) == []
+    assert driver(Tick()) == [Admit(A, RANK0)]
+    assert driver(DecodeStarted(A)) == []
+    assert driver(StepCompleted(), TokensEmitted(A, 2), StepCompleted()) == []
+    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [16], "bound": [1]}
+    assert driver(RequestFinished(A)) == []
+    assert driver.held() == NOTHING
+    assert driver.scheduler.requests == {}
+
+
+def test_the_first_token_releases_the_prefiller() -> None:
+    driver = Driver(prefiller_kv_tokens=10)
+    driver.to_decode(A)
+    assert driver(RequestArrived(B, 5)) == []
+    assert driver.held()["tokens"] == [10]
+    assert driver(DecodeStarted(A)) == [StartPrefill(B, P0, 5)]
+    assert driver.held()["tokens"] == [5]
+
+
+def test_the_realised_prompt_replaces_the_estimate() -> None:
+    driver = Driver(prefiller_kv_tokens=20)
+    driver(RequestArrived(A, 18), RequestArrived(B, 10))
+    assert driver(PrefillDone(A, 9)) == [StartPrefill(B, P0, 10)]
+    assert driver.held()["tokens"] == [19]
+    assert driver(Tick()) == [Admit(A, RANK0)]
+    assert driver.held()["loads"] == [9]
+
+
+def test_a_lost_prefill_is_tried_again_ahead_of_the_queue() -> None:
+    driver = Driver(probe_limit=1)
+    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(B, P0, 10)]
+    driver(RequestArrived(C, 10))
+    # Its blocks are of no use to a decoder any more; it waits for B's probe, but not behind C.
+    assert driver(PrefillLost(A)) == [ReleasePrefill(A, P0)]
+    assert driver(PrefillDone(B, 10)) == [StartPrefill(A, P0, 10)]
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
+
+
+def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back() -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
+    assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
+    assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
+
+
+def test_a_started_request_cannot_lose_its_prefill() -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    driver(DecodeStarted(A))
+    with pytest.raises(LifecycleError, match="request 0 has pulled"):
+        driver(PrefillLost(A))
+    driver.scheduler.check()
+
+
+def test_a_recomputed_request_is_prefilled_with_what_it_emitted() -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    driver.to_pool(B, C)
+    driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 1))
+    assert driver(RequestRecomputed(A)) == [StartPrefill(A, P0, 13)]
+    assert driver.held()["loads"] == [0]
+    driver(PrefillDone(A, 13))
+    entries = list(driver.scheduler.pool)
+    # At its place of arrival, ahead of those that were pooled before it.
+    assert [entry.request for entry in entries] == [A, B, C]
+    assert (entries[0].prompt_tokens, entries[0].age) == (13, 3)
+    assert driver(Tick()) == [Admit(A, RANK0)]
+    driver(DecodeStarted(A), StepCompleted())
+    assert driver(RequestRecomputed(A)) == [StartPrefill(A, P0, 14)]
+    driver(PrefillDone(A, 14))
+    assert next(iter(driver.scheduler.pool)).age == 4
+
+
+def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill() -> None:
+    driver = Driver(lease_margin_ns=5)
+    driver.to_decode(A)
+    driver(RequestArrived(B, 10), PrefillDone(B, 10, lease_expires_ns=100))
+    assert driver.at(94, Tick()) == []
+    assert driver.at(95, Tick()) == [ReleasePrefill(B, P0), StartPrefill(B, P0, 10)]
+    driver(PrefillDone(B, 10, lease_expires_ns=200), RequestFinished(A))
+    assert driver.at(194, Tick()) == [Admit(B, RANK0)]
+
+
+def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free() -> None:
+    driver = Driver(lease_margin_ns=5)
+    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=3))
+    assert driver(Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
+
+
+def test_a_dispatched_request_has_no_lease_to_lapse() -> None:
+    driver = Driver(lease_margin_ns=5)
+    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
+    assert driver(Tick()) == [Admit(A, RANK0)]
+    assert driver.at(1_000, Tick()) == []
+
+
+def test_a_request_that_outlives_the_pool_expires() -> None:
+    driver = Driver(ttl_ns=50)
+    driver.to_decode(A)
+    driver.at(10)
+    driver.to_pool(B)
+    assert driver.at(59, Tick()) == []
+    assert driver.at(60, Tick()) == [ReleasePrefill(B, P0), Expire(B)]
+    with pytest.raises(LifecycleError, match="unknown or has ended"):
+        driver(RequestCancelled(B))
+
+
+def test_expiry_beats_a_lapsed_lease_and_a_free_slot() -> None:
+    driver = Driver(ttl_ns=50, lease_margin_ns=1)
+    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=40))
+    assert driver.at(60, Tick()) == [ReleasePrefill(A, P0), Expire(A)]
+
+
+def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once() -> None:
+    driver = Driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
+    driver.to_decode(A)
+    driver(RequestArrived(B, 10), RequestArrived(C, 10))
+    for request in (B, C):
+        lease_ns = 31 if request == B else None
+        driver(PrefillDone(request, 10, lease_ns), PrefillLost(request))
+        driver(PrefillDone(request, 10, lease_ns))
+    assert driver.at(30, Tick()) == [ReleasePrefill(B, P0), StartPrefill(B, P0, 10)]
+    assert driver.at(50, Tick()) == [ReleasePrefill(C, P0), Expire(C)]
+
+
+ARRIVED, PREFILLED = RequestArrived(A, 10), PrefillDone(A, 10)
+LIVES: dict[str, tuple[list[Event], list[Action]]] = {
+    "prefilling": ([ARRIVED], [AbortPrefill(A, P0)]),
+    "pooled": ([ARRIVED, PREFILLED], [ReleasePrefill(A, P0)]),
+    "bound": ([ARRIVED, PREFILLED, Tick()], [AbortDecode(A, RANK0)]),
+    "started": (
+        [ARRIVED, PREFILLED, Tick(), DecodeStarted(A), StepCompleted()],
+        [AbortDecode(A, RANK0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
+@pytest.mark.parametrize("state", LIVES)
+def test_giving_up_releases_everything_exactly_once(
+    state: str, event: Callable[[RequestId], Event]
+) -> None:
+    life, expected = LIVES[state]
+    driver = Driver()
+    driver(*life)
+    assert driver.held() != NOTHING
+    assert driver(event(A)) == expected
+    assert driver.held() == NOTHING
+    with pytest.raises(LifecycleError):
+        driver(event(A))
+    assert driver.held() == NOTHING
+    assert driver(Tick()) == []
+
+
+@pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
+def test_giving_up_in_the_queue_leaves_the_others_their_turn(
+    event: Callable[[RequestId], Event],
+) -> None:
+    driver = Driver(probe_limit=1)
+    driver(RequestArrived(A, 10), RequestArrived(B, 10), RequestArrived(C, 10))
+    assert driver(event(B)) == []
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
+
+
+def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible() -> None:
+    driver = Driver(probe_limit=1)
+    driver.to_decode(A)
+    driver(DecodeStarted(A), RequestArrived(B, 10))
+    assert driver(RequestRecomputed(A)) == []
+    assert driver(RequestCancelled(A)) == []
+    assert driver(RequestCancelled(B)) == [AbortPrefill(B, P0)]
+    assert driver.held() == NOTHING
+
+
+def test_a_request_that_the_prefiller_answered_in_full_is_done() -> None:
+    driver = Driver(probe_limit=1)
+    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    assert driver(RequestFinished(A)) == [StartPrefill(B, P0, 10)]
+    assert driver.held()["tokens"] == [10]
+
+
+def test_a_cancelled_request_makes_room_at_once() -> None:
+    driver = Driver(probe_limit=1)
+    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    assert driver(RequestCancelled(A)) == [AbortPrefill(A, P0), StartPrefill(B, P0, 10)]
+
+
+def test_the_pool_limit_holds_requests_before_prefill() -> None:
+    driver = Driver(pool_limit=2)
+    driver.to_decode(A)
+    assert driver(RequestArrived(B, 10)) == [StartPrefill(B, P0, 10)]
+    assert driver(RequestArrived(C, 10)) == [StartPrefill(C, P0, 10)]
+    assert driver(RequestArrived(D, 10)) == []
+    assert driver(PrefillDone(B, 10)) == []
+    assert driver(PrefillDone(C, 10), Tick()) == []
+    driver(RequestFinished(A))
+    assert driver(Tick()) == [Admit(B, RANK0), StartPrefill(D, P0, 10)]
+
+
+def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit() -> None:
+    driver = Driver(prefiller_kv_tokens=20)
+    driver(RequestArrived(A, 15))
+    assert driver(RequestArrived(B, 10)) == []
+    assert driver(RequestArrived(C, 1)) == []
+    assert driver(RequestCancelled(B)) == [StartPrefill(C, P0, 1)]
+
+
+@pytest.mark.parametrize("policy", ["br-0", "br-h"])
+@pytest.mark.parametrize(("now_ns", "is_late"), [(109, False), (110, True)])
+def test_an_overdue_request_goes_first(policy: str, now_ns: int, is_late: bool) -> None:
+    driver = Driver(policy, ranks=2, batch_limit=2, deadline_ns=100)
+    # 1,050 tokens on each rank; then 50 of them leave, so that a prompt of 40 just fits.
+    driver.to_pool(A, B, prompt_tokens=50)
+    driver(Tick())
+    driver.to_pool(C, D, prompt_tokens=1_000)
+    driver(Tick())
+    assert driver.held()["loads"] == [1_050, 1_050]
+    large = RequestId(4)
+    driver.at(10)
+    driver.to_pool(large, prompt_tokens=5_000)
+    driver.at(60)
+    driver.to_pool(*map(RequestId, range(5, 9)), prompt_tokens=40)
+    driver.at(now_ns, RequestFinished(A))
+    (admission,) = driver(Tick())
+    assert isinstance(admission, Admit)
+    assert (admission.request == large) == is_late
+
+
+UNKNOWN_EVENTS: list[Event] = [
+    PrefillDone(B, 1),
+    PrefillLost(B),
+    DecodeStarted(B),
+    TokensEmitted(B, 1),
+    RequestRecomputed(B),
+    RequestFinished(B),
+    RequestFailed(B),
+    RequestCancelled(B),
+]
+
+
+@pytest.mark.parametrize("event", UNKNOWN_EVENTS, ids=lambda event: type(event).__name__)
+def test_an_unknown_request_is_refused_and_nothing_changes(event: Event) -> None:
+    driver = Driver()
+    driver(RequestArrived(A, 10))
+    with pytest.raises(LifecycleError, match="request 1 is unknown or has ended"):
+        driver(event)
+    assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
+    assert list(driver.scheduler.requests) == [A]
+
+
+def test_a_second_arrival_of_a_live_request_is_refused() -> None:
+    driver = Driver()
+    driver(RequestArrived(A, 10))
+    with pytest.raises(LifecycleError, match="request 0 has arrived already"):
+        driver(RequestArrived(A, 10))
+    assert driver.held()["tokens"] == [10]
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    driver = Driver()
+    with pytest.raises(LifecycleError, match="0 prompt tokens"):
+        driver(RequestArrived(A, 0))
+    assert driver.scheduler.requests == {}
+
+
+def test_tokens_before_the_first_are_refused() -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    with pytest.raises(LifecycleError, match="before it started"):
+        driver(TokensEmitted(A, 1))
+    assert driver.held()["loads"] == [10]
+
+
+def test_a_second_start_is_refused() -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    driver(DecodeStarted(A))
+    with pytest.raises(LifecycleError, match="cannot start"):
+        driver(DecodeStarted(A))
+    driver(StepCompleted())
+    assert driver.held()["loads"] == [11]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ranks",
+        "batch_limit",
+        "rank_kv_tokens",
+        "prefillers",
+        "probe_limit",
+        "prefiller_kv_tokens",
+        "pool_limit",
+        "deadline_ns",
+        "ttl_ns",
+    ],
+)
+def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
+    limits: dict[str, int] = {"ranks": 1, "batch_limit": 1, name: 0}
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        SchedulerConfig(**limits)
+
+
+@pytest.mark.parametrize("counter", ["held_tokens", "probes"])
+def test_check_notices_a_leaked_budget(counter: str) -> None:
+    driver = Driver()
+    driver.to_decode(A)
+    getattr(driver.scheduler.prefillers, counter)[0] += 1
+    with pytest.raises(AssertionError):
+        driver.scheduler.check()
+
+
+def test_check_notices_a_leaked_slot() -> None:
+    driver = Driver()
+    driver.scheduler.ledger.bind(A, RANK0, 1)
+    with pytest.raises(AssertionError):
+        driver.scheduler.check()

@@ -1,0 +1,589 @@
+"""Random legal event orders against a naive model of what every request holds.
+
+The model performs the actions (probes end or are lost, requests join, step, end, come back, or are
+given up in any state) and says of each action whether the scheduler was free to ask for it.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from balanceroute.predictors import Survival
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import (
+    AbortDecode,
+    AbortPrefill,
+    Action,
+    Admit,
+    DecodeStarted,
+    Event,
+    Expire,
+    PrefillDone,
+    PrefillerId,
+    PrefillLost,
+    RankId,
+    ReleasePrefill,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+    TokensEmitted,
+)
+from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+
+CONFIGS = st.builds(
+    SchedulerConfig,
+    ranks=st.integers(1, 4),
+    batch_limit=st.integers(1, 3),
+    rank_kv_tokens=st.none() | st.integers(40, 150),
+    prefillers=st.integers(1, 3),
+    probe_limit=st.none() | st.integers(1, 2),
+    prefiller_kv_tokens=st.none() | st.integers(30, 120),
+    pool_limit=st.none() | st.integers(1, 5),
+    deadline_ns=st.none() | st.integers(1, 30),
+    ttl_ns=st.none() | st.integers(1, 60),
+    lease_margin_ns=st.integers(0, 5),
+)
+KNOBS = st.fixed_dictionaries(
+    {
+        "horizon_steps": st.integers(1, 6),
+        "gamma": st.sampled_from([0.5, 0.9, 1.0]),
+        "theta": st.none() | st.integers(0, 4),
+        "window": st.integers(1, 6),
+        "patience": st.none() | st.sampled_from([1.0, float("inf")]),
+        "refresh_tokens": st.integers(1, 4),
+        "bypass_slots": st.integers(0, 2),
+    }
+)
+INDEX = st.integers(0, 1_000)
+LIVE = ("queued", "prefilling", "pooled", "decoding")
+BEFALLS = ("lose", "emit", "finish", "recompute", "cancel", "fail")
+KINDS: tuple[Callable[..., Event], ...] = (
+    RequestArrived,
+    PrefillDone,
+    PrefillLost,
+    DecodeStarted,
+    TokensEmitted,
+    RequestRecomputed,
+    RequestFinished,
+    RequestFailed,
+    RequestCancelled,
+)
+STAGES = ("prefill", "admit", "join", "step")
+
+
+@dataclass(slots=True)
+class Known:
+    """What the model knows of a live request."""
+
+    number: RequestId
+    prompt_tokens: int
+    phase: str = "queued"
+    emitted_before: int = 0
+    prefiller: PrefillerId | None = None  # Whose budget it holds.
+    expires_ns: int | None = None
+    overdue_ns: int | None = None
+    lapses_ns: int | None = None
+    rank: RankId | None = None
+    started: bool = False
+    kv_tokens: int = 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives one scheduler; `name` is a policy, with `--paper` for the paper's form of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.now_ns = 0
+        self.arrived = 0
+        self.live: dict[RequestId, Known] = {}
+        self.ended: dict[RequestId, str] = {}
+        self.queue: list[RequestId] = []
+        self.returned: list[RequestId] = []
+        self.build(SchedulerConfig(ranks=1, batch_limit=1), {})
+
+    @initialize(config=CONFIGS, knobs=KNOBS)
+    def build(self, config: SchedulerConfig, knobs: dict[str, float]) -> None:
+        self.config = config
+        self.predictor = Survival()
+        base, _, paper = self.name.partition(" ")
+        chosen = PolicySettings(**knobs, paper=bool(paper))  # type: ignore[arg-type]
+        self.policy = make_policy(
+            base,
+            Ingredients(
+                ranks=config.ranks,
+                batch_limit=config.batch_limit,
+                settings=chosen,
+                rng=random.Random(5),
+                predictor=self.predictor,
+            ),
+        )
+        self.scheduler = Scheduler(config, self.policy)
+
+    # What the model counts.
+
+    def phase(self, *phases: str) -> list[Known]:
+        return [known for known in self.live.values() if known.phase in phases]
+
+    def on_rank(self, rank: int) -> list[Known]:
+        return [known for known in self.live.values() if known.rank == rank]
+
+    def held(self, prefiller: int) -> int:
+        holders = [known for known in self.live.values() if known.prefiller == prefiller]
+        return sum(known.prompt_tokens for known in holders)
+
+    def probes(self, prefiller: int) -> int:
+        return sum(known.prefiller == prefiller for known in self.phase("prefilling"))
+
+    def load(self, rank: int) -> int:
+        return sum(known.kv_tokens for known in self.on_rank(rank))
+
+    def free_slots(self, rank: int) -> float:
+        beyond = self.policy.slots_beyond_batch
+        if beyond is None:
+            return float("inf")
+        return self.config.batch_limit + beyond - len(self.on_rank(rank))
+
+    def next_probe(self) -> StartPrefill | None:
+        """Return the one probe that may start now."""
+        if not (line := self.returned or self.queue):
+            return None
+        config, known = self.config, self.live[line[0]]
+        limit = config.pool_limit
+        if limit is not None and len(self.phase("prefilling", "pooled")) >= limit:
+            return None
+        open_ones = [
+            (self.held(prefiller), prefiller)
+            for prefiller in range(config.prefillers)
+            if config.probe_limit is None or self.probes(prefiller) < config.probe_limit
+        ]
+        if config.prefiller_kv_tokens is not None:
+            room = config.prefiller_kv_tokens - known.prompt_tokens
+            open_ones = [pair for pair in open_ones if pair[0] == 0 or pair[0] <= room]
+        if not open_ones:
+            return None
+        return StartPrefill(known.number, PrefillerId(min(open_ones)[1]), known.prompt_tokens)
+
+    # What the model does.
+
+    def feed(self, event: Event, *expected: Action) -> None:
+        """Feed a legal event that the model knows already; demand the actions and the probes."""
+        actions = self.scheduler.handle(event, now_ns=self.now_ns)
+        assert actions[: len(expected)] == list(expected)
+        for action in actions[len(expected) :]:
+            self.take_probe(action)
+        assert self.next_probe() is None, "a probe that could start did not"
+
+    def take_probe(self, action: Action) -> None:
+        assert action == self.next_probe()
+        assert isinstance(action, StartPrefill)
+        known = self.live[action.request]
+        (self.returned or self.queue).pop(0)
+        known.phase, known.prefiller = "prefilling", action.prefiller
+
+    def drop(self, known: Known) -> None:
+        """Take everything from a request."""
+        for line in (self.queue, self.returned):
+            if known.number in line:
+                line.remove(known.number)
+        known.prefiller = known.rank = None
+        known.expires_ns = known.overdue_ns = known.lapses_ns = None
+        known.started, known.kv_tokens = False, 0
+
+    def end(self, known: Known, how: str) -> None:
+        self.drop(known)
+        assert known.number not in self.ended
+        self.ended[known.number] = how
+        del self.live[known.number]
+
+    def send_back(self, known: Known) -> None:
+        self.drop(known)
+        known.phase = "queued"
+        self.returned.append(known.number)
+
+    def cleaning(self, known: Known) -> list[Action]:
+        """Return what must be asked for when a request is given up in its phase."""
+        match known:
+            case Known(phase="prefilling", number=number, prefiller=int(prefiller)):
+                return [AbortPrefill(number, PrefillerId(prefiller))]
+            case Known(phase="pooled", number=number, prefiller=int(prefiller)):
+                return [ReleasePrefill(number, PrefillerId(prefiller))]
+            case Known(phase="decoding", number=number, rank=int(rank)):
+                return [AbortDecode(number, RankId(rank))]
+            case _:
+                return []
+
+    @rule(prompts=st.lists(st.integers(1, 60), max_size=6), last=st.sampled_from(STAGES))
+    def serve(self, prompts: list[int], last: str) -> None:
+        """Take requests in and bring everyone on, so that every state is visited often."""
+        for prompt_tokens in prompts:
+            self.arrive(prompt_tokens)
+        for stage in STAGES[: STAGES.index(last) + 1]:
+            match stage:
+                case "prefill":
+                    for _ in self.phase("prefilling"):
+                        self.end_probe(0, 0, None)
+                case "admit":
+                    self.tick(1)
+                case "join":
+                    while self.joinable():
+                        self.join(0)
+                case _:
+                    self.step(1)
+
+    def arrive(self, prompt_tokens: int) -> None:
+        number = RequestId(self.arrived)
+        self.arrived += 1
+        self.live[number] = Known(number, prompt_tokens)
+        self.queue.append(number)
+        self.feed(RequestArrived(number, prompt_tokens))
+
+    @precondition(lambda self: self.phase("prefilling"))
+    @rule(index=INDEX, error=st.integers(-2, 3), lease=st.none() | st.integers(-3, 60))
+    def end_probe(self, index: int, error: int, lease: int | None) -> None:
+        known = self.choose(index, self.phase("prefilling"))
+        config, now_ns = self.config, self.now_ns
+        known.phase = "pooled"
+        known.prompt_tokens = max(1, known.prompt_tokens + error)
+        known.expires_ns = None if config.ttl_ns is None else now_ns + config.ttl_ns
+        known.overdue_ns = None if config.deadline_ns is None else now_ns + config.deadline_ns
+        ends_ns = None if lease is None else now_ns + lease
+        known.lapses_ns = None if ends_ns is None else ends_ns - config.lease_margin_ns
+        self.feed(PrefillDone(known.number, known.prompt_tokens, ends_ns))
+
+    @precondition(lambda self: self.live)
+    @rule(
+        kind=st.sampled_from(BEFALLS),
+        phase=st.sampled_from(LIVE),
+        index=INDEX,
+    )
+    def befall(self, kind: str, phase: str, index: int) -> None:
+        """Let one thing happen to one request, in the phase drawn if anyone is there."""
+        match kind:
+            case "lose" if self.losable():
+                self.lose_prefill(index, phase)
+            case "emit" if self.running():
+                self.emit(index, tokens=index % 5)
+            case "finish" if self.phase("prefilling", "decoding"):
+                self.finish(index)
+            case "recompute" if self.phase("decoding"):
+                self.recompute(index)
+            case "cancel" | "fail":
+                self.give_up(index, phase, by_client=kind == "cancel")
+            case _:
+                pass
+
+    def lose_prefill(self, index: int, phase: str) -> None:
+        losable = self.losable()
+        known = self.choose(index, [one for one in losable if one.phase == phase] or losable)
+        expected = self.cleaning(known) if known.phase == "pooled" else []
+        self.send_back(known)
+        self.feed(PrefillLost(known.number), *expected)
+
+    @precondition(lambda self: self.joinable())
+    @rule(index=INDEX)
+    def join(self, index: int) -> None:
+        known = self.choose(index, self.joinable())
+        known.started, known.prefiller = True, None
+        self.feed(DecodeStarted(known.number))
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for known in self.live.values():
+                known.kv_tokens += known.started
+            assert self.scheduler.handle(StepCompleted(), now_ns=self.now_ns) == []
+
+    def emit(self, index: int, tokens: int) -> None:
+        known = self.choose(index, self.running())
+        known.kv_tokens += tokens
+        self.feed(TokensEmitted(known.number, tokens))
+
+    def finish(self, index: int) -> None:
+        known = self.choose(index, self.phase("prefilling", "decoding"))
+        output_tokens = known.emitted_before + known.kv_tokens - known.prompt_tokens
+        self.predictor.observe(known.number, max(1, output_tokens))
+        self.end(known, "finished")
+        self.feed(RequestFinished(known.number))
+
+    def recompute(self, index: int) -> None:
+        known = self.choose(index, self.phase("decoding"))
+        known.emitted_before += known.kv_tokens - known.prompt_tokens
+        known.prompt_tokens = known.kv_tokens
+        self.send_back(known)
+        self.feed(RequestRecomputed(known.number))
+
+    def give_up(self, index: int, phase: str, *, by_client: bool) -> None:
+        known = self.choose(index, self.phase(phase) or list(self.live.values()))
+        expected = self.cleaning(known)
+        self.end(known, "cancelled" if by_client else "failed")
+        event = RequestCancelled if by_client else RequestFailed
+        self.feed(event(known.number), *expected)
+
+    @rule(passed_ns=st.integers(0, 15))
+    def tick(self, passed_ns: int) -> None:
+        self.now_ns += passed_ns
+        late = {known.number for known in self.phase("pooled") if self.is_past(known.overdue_ns)}
+        admitted = []
+        for action in self.scheduler.handle(Tick(), now_ns=self.now_ns):
+            match action:
+                case ReleasePrefill(number, prefiller):
+                    self.take_release(self.live[number], prefiller)
+                case Expire(number):
+                    assert self.live[number].phase == "expiring"
+                    self.end(self.live[number], "expired")
+                case Admit(number, rank):
+                    self.take_admission(self.live[number], rank)
+                    admitted.append(number)
+                case StartPrefill():
+                    self.take_probe(action)
+                case _:
+                    raise AssertionError(f"a tick asked for {action}")
+        self.check_after_tick(late, admitted)
+
+    def take_release(self, known: Known, prefiller: PrefillerId) -> None:
+        assert (known.phase, known.prefiller) == ("pooled", prefiller)
+        if self.is_past(known.expires_ns):
+            self.drop(known)
+            known.phase = "expiring"
+        else:
+            assert self.is_past(known.lapses_ns), "the lease still holds"
+            self.send_back(known)
+
+    def take_admission(self, known: Known, rank: RankId) -> None:
+        assert known.phase == "pooled"
+        assert not self.is_past(known.expires_ns)
+        assert not self.is_past(known.lapses_ns)
+        assert self.free_slots(rank) > 0
+        limit = self.config.rank_kv_tokens
+        if limit is not None and self.policy.slots_beyond_batch is not None:
+            assert self.load(rank) + known.prompt_tokens <= limit or not self.on_rank(rank)
+        known.phase, known.rank, known.kv_tokens = "decoding", rank, known.prompt_tokens
+
+    def check_after_tick(self, late: set[RequestId], admitted: list[RequestId]) -> None:
+        assert not self.phase("expiring")
+        assert self.next_probe() is None
+        waiting = self.phase("pooled")
+        for known in waiting:
+            assert not self.is_past(known.expires_ns)
+            assert not self.is_past(known.lapses_ns)
+        if not waiting:
+            return
+        ranks = range(self.config.ranks)
+        assert all(self.on_rank(rank) for rank in ranks), "a rank stays empty while requests wait"
+        if self.config.rank_kv_tokens is None:
+            assert all(self.free_slots(rank) <= 0 for rank in ranks), "a free slot stays empty"
+            if self.name in {"br-0", "br-h"} and any(known.number in late for known in waiting):
+                assert late.issuperset(admitted), "an overdue request was passed over"
+
+    @rule(
+        index=INDEX,
+        kind=st.sampled_from(KINDS),
+    )
+    def feed_what_is_not_allowed(self, index: int, kind: Callable[..., Event]) -> None:
+        with_tokens = kind in {RequestArrived, PrefillDone, TokensEmitted}
+        # Half of them live, the others ended or unknown.
+        numbers = [*self.live] if self.live and index % 2 else [*self.ended, RequestId(-1)]
+        request = numbers[index // 2 % len(numbers)]
+        if kind is RequestArrived and request not in self.live:
+            event: Event = RequestArrived(RequestId(self.arrived), 0)
+        elif kind in self.allowed(request):
+            return
+        else:
+            event = kind(request, 3) if with_tokens else kind(request)
+        before = self.snapshot()
+        with pytest.raises(LifecycleError):
+            self.scheduler.handle(event, now_ns=self.now_ns)
+        assert self.snapshot() == before
+
+    def allowed(self, number: RequestId) -> set[object]:
+        if number not in self.live:
+            return set()
+        known = self.live[number]
+        always: set[object] = {RequestFailed, RequestCancelled}
+        match known.phase, known.started:
+            case "prefilling", _:
+                return always | {PrefillDone, PrefillLost, RequestFinished}
+            case "pooled", _:
+                return always | {PrefillLost}
+            case "decoding", False:
+                started = {DecodeStarted, PrefillLost, RequestRecomputed, RequestFinished}
+                return always | started
+            case "decoding", True:
+                return always | {TokensEmitted, RequestRecomputed, RequestFinished}
+            case _:
+                return always
+
+    def snapshot(self) -> str:
+        scheduler = self.scheduler
+        parts: list[object] = [
+            *scheduler.requests.values(),
+            list(scheduler._queue),
+            list(scheduler._returned),
+            list(scheduler.pool),
+            scheduler.prefillers.held_tokens,
+            scheduler.prefillers.probes,
+            scheduler.ledger.loads,
+            scheduler.ledger.bound,
+            scheduler.ledger.started,
+        ]
+        if self.policy.projection is not None:
+            parts.append(self.policy.projection.loads_ahead(scheduler.ledger.loads).tolist())
+        return "\n".join(map(repr, parts))
+
+    # Who may be chosen.
+
+    def choose(self, index: int, among: list[Known]) -> Known:
+        return among[index % len(among)]
+
+    def losable(self) -> list[Known]:
+        return [known for known in self.phase(*LIVE[1:]) if not known.started]
+
+    def running(self) -> list[Known]:
+        return [known for known in self.phase("decoding") if known.started]
+
+    def joinable(self) -> list[Known]:
+        """Return who waits in its rank's engine for a place in the batch that is free."""
+        free = {
+            rank: self.config.batch_limit - sum(known.started for known in self.on_rank(rank))
+            for rank in range(self.config.ranks)
+        }
+        waiting = [known for known in self.phase("decoding") if not known.started]
+        return [known for known in waiting if known.rank is not None and free[known.rank] > 0]
+
+    def is_past(self, time_ns: int | None) -> bool:
+        return time_ns is not None and time_ns <= self.now_ns
+
+    # What must hold.
+
+    @invariant()
+    def nothing_leaked(self) -> None:
+        scheduler, config = self.scheduler, self.config
+        scheduler.check()
+        assert list(scheduler.requests) == list(self.live)
+        assert sorted([*self.live, *self.ended]) == list(range(self.arrived))
+        ranks, prefillers = range(config.ranks), range(config.prefillers)
+        assert scheduler.ledger.loads.tolist() == [self.load(rank) for rank in ranks]
+        assert scheduler.ledger.bound.tolist() == [len(self.on_rank(rank)) for rank in ranks]
+        assert scheduler.prefillers.held_tokens == [self.held(p) for p in prefillers]
+        assert scheduler.prefillers.probes == [self.probes(p) for p in prefillers]
+        pooled = sorted(known.number for known in self.phase("pooled"))
+        assert [entry.request for entry in scheduler.pool] == pooled
+        for entry in scheduler.pool:
+            known = self.live[entry.request]
+            assert entry.prompt_tokens == known.prompt_tokens
+            assert entry.age == known.emitted_before
+
+    def teardown(self) -> None:
+        """Let everything end; then nothing is held."""
+        rounds = 10 * len(self.live)
+        while self.live and rounds:
+            rounds -= 1
+            self.serve([], STAGES[-1])
+            for known in self.running():
+                self.end(known, "finished")
+                self.feed(RequestFinished(known.number))
+        assert not self.live, "a request is stuck"
+        self.nothing_leaked()
+        scheduler = self.scheduler
+        assert not scheduler.requests
+        assert len(scheduler.pool) == 0
+        assert not scheduler.ledger.loads.any()
+        assert not scheduler.ledger.bound.any()
+        assert not any(scheduler.prefillers.held_tokens + scheduler.prefillers.probes)
+        if self.policy.projection is not None:
+            zeros = np.zeros(self.config.ranks, np.int64)
+            assert not self.policy.projection.loads_ahead(zeros).any()
+
+
+POLICIES_DRIVEN = ["jsq", "fifo", "br-0", "br-0 --paper", "br-0-bypass", "br-h", "br-h --paper"]
+
+
+@pytest.mark.parametrize("name", POLICIES_DRIVEN)
+def test_every_order_of_events_agrees_with_the_naive_model(name: str) -> None:
+    class Machine(SchedulerMachine):
+        def __init__(self) -> None:
+            super().__init__(name)
+
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=50))
+
+
+def some(rng: random.Random, low: int, high: int) -> int | None:
+    return None if rng.randrange(2) else rng.randint(low, high)
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    return SchedulerConfig(
+        ranks=rng.randint(1, 4),
+        batch_limit=rng.randint(1, 3),
+        rank_kv_tokens=some(rng, 40, 150),
+        prefillers=rng.randint(1, 3),
+        probe_limit=some(rng, 1, 3),
+        prefiller_kv_tokens=some(rng, 60, 200),
+        pool_limit=some(rng, 2, 8),
+        deadline_ns=some(rng, 1, 30),
+        ttl_ns=some(rng, 20, 100),
+        lease_margin_ns=rng.randrange(6),
+    )
+
+
+def random_knobs(rng: random.Random) -> dict[str, float]:
+    return {
+        "horizon_steps": rng.randint(1, 6),
+        "window": rng.randint(1, 6),
+        "patience": rng.choice([1.0, 20.0, float("inf")]),
+        "refresh_tokens": rng.randint(1, 4),
+        "bypass_slots": rng.randrange(3),
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", POLICIES_DRIVEN)
+def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) -> None:
+    # Hypothesis shrinks well but rarely goes deep; a plain walk visits every state hundreds of
+    # times. It is the same machine.
+    rng = random.Random(f"{name} {seed}")
+    machine = SchedulerMachine(name)
+    machine.build(random_config(rng), random_knobs(rng))
+    for _ in range(150):
+        index = rng.randrange(1_000)
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                prompts = [rng.randint(1, 60) for _ in range(rng.randrange(4))]
+                machine.serve(prompts, rng.choice(STAGES))
+            case 3 if machine.phase("prefilling"):
+                machine.end_probe(index, rng.randint(-2, 3), some(rng, -3, 60))
+            case 4 if machine.joinable():
+                machine.join(index)
+            case 5:
+                machine.tick(rng.randrange(16))
+            case 6:
+                machine.step(rng.randint(1, 4))
+            case 7:
+                machine.feed_what_is_not_allowed(index, rng.choice(KINDS))
+            case _ if machine.live:
+                machine.befall(rng.choice(BEFALLS), rng.choice(LIVE), index)
+            case _:
+                pass
+        machine.nothing_leaked()
+    machine.teardown()
