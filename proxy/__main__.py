@@ -1,0 +1,38 @@
+"""The command line: `balanceroute`, or `python -m balanceroute.proxy`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from balanceroute import __version__
+from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.traces import TraceError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 2 for a fault of the user's input.
+
+    Args:
+        arguments: The words after the program's name; those of the process if None.
+    """
+    parser = argparse.ArgumentParser(
+        prog="balanceroute",
+        description="Barrier-aware routing for prefill-decode disaggregated LLM serving.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    simulate.add_parser(commands)
+    chosen = parser.parse_args(arguments)
+    try:
+        status: int = chosen.run(chosen)
+    except (BalanceRouteError, TraceError, OSError) as error:
+        print(f"balanceroute: {error}", file=sys.stderr)  # noqa: T201 - the command line's answer.
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

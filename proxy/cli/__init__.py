@@ -1,0 +1,1 @@
+"""The subcommands of `balanceroute`, one file each."""

@@ -1,0 +1,295 @@
+"""`balanceroute simulate`: replay a trace through the policies in virtual time."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from balanceroute import __version__
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import (
+    BETA_PER_RANK,
+    PATIENCE_PER_SLOT,
+    POLICIES,
+    PolicySettings,
+)
+from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import PredictorKind, run_experiment
+from balanceroute.proxy.sim.plots import write_plots
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.report import STEADY_STATE, print_table, write_json
+from balanceroute.proxy.sim.workload import playable, split
+from balanceroute.traces import FORMATS, read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from balanceroute.proxy.sim.experiment import PolicyResult
+    from balanceroute.proxy.sim.workload import Workload
+
+_DEFAULTS = PolicySettings()
+_Number = TypeVar("_Number", int, float)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a trace through the policies in virtual time",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--trace", required=True, type=Path, metavar="FILE")
+    workload.add_argument("--format", default="auto", choices=["auto", *FORMATS])
+    pace = workload.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--rate", type=float, metavar="R", help="open loop: speed up the trace's times (default 1)"
+    )
+    pace.add_argument(
+        "--backlog", type=int, metavar="N", help="saturated: N requests always wait for decode"
+    )
+    workload.add_argument("--requests", type=int, metavar="N", help="replay only the first N")
+    workload.add_argument(
+        "--segments", type=int, default=1, metavar="S", help="cut the trace in S runs"
+    )
+    workload.add_argument("--seed", type=int, default=0, metavar="N", help="of random policies")
+    _add_deployment(parser)
+    _add_policy(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+
+
+def _add_deployment(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("deployment")
+    group.add_argument("--ranks", type=int, default=8, metavar="G", help="decode ranks")
+    group.add_argument("--batch", type=int, default=16, metavar="B", help="batch limit of a rank")
+    group.add_argument(
+        "--step-base-ms", type=float, default=30.0, metavar="a", help="step = a + b x max load"
+    )
+    group.add_argument("--step-us-per-token", type=float, default=0.2, metavar="b", help="see a")
+    group.add_argument(
+        "--kv-capacity", type=int, metavar="TOKENS", help="KV tokens per rank (default: no limit)"
+    )
+    group.add_argument(
+        "--prefill-servers", type=int, metavar="P", help="prefillers (default: prefill at once)"
+    )
+    group.add_argument(
+        "--prefill-base-ms", type=float, default=20.0, metavar="c", help="prefill = c + d x prompt"
+    )
+    group.add_argument(
+        "--prefill-us-per-token", type=float, default=50.0, metavar="d", help="see c"
+    )
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("policies")
+    group.add_argument(
+        "--policy",
+        default="jsq,least-kv,fifo,br-0,br-h",
+        metavar="NAME[,NAME..]",
+        help=f"of {', '.join(POLICIES)}",
+    )
+    group.add_argument(
+        "--predictor",
+        default=PredictorKind.SURVIVAL.value,
+        choices=[kind.value for kind in PredictorKind],
+        help="for br-h",
+    )
+    group.add_argument(
+        "--projection",
+        choices=[form.value for form in Form],
+        help="how br-h uses a prediction (default: expected; point with --paper)",
+    )
+    group.add_argument("--horizon", type=int, default=_DEFAULTS.horizon_steps, metavar="H")
+    group.add_argument("--gamma", type=float, default=_DEFAULTS.gamma, metavar="γ")
+    group.add_argument("--alpha", type=float, default=_DEFAULTS.alpha, metavar="α")
+    group.add_argument(
+        "--beta", type=float, metavar="β", help=f"br-h only (default: {BETA_PER_RANK:g} G)"
+    )
+    group.add_argument(
+        "--theta", type=int, metavar="θ", help="free slots left to stage 2 (default: G)"
+    )
+    group.add_argument("--window", type=int, default=_DEFAULTS.window, metavar="K")
+    group.add_argument(
+        "--patience",
+        type=float,
+        metavar="N",
+        help="overtakings that forgive a request one mean prompt of overflow; inf for never "
+        f"(default: {PATIENCE_PER_SLOT:g} G B)",
+    )
+    group.add_argument(
+        "--deadline", type=float, metavar="S", help="pool wait after which a request goes first"
+    )
+    group.add_argument("--paper", action="store_true", help="the paper's exact two-stage rule")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: A setting cannot be served.
+        TraceError: The trace cannot be read.
+        OSError: The output cannot be written.
+    """
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json: {arguments.json.parent} is not a directory")
+    if arguments.plots is not None:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+    policies = [name.strip() for name in arguments.policy.split(",") if name.strip()]
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown or not policies:
+        raise ConfigError(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
+    deployment = _deployment(arguments)
+    settings = _settings(arguments)
+    workloads, dropped = _workloads(arguments)
+    results = _simulate(arguments, deployment, workloads, policies, settings)
+    title = _title(arguments, workloads)
+    caption = f"Steady state: {STEADY_STATE}."
+    if len(workloads) > 1:
+        caption += f" Mean ± standard error of {len(workloads)} segments."
+    if dropped:
+        caption += f" {dropped} requests without output left out."
+    print_table(results, title=title, caption=caption)
+    if arguments.json is not None:
+        config = _config(arguments, policies, workloads, dropped)
+        write_json(arguments.json, config, results)
+    if arguments.plots is not None:
+        write_plots(results, arguments.plots, title=title)
+    return 0
+
+
+def _deployment(arguments: argparse.Namespace) -> Deployment:
+    prefill = None
+    if arguments.prefill_servers is not None:
+        prefill = PrefillModel(
+            servers=_at_least("--prefill-servers", arguments.prefill_servers, 1),
+            base_ns=round(1e6 * _at_least("--prefill-base-ms", arguments.prefill_base_ms, 0)),
+            ns_per_token=1e3
+            * _at_least("--prefill-us-per-token", arguments.prefill_us_per_token, 0),
+        )
+    if arguments.kv_capacity is not None:
+        _at_least("--kv-capacity", arguments.kv_capacity, 1)
+    deadline = arguments.deadline
+    return Deployment(
+        ranks=_at_least("--ranks", arguments.ranks, 1),
+        batch_limit=_at_least("--batch", arguments.batch, 1),
+        # A step of no time would let virtual time stand still.
+        step_base_ns=round(1e6 * _at_least("--step-base-ms", arguments.step_base_ms, 0.001)),
+        step_ns_per_token=1e3 * _at_least("--step-us-per-token", arguments.step_us_per_token, 0),
+        rank_kv_tokens=arguments.kv_capacity,
+        prefill=prefill,
+        deadline_ns=None
+        if deadline is None
+        else round(1e9 * _at_least("--deadline", deadline, 0.001)),
+    )
+
+
+def _at_least(flag: str, value: _Number, least: float) -> _Number:
+    if not least <= value < float("inf"):
+        raise ConfigError(f"{flag} is {value}, must be at least {least:g} and finite")
+    return value
+
+
+def _settings(arguments: argparse.Namespace) -> PolicySettings:
+    return PolicySettings(
+        horizon_steps=arguments.horizon,
+        gamma=arguments.gamma,
+        alpha=arguments.alpha,
+        beta=arguments.beta,
+        theta=arguments.theta,
+        window=arguments.window,
+        patience=arguments.patience,
+        form=None if arguments.projection is None else Form(arguments.projection),
+        paper=arguments.paper,
+    )
+
+
+def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
+    trace = read_trace(arguments.trace, arguments.format)
+    if arguments.requests is not None:
+        trace = trace[: _at_least("--requests", arguments.requests, 1)]
+    requests = playable(trace)
+    rate = arguments.rate
+    if rate is None and arguments.backlog is None:
+        rate = 1.0
+    workloads = split(requests, segments=arguments.segments, rate=rate, backlog=arguments.backlog)
+    return workloads, len(trace) - len(requests)
+
+
+def _simulate(
+    arguments: argparse.Namespace,
+    deployment: Deployment,
+    workloads: "Sequence[Workload]",
+    policies: "Sequence[str]",
+    settings: PolicySettings,
+) -> "list[PolicyResult]":
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        total = len(policies) * sum(len(workload.requests) for workload in workloads)
+        task = bar.add_task(policies[0], total=total)
+        return run_experiment(
+            deployment,
+            workloads,
+            policies,
+            settings,
+            PredictorKind(arguments.predictor),
+            seed=arguments.seed,
+            progress=lambda policy, done: bar.update(task, description=policy, advance=done),
+        )
+
+
+def _title(arguments: argparse.Namespace, workloads: "Sequence[Workload]") -> str:
+    requests = sum(len(workload.requests) for workload in workloads)
+    pace = f"rate {workloads[0].rate:g}"
+    if arguments.backlog is not None:
+        pace = f"saturated, backlog {arguments.backlog}"
+    return (
+        f"{arguments.trace.name}: {requests:,} requests, {pace}, "
+        f"{arguments.ranks} ranks x batch {arguments.batch}"
+    )
+
+
+def _config(
+    arguments: argparse.Namespace,
+    policies: "Sequence[str]",
+    workloads: "Sequence[Workload]",
+    dropped: int,
+) -> dict[str, object]:
+    chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
+    for name in ("json", "plots"):
+        del chosen[name]
+    ranks = arguments.ranks
+    defaults = {
+        "rate": workloads[0].rate if arguments.backlog is None else None,
+        "beta": BETA_PER_RANK * ranks,
+        "theta": ranks,
+        "patience": PATIENCE_PER_SLOT * ranks * arguments.batch,
+        "projection": (Form.POINT if arguments.paper else Form.EXPECTED).value,
+    }
+    for name, value in defaults.items():
+        if chosen[name] is None:
+            chosen[name] = value
+    return chosen | {
+        "trace": str(arguments.trace),
+        "policy": list(policies),
+        "version": __version__,
+        "requests_per_segment": len(workloads[0].requests),
+        "requests_without_output": dropped,
+        "steady_state": STEADY_STATE,
+    }

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a prefill-decode deployment that drives the real scheduler."""

@@ -1,0 +1,124 @@
+"""The decode engines: G ranks with batches, queues and KV caches, and one barrier for all.
+
+A step reads every rank's KV cache and ends for all ranks together, so it takes
+T = a + b x max_g L_g. Each running request then holds one more token. A rank pulls its queue in order
+whenever a step is over. A rank whose KV cache overflows drops the request that joined last, as vLLM
+preempts; the request has to be prefilled again with what it emitted (vllm-ascend's `recomputed`).
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.core.events import RankId, RequestId
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: RequestId
+    rank: RankId
+    kv_tokens: int  # When it joined.
+    output_tokens: int  # Still to emit when it joined.
+    joined_step: int = -1
+
+
+@dataclass(slots=True)
+class _Rank:
+    queue: deque[_Job] = field(default_factory=deque)
+    running: dict[RequestId, _Job] = field(default_factory=dict)
+
+
+class DecodeFleet:
+    """The state of all ranks.
+
+    Args:
+        ranks: G.
+        batch_limit: B.
+        step_base_ns: a.
+        step_ns_per_token: b.
+        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+
+    Attributes:
+        loads: KV tokens of the running requests, by rank.
+        running: Number of running requests in the fleet.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        batch_limit: int,
+        step_base_ns: int,
+        step_ns_per_token: float,
+        rank_kv_tokens: int | None = None,
+    ) -> None:
+        self.loads = [0] * ranks
+        self.running = 0
+        self._ranks = [_Rank() for _ in range(ranks)]
+        self._batch_limit = batch_limit
+        self._step_base_ns = step_base_ns
+        self._step_ns_per_token = step_ns_per_token
+        self._rank_kv_tokens = rank_kv_tokens
+        self._step = 0
+        self._ends: defaultdict[int, list[_Job]] = defaultdict(list)
+
+    def submit(
+        self, request: RequestId, rank: RankId, *, kv_tokens: int, output_tokens: int
+    ) -> None:
+        """Queue a request on `rank`; it joins the batch between two steps."""
+        assert output_tokens > 0, f"request {request} has nothing to decode"
+        self._ranks[rank].queue.append(_Job(request, rank, kv_tokens, output_tokens))
+
+    def join(self) -> list[RequestId]:
+        """Let queued requests join where there is room; return them by rank, then in order."""
+        joined: list[RequestId] = []
+        for number, rank in enumerate(self._ranks):
+            while rank.queue and self._has_room(rank, number):
+                job = rank.queue.popleft()
+                job.joined_step = self._step
+                rank.running[job.request] = job
+                self._ends[self._step + job.output_tokens].append(job)
+                self.loads[number] += job.kv_tokens
+                self.running += 1
+                joined.append(job.request)
+        return joined
+
+    def step_ns(self) -> int:
+        """Return how long a step of the present batches takes."""
+        return self._step_base_ns + round(self._step_ns_per_token * max(self.loads))
+
+    def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
+        """Emit one token per running request; return who finished and who was dropped."""
+        self._step += 1
+        for number, rank in enumerate(self._ranks):
+            self.loads[number] += len(rank.running)
+        finished: list[RequestId] = []
+        for job in self._ends.pop(self._step, ()):
+            if job.joined_step >= 0:  # Else it was dropped in the meantime.
+                self._leave(job)
+                finished.append(job.request)
+        return finished, self._drop_overflow()
+
+    def _has_room(self, rank: _Rank, number: int) -> bool:
+        if len(rank.running) >= self._batch_limit:
+            return False
+        if self._rank_kv_tokens is None or not rank.running:
+            return True
+        return self.loads[number] + rank.queue[0].kv_tokens <= self._rank_kv_tokens
+
+    def _drop_overflow(self) -> list[RequestId]:
+        dropped: list[RequestId] = []
+        if self._rank_kv_tokens is None:
+            return dropped
+        for number, rank in enumerate(self._ranks):
+            # The last one is never dropped: it could not run anywhere else either.
+            while self.loads[number] > self._rank_kv_tokens and len(rank.running) > 1:
+                job = next(reversed(rank.running.values()))
+                self._leave(job)
+                job.joined_step = -1
+                dropped.append(job.request)
+        return dropped
+
+    def _leave(self, job: _Job) -> None:
+        del self._ranks[job.rank].running[job.request]
+        self.loads[job.rank] -= job.kv_tokens + self._step - job.joined_step
+        self.running -= 1

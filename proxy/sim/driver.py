@@ -1,0 +1,223 @@
+"""The simulator's driver: feeds the scheduler virtual events and performs its actions.
+
+One run is one policy on one workload. An instant is settled in this order: everything due happens;
+the scheduler decides; requests join the batches if no step is running; in a saturated run each one
+that joined is replaced in the backlog; and once nothing changes any more the next step begins.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.events import (
+    Action,
+    Admit,
+    DecodeStarted,
+    Event,
+    PrefillDone,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+)
+from balanceroute.proxy.core.policies import Policy
+from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.sim.decode_fleet import DecodeFleet
+from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.recorder import Recorder
+from balanceroute.proxy.sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The machines.
+
+    Attributes:
+        ranks: G.
+        batch_limit: B.
+        step_base_ns: a of T = a + b x max load.
+        step_ns_per_token: b.
+        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+        prefill: The prefill servers; None prefills at once.
+        deadline_ns: Pool wait after which a request goes first; None for never.
+    """
+
+    ranks: int
+    batch_limit: int
+    step_base_ns: int = 30_000_000
+    step_ns_per_token: float = 200.0
+    rank_kv_tokens: int | None = None
+    prefill: PrefillModel | None = None
+    deadline_ns: int | None = None
+
+
+class Simulation:
+    """One run.
+
+    Args:
+        deployment: The machines.
+        workload: What they serve.
+        policy: Who decides.
+        predictor: Told of every finished request.
+        on_event: Called with the time and each event and action, in order: the event log.
+        clock_ns: Real time, for the cost of decisions.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        workload: Workload,
+        policy: Policy,
+        predictor: Predictor,
+        *,
+        on_event: Callable[[int, Event | Action], None] | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        prefill = deployment.prefill
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                ranks=deployment.ranks,
+                batch_limit=deployment.batch_limit,
+                rank_kv_tokens=deployment.rank_kv_tokens,
+                prefillers=1 if prefill is None else prefill.servers,
+                probe_limit=None if prefill is None else 1,
+                deadline_ns=deployment.deadline_ns,
+            ),
+            policy,
+        )
+        self.recorder = Recorder(len(workload.requests))
+        self._workload = workload
+        self._predictor = predictor
+        self._prefill = prefill
+        self._on_event = on_event
+        self._clock_ns = clock_ns
+        self._loop = EventLoop()
+        self._fleet = DecodeFleet(
+            ranks=deployment.ranks,
+            batch_limit=deployment.batch_limit,
+            step_base_ns=deployment.step_base_ns,
+            step_ns_per_token=deployment.step_ns_per_token,
+            rank_kv_tokens=deployment.rank_kv_tokens,
+        )
+        self._arrived = 0
+        self._emitted: dict[RequestId, int] = {}  # Of recomputed requests, before their next try.
+        self._first_tokens: list[RequestId] = []
+        self._stepping = False
+        self._undecided = False
+        self._idle_since_ns = 0
+
+    def run(self) -> Recorder:
+        """Replay the whole workload; return what was measured."""
+        if self._workload.backlog is None:
+            for time_ns in self._workload.arrivals_ns():
+                self._loop.call_at(time_ns, self._arrive)
+        else:
+            self._loop.call_at(0, self._fill_backlog)
+        self._loop.run(self._settle)
+        finished, total = self.recorder.finished, len(self._workload.requests)
+        assert finished == total, f"{finished} of {total} requests finished"
+        return self.recorder
+
+    def _feed(self, event: Event) -> list[Action]:
+        if self._on_event is not None:
+            self._on_event(self._loop.now_ns, event)
+        actions = self.scheduler.handle(event, now_ns=self._loop.now_ns)
+        for action in actions:
+            if self._on_event is not None:
+                self._on_event(self._loop.now_ns, action)
+            self._perform(action)
+        return actions
+
+    def _perform(self, action: Action) -> None:
+        now_ns = self._loop.now_ns
+        match action:
+            case StartPrefill(request, _, prompt_tokens):
+                service = 0 if self._prefill is None else self._prefill.service_ns(prompt_tokens)
+                self._loop.call_at(
+                    now_ns + service, lambda: self._prefilled(request, prompt_tokens)
+                )
+            case Admit(request, rank):
+                trace = self._workload.requests[request]
+                emitted = self._emitted.get(request, 0)
+                self._fleet.submit(
+                    request,
+                    rank,
+                    kv_tokens=trace.prompt_tokens + emitted,
+                    output_tokens=trace.output_tokens - emitted,
+                )
+            case _:
+                raise AssertionError(f"nothing in a simulation leads to {action}")
+
+    def _arrive(self) -> None:
+        request = RequestId(self._arrived)
+        self._arrived += 1
+        self._feed(RequestArrived(request, self._workload.requests[request].prompt_tokens))
+        if self._arrived == len(self._workload.requests):
+            self.recorder.last_arrival()
+
+    def _fill_backlog(self) -> None:
+        assert self._workload.backlog is not None
+        for _ in range(self._workload.backlog):
+            self._arrive_next()
+
+    def _arrive_next(self) -> None:
+        if self._arrived < len(self._workload.requests):
+            self._arrive()
+
+    def _prefilled(self, request: RequestId, prompt_tokens: int) -> None:
+        self.recorder.prefilled(request, self._loop.now_ns)
+        self._feed(PrefillDone(request, prompt_tokens))
+        self._undecided = True
+
+    def _settle(self) -> None:
+        if self._undecided:
+            self._undecided = False
+            begin = self._clock_ns()
+            actions = self._feed(Tick())
+            if actions:
+                self.recorder.dispatched(self._clock_ns() - begin)
+        if self._stepping:
+            return
+        for request in self._fleet.join():
+            self._feed(DecodeStarted(request))
+            self.recorder.joined(request, self._loop.now_ns)
+            self._first_tokens.append(request)
+            # A recomputed request was replaced when it first joined.
+            if self._workload.backlog is not None and request not in self._emitted:
+                self._loop.call_at(self._loop.now_ns, self._arrive_next)
+        if self._fleet.running and not self._loop.due():
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        duration_ns = self._fleet.step_ns()
+        self.recorder.idle_time(self._loop.now_ns - self._idle_since_ns)
+        self.recorder.step(self._fleet.loads, self._fleet.running, duration_ns)
+        self._stepping = True
+        self._loop.call_at(self._loop.now_ns + duration_ns, self._end_step)
+
+    def _end_step(self) -> None:
+        now_ns = self._loop.now_ns
+        self._stepping = False
+        self._idle_since_ns = now_ns
+        finished, dropped = self._fleet.end_step()
+        self._feed(StepCompleted())
+        for request in self._first_tokens:
+            self.recorder.first_token(request, now_ns)
+        self._first_tokens.clear()
+        for request in finished:
+            output_tokens = self._workload.requests[request].output_tokens
+            self._feed(RequestFinished(request))
+            self._predictor.observe(request, output_tokens)
+            self.recorder.finish(request, output_tokens, now_ns)
+        for request in dropped:
+            held = self.scheduler.ledger.kv_tokens(request)
+            self._emitted[request] = held - self._workload.requests[request].prompt_tokens
+            self._feed(RequestRecomputed(request))
+            self.recorder.recomputed()
+        if finished or dropped:
+            self._undecided = True

@@ -1,0 +1,123 @@
+"""Policies compared on the same segments of a trace.
+
+Every policy replays the same workloads; a figure is the mean over the segments, with its standard
+error. Seeds derive from the experiment's seed, the segment and the policy alone.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from statistics import fmean, stdev
+
+from balanceroute.predictors import NoPrediction, Oracle, Survival
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.sim.driver import Deployment, Simulation
+from balanceroute.proxy.sim.recorder import RunMetrics
+from balanceroute.proxy.sim.workload import Workload
+
+METRICS = tuple(field.name for field in fields(RunMetrics))
+
+
+class PredictorKind(Enum):
+    """Who tells BR-H how long requests go on."""
+
+    ORACLE = "oracle"
+    SURVIVAL = "survival"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """One policy's figures.
+
+    Attributes:
+        policy: Its name.
+        mean: Of each of `METRICS` over the segments.
+        stderr: The standard error of each mean; 0 for a single segment.
+        picture: Loads by step and rank in the first segment's steady state.
+    """
+
+    policy: str
+    mean: dict[str, float]
+    stderr: dict[str, float]
+    picture: list[list[int]]
+
+
+def run_experiment(
+    deployment: Deployment,
+    workloads: Sequence[Workload],
+    policies: Sequence[str],
+    settings: PolicySettings,
+    predictor: PredictorKind,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, int], None] = lambda _policy, _requests: None,
+) -> list[PolicyResult]:
+    """Run every policy on every workload, in order.
+
+    `progress` is told the policy and the number of requests after each run.
+
+    Raises:
+        ConfigError: A policy is unknown, or a workload too short for a steady state.
+    """
+    results: list[PolicyResult] = []
+    for policy in policies:
+        runs: list[RunMetrics] = []
+        picture: list[list[int]] = []
+        for segment, workload in enumerate(workloads):
+            simulation = make_simulation(
+                deployment, workload, policy, settings, predictor, seed=f"{seed}/{segment}/{policy}"
+            )
+            recorder = simulation.run()
+            runs.append(recorder.metrics())
+            picture = picture or recorder.picture
+            progress(policy, len(workload.requests))
+        results.append(_summarise(policy, runs, picture))
+    return results
+
+
+def make_simulation(
+    deployment: Deployment,
+    workload: Workload,
+    policy: str,
+    settings: PolicySettings,
+    predictor: PredictorKind,
+    *,
+    seed: str,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> Simulation:
+    """Return one run, ready to go.
+
+    Raises:
+        ConfigError: The policy is unknown.
+    """
+    forecast = _make_predictor(predictor, workload)
+    parts = Ingredients(
+        deployment.ranks, deployment.batch_limit, settings, random.Random(seed), forecast
+    )
+    return Simulation(deployment, workload, make_policy(policy, parts), forecast, clock_ns=clock_ns)
+
+
+def _make_predictor(kind: PredictorKind, workload: Workload) -> Predictor:
+    match kind:
+        case PredictorKind.ORACLE:
+            outputs = [request.output_tokens for request in workload.requests]
+            return Oracle({RequestId(i): tokens for i, tokens in enumerate(outputs)})
+        case PredictorKind.SURVIVAL:
+            return Survival(workload.history)
+        case PredictorKind.NONE:
+            return NoPrediction()
+
+
+def _summarise(policy: str, runs: Sequence[RunMetrics], picture: list[list[int]]) -> PolicyResult:
+    mean: dict[str, float] = {}
+    stderr: dict[str, float] = {}
+    for name in METRICS:
+        values = [float(getattr(run, name)) for run in runs]
+        mean[name] = fmean(values)
+        stderr[name] = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return PolicyResult(policy, mean, stderr, picture)

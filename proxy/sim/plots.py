@@ -1,0 +1,404 @@
+"""Pictures of an experiment, as PNG files.
+
+matplotlib is an extra, so it is imported only when a picture is drawn. Figures are drawn on canvases
+of their own, with matplotlib's defaults instead of the user's settings: the same results give the
+same bytes.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from math import floor, log10
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.sim.experiment import PolicyResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 180
+WIDTH_INCHES = 10.0
+
+# Blue and orange tell apart with every common colour blindness, and in print.
+_ACCENT = "#0067a5"
+_BASELINE = "#858b94"
+_IDLE = "#f6cf9b"
+_INK = "#1d2126"
+_SOFT = "#5b626b"
+_RANK_FIRST, _RANK_LAST = (0.62, 0.79, 0.91), (0.05, 0.28, 0.53)
+
+_STYLE = {
+    "axes.edgecolor": "#b4b9c0",
+    "axes.labelcolor": _SOFT,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9.5,
+    "text.color": _INK,
+    "text.parse_math": False,  # A file or a policy may have a $ in its name.
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+}
+# Waits whose largest is this many times the smallest need a log scale.
+_WIDE_SPREAD = 20.0
+# Where a point's label may stand, nearest first: points away from it, and directions.
+_RINGS = (8, 18, 30, 44, 60, 78, 98)
+_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+
+
+class _Box(NamedTuple):
+    """A rectangle on the canvas, in pixels."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+
+def require_matplotlib() -> None:
+    """Find out whether pictures can be drawn, before hours are spent on what they show.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.style  # noqa: F401, PLC0415  # An extra.
+    except ModuleNotFoundError as error:
+        raise ConfigError("--plots needs matplotlib: pip install 'balanceroute[plots]'") from error
+
+
+def write_plots(results: Sequence[PolicyResult], directory: Path, *, title: str) -> list[Path]:
+    """Write `rank_loads.png`, `imbalance_throughput.png` and `throughput_wait.png`.
+
+    Args:
+        results: At least one, in the order of the pictures.
+        directory: Where to write; it must exist.
+        title: The workload, for the top of every picture.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
+    assert results
+    require_matplotlib()
+    from matplotlib import style  # noqa: PLC0415  # An extra.
+
+    paths: list[Path] = []
+    with style.context(["default", _STYLE]):
+        for name, draw in (
+            ("rank_loads", _draw_rank_loads),
+            ("imbalance_throughput", _draw_imbalance_throughput),
+            ("throughput_wait", _draw_throughput_wait),
+        ):
+            paths.append(directory / f"{name}.png")
+            # No metadata: it would name the version of matplotlib.
+            draw(results, title).savefig(paths[-1], dpi=DPI, metadata={"Software": None})
+    return paths
+
+
+def _draw_rank_loads(results: Sequence[PolicyResult], title: str) -> "Figure":
+    """Draw the load of every rank, a panel per policy. Paper: Figure 3."""
+    columns = _columns(len(results))
+    rows = -(-len(results) // columns)
+    steps = max(len(result.picture) for result in results)
+    figure = _figure(1.2 + 2.3 * rows, f"KV tokens of each decode rank over {steps} steps", title)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    highest = max((max(step) for result in results for step in result.picture), default=0)
+    for panel, result in zip(panels, results, strict=False):
+        _draw_loads(panel, result.picture)
+        _name_panel(panel, result, columns)
+    for panel in panels[len(results) :]:
+        panel.set_visible(False)
+    # Ticks of a panel whose lower neighbour is missing would be hidden by the shared axis.
+    for panel in panels[max(0, len(results) - columns) : len(results)]:
+        panel.tick_params(labelbottom=True)
+    # From zero, so that the orange share of the area under the envelope is the idle fraction.
+    panels[0].set(xlim=(0, max(1, steps - 1)), ylim=(0, max(1e-3, 1.04 * highest / 1e3)))
+    panels[0].locator_params(axis="x", nbins=5)
+    figure.supxlabel("decode step", fontsize="medium", color=_SOFT)
+    figure.supylabel("KV tokens (thousands)", fontsize="medium", color=_SOFT)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small"
+    )
+    return figure
+
+
+def _draw_loads(panel: "Axes", picture: Sequence[Sequence[int]]) -> None:
+    if not picture:
+        return
+    loads = np.array(picture) / 1e3  # float64[steps, ranks], thousands of KV tokens.
+    ranks = loads.shape[1]
+    steps = np.arange(len(loads))
+    envelope, mean = loads.max(axis=1), loads.mean(axis=1)
+    idle = "envelope − mean: idle at the barrier"
+    panel.fill_between(steps, mean, envelope, color=_IDLE, linewidth=0, label=idle)
+    width = float(np.clip(2.4 / ranks**0.5, 0.25, 0.9))
+    first, last = np.array(_RANK_FIRST), np.array(_RANK_LAST)
+    for rank in range(ranks):
+        colour = tuple(first + (last - first) * (rank / max(1, ranks - 1)))
+        label = f"ranks, 0 (light) to {ranks - 1} (dark)" if ranks > 1 else "the rank"
+        named = rank == ranks // 2
+        panel.plot(
+            steps, loads[:, rank], color=colour, lw=width, label=label if named else "_nolegend_"
+        )
+    panel.plot(steps, mean, color=_INK, lw=1.0, ls=(0, (4, 2)), label="mean")
+    panel.plot(steps, envelope, color=_INK, lw=1.1, label="envelope: the heaviest rank")
+
+
+def _name_panel(panel: "Axes", result: PolicyResult, columns: int) -> None:
+    imbalance = f"imbalance {_short_number(result.mean['mean_imbalance_tokens'])} tokens"
+    idle = f"idle {_two_digits(100 * result.mean['idle_fraction'])} %"
+    lines = [f"{imbalance}, {idle}"] if columns <= 3 else [imbalance, idle]
+    name = _shorten(result.policy, 80 // columns)
+    for text, points, weight, colour, size in (
+        ("\n".join(lines), 5, "normal", _SOFT, 8.5),
+        (name, 7 + 12 * len(lines), "bold", _colour(result.policy), 10.5),
+    ):
+        panel.annotate(
+            text,
+            (0, 1),
+            xytext=(0, points),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=size,
+            fontweight=weight,
+            color=colour,
+        )
+
+
+def _draw_imbalance_throughput(results: Sequence[PolicyResult], title: str) -> "Figure":
+    """Draw two bar charts of the policies, side by side."""
+    headline = "Imbalance and throughput by policy" + _error_note(
+        results, "mean_imbalance_tokens", "output_tokens_per_s"
+    )
+    figure = _figure(1.5 + 0.36 * len(results), headline, title)
+    charts = figure.subplots(1, 2, sharey=True)
+    for chart, metric, label in (
+        (charts[0], "mean_imbalance_tokens", "mean imbalance, tokens (lower is better)"),
+        (charts[1], "output_tokens_per_s", "output tokens/s (higher is better)"),
+    ):
+        _draw_bars(chart, results, metric)
+        chart.set_title(label, loc="left", fontsize="medium", color=_SOFT)
+    charts[0].set_yticks(
+        range(len(results)), [_shorten(result.policy, 28) for result in results], color=_INK
+    )
+    charts[0].invert_yaxis()
+    return figure
+
+
+def _draw_bars(chart: "Axes", results: Sequence[PolicyResult], metric: str) -> None:
+    rows = range(len(results))
+    means = [result.mean[metric] for result in results]
+    errors = [result.stderr[metric] for result in results]
+    colours = [_colour(result.policy) for result in results]
+    chart.barh(rows, means, height=0.66, color=colours)
+    for row, mean, error in zip(rows, means, errors, strict=True):
+        if error:
+            chart.errorbar(mean, row, xerr=error, color=_INK, lw=1.1, capsize=2.5)
+        chart.annotate(
+            f"{mean:,.0f}",
+            (mean + error, row),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    reach = max(mean + error for mean, error in zip(means, errors, strict=True))
+    chart.set_xlim(0, 1.2 * reach or 1.0)
+    # The labels say it all.
+    chart.xaxis.set_visible(False)
+    chart.spines["bottom"].set_visible(False)
+    chart.tick_params(axis="y", length=0)
+
+
+def _draw_throughput_wait(results: Sequence[PolicyResult], title: str) -> "Figure":
+    """Draw what the throughput costs in waiting, a point per policy."""
+    headline = "Throughput against the wait for a decode slot" + _error_note(
+        results, "output_tokens_per_s", "pool_wait_s_p99"
+    )
+    figure = _figure(5.6, headline, title)
+    chart = figure.subplots()
+    waits = np.array([result.mean["pool_wait_s_p99"] for result in results])
+    outputs = np.array([result.mean["output_tokens_per_s"] for result in results])
+    wait_errors = np.array([result.stderr["pool_wait_s_p99"] for result in results])
+    output_errors = np.array([result.stderr["output_tokens_per_s"] for result in results])
+    _scale_waits(chart, waits, wait_errors)
+    low, high = (outputs - output_errors).min(), (outputs + output_errors).max()
+    margin = max(0.12 * (high - low), 0.02 * high, 1e-3)
+    chart.set_ylim(low - margin, high + margin)
+    for result, *point in zip(results, waits, outputs, wait_errors, output_errors, strict=True):
+        x, y, x_error, y_error = point
+        chart.errorbar(
+            x,
+            y,
+            xerr=x_error or None,
+            yerr=y_error or None,
+            marker="D" if _is_ours(result.policy) else "o",
+            markersize=6.5,
+            color=_colour(result.policy),
+            lw=1.0,
+            capsize=2.0,
+        )
+    chart.set_ylabel("output tokens/s")
+    chart.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    chart.grid(color="#e6e8eb", lw=0.7)
+    chart.set_axisbelow(True)
+    chart.set_title("↖ better: up and left", loc="left", fontsize="medium", color=_ACCENT)
+    spans = list(zip(waits, outputs, wait_errors, output_errors, strict=True))
+    _label_points(chart, [result.policy for result in results], spans)
+    return figure
+
+
+def _scale_waits(
+    chart: "Axes", waits: "np.typing.NDArray[np.float64]", errors: "np.typing.NDArray[np.float64]"
+) -> None:
+    """Set the wait axis: linear, or logarithmic where the waits are far apart."""
+    low, high = (waits - errors).min(), (waits + errors).max()
+    positive = waits[waits > 0]
+    label = "pool wait p99 (s)"
+    if positive.size and waits.max() > _WIDE_SPREAD * positive.min():
+        label = "pool wait p99 (s, log scale)"
+        if positive.size == waits.size:
+            chart.set_xscale("log")
+            chart.set_xlim(positive.min() / 1.8, high * 1.8)
+        else:
+            # A policy that never waits has a place too, left of the decades.
+            chart.set_xscale("symlog", linthresh=positive.min())
+            chart.set_xlim(-positive.min() / 2, high * 1.8)
+    else:
+        margin = max(0.12 * (high - low), 0.02 * high, 1e-3)
+        chart.set_xlim(low - margin, high + margin)
+    chart.xaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    chart.set_xlabel(label)
+
+
+def _label_points(
+    chart: "Axes", names: Sequence[str], spans: Sequence[tuple[float, float, float, float]]
+) -> None:
+    """Name the points, each label in the nearest place that is free.
+
+    Args:
+        chart: Its limits are final; the layout is frozen here.
+        names: Of the points.
+        spans: x, y and the errors of both.
+    """
+    figure = chart.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    pixels = figure.dpi / 72
+    inside = _Box(*chart.get_window_extent().extents)
+    taken = [box for span in spans for box in _ink(chart, span, pixels)]
+    for name, (x, y, _, _) in zip(names, spans, strict=True):
+        label = chart.annotate(
+            _shorten(name, 28),
+            (x, y),
+            xytext=(0, 0),
+            textcoords="offset points",
+            color=_colour(name),
+            fontweight="bold" if _is_ours(name) else "normal",
+            va="bottom",
+        )
+        extent = label.get_window_extent()
+        centre_x, centre_y = chart.transData.transform((x, y))
+        places = _places(centre_x, centre_y, extent.width, extent.height, pixels)
+        free = (box for box in places if _is_free(box, taken, inside))
+        box = next(free, None) or next(
+            _places(centre_x, centre_y, extent.width, extent.height, pixels)
+        )
+        taken.append(box)
+        label.set_position(((box.left - centre_x) / pixels, (box.bottom - centre_y) / pixels))
+
+
+def _ink(chart: "Axes", span: tuple[float, float, float, float], pixels: float) -> Iterator[_Box]:
+    """Return what a point covers: its marker and its two whiskers."""
+    x, y, x_error, y_error = span
+    left, bottom = chart.transData.transform((x - x_error, y - y_error))
+    right, top = chart.transData.transform((x + x_error, y + y_error))
+    centre_x, centre_y = chart.transData.transform((x, y))
+    thick, marker = 2 * pixels, 5 * pixels
+    yield _Box(left, centre_y - thick, right, centre_y + thick)
+    yield _Box(centre_x - thick, bottom, centre_x + thick, top)
+    yield _Box(centre_x - marker, centre_y - marker, centre_x + marker, centre_y + marker)
+
+
+def _places(x: float, y: float, width: float, height: float, pixels: float) -> Iterator[_Box]:
+    """Return the places for a label of a point, nearest first."""
+    for ring in _RINGS:
+        for across, up in _DIRECTIONS:
+            # At an angle the corner of the label is nearest to the point.
+            distance = ring * pixels * (0.6 if across and up else 1.0)
+            left = x + across * distance + (across - 1) / 2 * width
+            bottom = y + up * distance + (up - 1) / 2 * height
+            yield _Box(left, bottom, left + width, bottom + height)
+
+
+def _is_free(box: _Box, taken: Sequence[_Box], inside: _Box) -> bool:
+    if box.left < inside.left or box.right > inside.right:
+        return False
+    if box.bottom < inside.bottom or box.top > inside.top:
+        return False
+    return not any(
+        box.left < other.right
+        and other.left < box.right
+        and box.bottom < other.top
+        and other.bottom < box.top
+        for other in taken
+    )
+
+
+def _figure(height_inches: float, headline: str, title: str) -> "Figure":
+    """Return an empty figure under a headline and the workload."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
+    from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
+
+    lines = textwrap.wrap(title, 105, max_lines=3, placeholder=" …")
+    header = 0.52 + 0.19 * len(lines)
+    height = height_inches + header
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height))
+    figure.text(0.012, 1 - 0.14 / height, headline, va="top", fontsize=13, fontweight="bold")
+    figure.text(0.012, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
+    return figure
+
+
+def _columns(panels: int) -> int:
+    return panels if panels <= 3 else 3 if panels in {5, 6, 9} else 4
+
+
+def _error_note(results: Sequence[PolicyResult], *metrics: str) -> str:
+    any_error = any(result.stderr[metric] for result in results for metric in metrics)
+    return " (whiskers: standard error)" if any_error else ""
+
+
+def _is_ours(policy: str) -> bool:
+    return policy.lower().startswith("br-")
+
+
+def _colour(policy: str) -> str:
+    return _ACCENT if _is_ours(policy) else _BASELINE
+
+
+def _shorten(name: str, limit: int) -> str:
+    name = " ".join(name.split())
+    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+
+
+def _two_digits(value: float) -> str:
+    """Return a number with two significant digits, or all before the point."""
+    digits = 1 if value <= 0 else max(0, 1 - floor(log10(value)))
+    return f"{value:.{min(digits, 2)}f}"
+
+
+def _short_number(value: float) -> str:
+    return f"{value:.0f}" if value < 1e3 else f"{_two_digits(value / 1e3)}k"

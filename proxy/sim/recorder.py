@@ -1,0 +1,154 @@
+"""What a run measures, inside its steady-state window.
+
+The window opens when a tenth of the requests have finished (the fleet is then full of requests of
+all ages) and closes when the last request has arrived (from then on the backlog drains). Steps,
+waits of requests that join a batch, and requests that finish are counted only inside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import RequestId
+
+# Steps kept for the picture of per-rank loads.
+PICTURE_STEPS = 500
+
+
+@dataclass(slots=True)
+class RunMetrics:
+    """The figures of one run; the field names are those of the JSON report."""
+
+    mean_imbalance_tokens: float
+    idle_fraction: float
+    output_tokens_per_s: float
+    tpot_ms_p50: float
+    tpot_ms_p95: float
+    pool_wait_s_p50: float
+    pool_wait_s_p99: float
+    pool_wait_s_max: float
+    steps: float
+    requests: float
+    recomputes: float
+    dispatch_us_p50: float
+    dispatch_us_p99: float
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the samples of one run.
+
+    Attributes:
+        num_requests: Requests of the run.
+        picture: Loads by rank of the first `PICTURE_STEPS` steps of the window.
+    """
+
+    num_requests: int
+    picture: list[list[int]] = field(default_factory=list)
+    finished: int = 0
+    _open: bool = False
+    _closed: bool = False
+    _imbalance: int = 0
+    _idle: int = 0
+    _capacity: int = 0
+    _tokens: int = 0
+    _steps: int = 0
+    _requests: int = 0
+    _recomputes: int = 0
+    _time_ns: int = 0
+    _tpot_ns: list[float] = field(default_factory=list)
+    _waits_ns: list[int] = field(default_factory=list)
+    _dispatch_ns: list[int] = field(default_factory=list)
+    _prefilled_ns: dict[RequestId, int] = field(default_factory=dict)
+    _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
+
+    def last_arrival(self) -> None:
+        """Close the window."""
+        self._closed = True
+
+    def dispatched(self, cost_ns: int) -> None:
+        """Note the cost of a decision that admitted something."""
+        self._dispatch_ns.append(cost_ns)
+
+    def prefilled(self, request: RequestId, now_ns: int) -> None:
+        """Note that a request may decode from now on."""
+        self._prefilled_ns[request] = now_ns
+
+    def joined(self, request: RequestId, now_ns: int) -> None:
+        """Note that a request joined a batch."""
+        wait = now_ns - self._prefilled_ns.pop(request)
+        if self._steady:
+            self._waits_ns.append(wait)
+
+    def step(self, loads: Sequence[int], running: int, duration_ns: int) -> None:
+        """Note one step."""
+        if not self._steady:
+            return
+        heaviest, total = max(loads), sum(loads)
+        self._imbalance += heaviest - min(loads)
+        self._idle += len(loads) * heaviest - total
+        self._capacity += len(loads) * heaviest
+        self._tokens += running
+        self._steps += 1
+        self._time_ns += duration_ns
+        if len(self.picture) < PICTURE_STEPS:
+            self.picture.append(list(loads))
+
+    def first_token(self, request: RequestId, now_ns: int) -> None:
+        """Note the first token of a binding; after a recompute the request's own first one stays."""
+        self._first_token_ns.setdefault(request, now_ns)
+
+    def finish(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
+        """Note that a request emitted its last token."""
+        self.finished += 1
+        first_ns = self._first_token_ns.pop(request)
+        self._requests += self._steady
+        if self._steady and output_tokens > 1:  # One token has no time between tokens.
+            self._tpot_ns.append((now_ns - first_ns) / (output_tokens - 1))
+        if self.finished * 10 >= self.num_requests:
+            self._open = True
+
+    def recomputed(self) -> None:
+        """Note that a request lost its KV cache."""
+        self._recomputes += self._steady
+
+    def idle_time(self, duration_ns: int) -> None:
+        """Note that nothing was there to decode for a while."""
+        if self._steady:
+            self._time_ns += duration_ns
+
+    def metrics(self) -> RunMetrics:
+        """Return the figures.
+
+        Raises:
+            ConfigError: The window is empty.
+        """
+        if not self._steps or not self._tpot_ns or not self._waits_ns:
+            raise ConfigError(
+                f"a segment of {self.num_requests} requests never reached a steady state: "
+                "use more requests or fewer segments"
+            )
+        tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
+        waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9
+        dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
+        return RunMetrics(
+            mean_imbalance_tokens=self._imbalance / self._steps,
+            idle_fraction=self._idle / self._capacity,
+            output_tokens_per_s=self._tokens / (self._time_ns / 1e9),
+            tpot_ms_p50=float(tpot[0]),
+            tpot_ms_p95=float(tpot[1]),
+            pool_wait_s_p50=float(waits[0]),
+            pool_wait_s_p99=float(waits[1]),
+            pool_wait_s_max=float(waits[2]),
+            steps=self._steps,
+            requests=self._requests,
+            recomputes=self._recomputes,
+            dispatch_us_p50=float(dispatch[0]),
+            dispatch_us_p99=float(dispatch[1]),
+        )
+
+    @property
+    def _steady(self) -> bool:
+        return self._open and not self._closed

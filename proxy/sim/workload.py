@@ -1,0 +1,85 @@
+"""What a simulated run replays: a segment of a trace, open loop or saturated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.traces import TraceRequest
+
+# Below this a run has no steady state worth a number.
+MIN_SEGMENT_REQUESTS = 20
+# Keeps scaled times finite.
+MAX_RATE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests and how they come.
+
+    Attributes:
+        requests: In order of arrival, each with at least one output token.
+        history: Output lengths of the requests before this segment, for predictors.
+        rate: Open loop: the trace's times divided by this.
+        backlog: Saturated: the number of requests that always wait for decode; None for open loop.
+    """
+
+    requests: Sequence[TraceRequest]
+    history: Sequence[int]
+    rate: float = 1.0
+    backlog: int | None = None
+
+    def arrivals_ns(self) -> list[int]:
+        """Return the open-loop arrival times, the first at 0."""
+        start = self.requests[0].arrival_ns
+        return [round((request.arrival_ns - start) / self.rate) for request in self.requests]
+
+
+def playable(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests that reach decode: those with output, prompts of at least one token.
+
+    A request without output failed when it was recorded. A prompt of no tokens, of which public
+    traces hold a few, is taken as one token: an engine has nothing to prefill otherwise.
+    """
+    return [
+        request if request.prompt_tokens else replace(request, prompt_tokens=1)
+        for request in requests
+        if request.output_tokens
+    ]
+
+
+def split(
+    requests: Sequence[TraceRequest],
+    *,
+    segments: int,
+    rate: float | None = None,
+    backlog: int | None = None,
+) -> list[Workload]:
+    """Cut a trace into `segments` consecutive parts of equal size, in order of time.
+
+    `requests` must be playable. What does not fill a whole segment is left over at the end.
+
+    Raises:
+        ConfigError: A setting is out of range, both or neither of `rate` and `backlog` are given,
+            or the trace is too short.
+    """
+    if (rate is None) == (backlog is None):
+        raise ConfigError("give either a rate or a backlog")
+    if rate is not None and not 1 / MAX_RATE <= rate <= MAX_RATE:
+        raise ConfigError(f"rate is {rate}, must be from {1 / MAX_RATE:g} to {MAX_RATE:g}")
+    if backlog is not None and backlog < 1:
+        raise ConfigError(f"backlog is {backlog}, must be at least 1")
+    if segments < 1:
+        raise ConfigError(f"segments is {segments}, must be at least 1")
+    size = len(requests) // segments
+    if size < MIN_SEGMENT_REQUESTS:
+        raise ConfigError(
+            f"{len(requests)} requests with output make segments of {size}, "
+            f"a segment needs at least {MIN_SEGMENT_REQUESTS}"
+        )
+    outputs = [request.output_tokens for request in requests]
+    bounds = range(0, (segments + 1) * size, size)
+    return [
+        Workload(requests[begin:end], outputs[:begin], rate or 1.0, backlog)
+        for begin, end in pairwise(bounds)
+    ]

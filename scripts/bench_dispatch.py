@@ -1,0 +1,157 @@
+"""What one scheduling decision costs, by stage.
+
+    make bench        or        python scripts/bench_dispatch.py [--steps N] [--json OUT]
+
+Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
+them in the pool, and times on one core every decode step that frees a slot: the projection's advance
+(predictions that fell due included), the decision's view of it, Stage 1, Stage 2, and the rest of
+the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from balanceroute.predictors import Survival
+from balanceroute.proxy.core.events import (
+    Admit,
+    DecodeStarted,
+    PrefillDone,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    StepCompleted,
+    Tick,
+)
+from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.sim.workload import playable
+from balanceroute.traces import TraceRequest, read_trace
+
+SAMPLE = Path(__file__).parents[1] / "traces" / "samples" / "mooncake_conversation.jsonl"
+# Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
+SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
+STAGES = ("step", "projection", "stage_1", "stage_2", "rest", "total")
+
+
+class Bench:
+    """One saturated fleet."""
+
+    def __init__(self, ranks: int, batch: int, pool: int, horizon: int) -> None:
+        self._laps: dict[str, int] = {}
+        self._mark = 0
+        requests = playable(read_trace(SAMPLE))
+        rng = random.Random(0)
+        self._source = self._endless(requests, rng)
+        slots = ranks * batch
+        # What a step finds running is biased to long outputs and caught in the middle of its life.
+        running = rng.choices(requests, [r.output_tokens for r in requests], k=slots)
+        settings = PolicySettings(horizon_steps=horizon)
+        predictor = Survival(request.output_tokens for request in requests)
+        parts = Ingredients(ranks, batch, settings, rng, predictor, lap=self._lap)
+        self._scheduler = Scheduler(
+            SchedulerConfig(ranks=ranks, batch_limit=batch), make_policy("br-h", parts)
+        )
+        self._arrived = 0
+        self._step = 0
+        self._waiting: dict[RequestId, int] = {}
+        self._ends: defaultdict[int, list[RequestId]] = defaultdict(list)
+        for request in running:
+            self._arrive(request.prompt_tokens, rng.randint(1, request.output_tokens))
+        self._join(self._decide())
+        for _ in range(pool):
+            self._arrive_next()
+        self.samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def run(self, steps: int) -> None:
+        """Time `steps` decode steps that lead to a decision."""
+        while len(self.samples["total"]) < steps:
+            self._step += 1
+            self._laps.clear()
+            begin = time.perf_counter_ns()
+            self._scheduler.handle(StepCompleted(), now_ns=0)
+            self._laps["step"] = time.perf_counter_ns() - begin
+            finished = self._ends.pop(self._step, [])
+            if not finished:
+                continue
+            for request in finished:
+                self._scheduler.handle(RequestFinished(request), now_ns=0)
+            admitted = self._decide()
+            total = time.perf_counter_ns() - begin
+            self._laps |= {"rest": total - sum(self._laps.values()), "total": total}
+            for stage in STAGES:
+                self.samples[stage].append(self._laps[stage] / 1e6)
+            self._join(admitted)
+            for _ in admitted:
+                self._arrive_next()
+
+    def _lap(self, stage: str) -> None:
+        now = time.perf_counter_ns()
+        self._laps[stage] = now - self._mark
+        self._mark = now
+
+    def _endless(self, requests: list[TraceRequest], rng: random.Random) -> Iterator[TraceRequest]:
+        while True:
+            yield from rng.sample(requests, len(requests))
+
+    def _arrive_next(self) -> None:
+        request = next(self._source)
+        self._arrive(request.prompt_tokens, request.output_tokens)
+
+    def _arrive(self, prompt_tokens: int, output_tokens: int) -> None:
+        request = RequestId(self._arrived)
+        self._arrived += 1
+        self._waiting[request] = output_tokens
+        self._scheduler.handle(RequestArrived(request, prompt_tokens), now_ns=0)
+        self._scheduler.handle(PrefillDone(request, prompt_tokens), now_ns=0)
+
+    def _decide(self) -> list[RequestId]:
+        self._mark = time.perf_counter_ns()
+        actions = self._scheduler.handle(Tick(), now_ns=0)
+        return [action.request for action in actions if isinstance(action, Admit)]
+
+    def _join(self, admitted: list[RequestId]) -> None:
+        for request in admitted:
+            self._scheduler.handle(DecodeStarted(request), now_ns=0)
+            self._ends[self._step + self._waiting.pop(request)].append(request)
+
+
+def main() -> None:
+    """Run every shape and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000, help="timed steps per shape")
+    parser.add_argument("--horizon", type=int, default=80, metavar="H")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    arguments = parser.parse_args()
+    table = Table(title=f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99")
+    for heading in ("G", "B", "pool", *STAGES, "p99 goal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
+    for ranks, batch, pool, goal in SHAPES:
+        bench = Bench(ranks, batch, pool, arguments.horizon)
+        bench.run(arguments.steps)
+        figures = {
+            stage: [float(f) for f in np.percentile(bench.samples[stage], [50, 99])]
+            for stage in STAGES
+        }
+        rows.append({"ranks": ranks, "batch": batch, "pool": pool, "goal_ms": goal} | figures)
+        table.add_row(
+            *(str(number) for number in (ranks, batch, pool)),
+            *(f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES),
+            f"{goal} ms",
+        )
+    Console(width=150).print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""Whole runs: the scheduler mirrors the engines, nothing leaks, and every run can be repeated."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
+
+import pytest
+
+from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.proxy.core.events import (
+    Action,
+    Admit,
+    DecodeStarted,
+    Event,
+    PrefillDone,
+    PrefillerId,
+    RankId,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+)
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.policies import (
+    POLICIES,
+    Ingredients,
+    Policy,
+    PolicySettings,
+    make_policy,
+)
+from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.sim.driver import Deployment, Simulation
+from balanceroute.proxy.sim.experiment import PredictorKind, make_simulation
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.recorder import Recorder, RunMetrics
+from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.traces import TraceRequest, read_trace
+
+Log = list[tuple[int, Event | Action]]
+
+SMALL = Deployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
+PREFILL = PrefillModel(servers=2, base_ns=500, ns_per_token=20.0)
+DEPLOYMENTS = {
+    "unlimited": SMALL,
+    "little memory": replace(SMALL, rank_kv_tokens=130),
+    "prefill servers": replace(SMALL, prefill=PREFILL),
+    "little memory and prefill servers": replace(SMALL, rank_kv_tokens=130, prefill=PREFILL),
+    "deadlines": replace(SMALL, deadline_ns=20_000),
+}
+
+
+def synthetic(size: int, *, backlog: int | None, gap_ns: int = 2_500) -> Workload:
+    """Return requests of 1..60 prompt and 1..30 output tokens, the same every time."""
+    rng = random.Random(f"{size} requests")
+    arrivals = sorted(rng.randrange(size * gap_ns) for _ in range(size))
+    requests = [TraceRequest(at, rng.randint(1, 60), rng.randint(1, 30)) for at in arrivals]
+    return Workload(requests, history=[5, 12, 30], backlog=backlog)
+
+
+PACES = {"open loop": synthetic(80, backlog=None), "saturated": synthetic(80, backlog=7)}
+
+
+def policy_of(name: str, deployment: Deployment, predictor: Predictor, seed: str = "0") -> Policy:
+    settings = PolicySettings(horizon_steps=8, refresh_tokens=3)
+    return make_policy(
+        name,
+        Ingredients(
+            deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
+        ),
+    )
+
+
+def record(name: str, deployment: Deployment, workload: Workload, seed: str = "0") -> Log:
+    """Return the event log of a run."""
+    log: Log = []
+    predictor = Survival(workload.history)
+    Simulation(
+        deployment,
+        workload,
+        policy_of(name, deployment, predictor, seed),
+        predictor,
+        on_event=lambda now_ns, item: log.append((now_ns, item)),
+    ).run()
+    return log
+
+
+class Watch(Recorder):
+    """A recorder that calls `at_step` with the true loads and number of running requests."""
+
+    at_step: Callable[[list[int], int], None]
+
+    def step(self, loads: Sequence[int], running: int, duration_ns: int) -> None:
+        self.at_step(list(loads), running)
+        super().step(loads, running, duration_ns)
+
+
+def watched(
+    name: str,
+    deployment: Deployment,
+    workload: Workload,
+    *,
+    at_step: Callable[[Scheduler, list[int], int], None],
+    on_event: Callable[[Scheduler, Event | Action], None] = lambda _scheduler, _item: None,
+) -> Simulation:
+    """Run with a look at the scheduler at the start of every step and before every event."""
+    predictor = Survival(workload.history)
+    simulation = Simulation(
+        deployment,
+        workload,
+        policy_of(name, deployment, predictor),
+        predictor,
+        on_event=lambda _now_ns, item: on_event(simulation.scheduler, item),
+    )
+    watch = Watch(len(workload.requests))
+    watch.at_step = lambda loads, running: at_step(simulation.scheduler, loads, running)
+    simulation.recorder = watch
+    simulation.run()
+    return simulation
+
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+every_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), ids=DEPLOYMENTS)
+every_pace = pytest.mark.parametrize("workload", PACES.values(), ids=PACES)
+
+
+@every_policy
+@every_deployment
+@every_pace
+def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
+    name: str, deployment: Deployment, workload: Workload
+) -> None:
+    steps = 0
+    late = policy_of(name, deployment, NoPrediction()).slots_beyond_batch == 0
+
+    def compare(scheduler: Scheduler, loads: list[int], running: int) -> None:
+        nonlocal steps
+        steps += 1
+        mirrored = scheduler.ledger.loads.tolist()
+        queued = 0
+        for request in scheduler.requests.values():
+            if request.state is State.DECODING and not request.started:
+                assert request.rank is not None
+                mirrored[request.rank] -= request.prompt_tokens
+                queued += 1
+        assert mirrored == loads
+        assert int(scheduler.ledger.started.sum()) == running
+        if late:  # What it binds joins at once, so that its whole ledger is the truth.
+            assert queued == 0 or deployment.rank_kv_tokens is not None
+            assert int(scheduler.ledger.bound.max()) <= deployment.batch_limit
+
+    watched(name, deployment, workload, at_step=compare)
+    assert steps > 60
+
+
+@every_policy
+@every_deployment
+@every_pace
+def test_every_holding_is_accounted_for_after_every_event(
+    name: str, deployment: Deployment, workload: Workload
+) -> None:
+    seen: Counter[type] = Counter()
+
+    def check(scheduler: Scheduler, item: Event | Action) -> None:
+        seen[type(item)] += 1
+        scheduler.check()  # The state that the event before has left.
+
+    simulation = watched(name, deployment, workload, at_step=lambda *_: None, on_event=check)
+    scheduler = simulation.scheduler
+    scheduler.check()
+    assert scheduler.requests == {}
+    assert len(scheduler.pool) == 0
+    assert not scheduler.ledger.loads.any()
+    assert not scheduler.ledger.bound.any()
+    assert not scheduler.ledger.started.any()
+    assert not any(scheduler.prefillers.held_tokens)
+    assert not any(scheduler.prefillers.probes)
+    if deployment.rank_kv_tokens is None:
+        assert seen[RequestRecomputed] == 0
+    else:
+        assert seen[RequestRecomputed] > 5
+        assert seen[StartPrefill] == len(workload.requests) + seen[RequestRecomputed]
+
+
+@every_policy
+@every_deployment
+@every_pace
+def test_every_request_finishes_once_with_all_its_tokens(
+    name: str, deployment: Deployment, workload: Workload
+) -> None:
+    tokens: Counter[RequestId] = Counter()
+    batch: set[RequestId] = set()
+    finished: list[RequestId] = []
+    for _, item in record(name, deployment, workload):
+        match item:
+            case DecodeStarted(request):
+                assert request not in batch
+                batch.add(request)
+            case StepCompleted():
+                tokens.update(batch)
+            case RequestFinished(request):
+                batch.remove(request)
+                finished.append(request)
+            case RequestRecomputed(request):
+                batch.remove(request)
+    assert sorted(finished) == list(range(len(workload.requests)))
+    for request in finished:
+        assert tokens[request] == workload.requests[request].output_tokens
+
+
+@every_policy
+@every_deployment
+def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
+    name: str, deployment: Deployment
+) -> None:
+    backlog = 9
+    workload = synthetic(80, backlog=backlog)
+    arrived = steps = 0
+    returned: set[RequestId] = set()
+
+    def count(_: Scheduler, item: Event | Action) -> None:
+        nonlocal arrived
+        match item:
+            case RequestArrived():
+                arrived += 1
+            case RequestRecomputed(request):
+                returned.add(request)
+            case DecodeStarted(request):
+                returned.discard(request)
+
+    def compare(scheduler: Scheduler, _loads: list[int], _running: int) -> None:
+        nonlocal steps
+        if arrived < len(workload.requests):
+            waiting = {r.request for r in scheduler.requests.values() if not r.started}
+            assert len(waiting - returned) == backlog
+            steps += 1
+
+    watched(name, deployment, workload, at_step=compare, on_event=count)
+    assert steps > 40
+
+
+@dataclass
+class Wait:
+    """What a request waited for: the barrier that was next when it arrived, and its start."""
+
+    arrived_ns: int
+    barrier_ns: int | None = None
+    started_ns: int | None = None
+
+
+@every_policy
+def test_under_light_load_every_policy_starts_every_request_at_the_next_barrier(name: str) -> None:
+    # At most five requests overlap, and every rank has five slots.
+    requests = [TraceRequest(700 * i, 10 + i, 4) for i in range(5)]
+    requests += [TraceRequest(100_000 + 50_000 * i, 10 + i, 4) for i in range(5)]
+    deployment = replace(SMALL, batch_limit=5)
+    waits: dict[RequestId, Wait] = {}
+    running = 0
+    for now_ns, item in record(name, deployment, Workload(requests, history=[])):
+        match item:
+            case RequestArrived(request):
+                waits[request] = Wait(now_ns, None if running else now_ns)
+            case StepCompleted():
+                for wait in waits.values():
+                    if wait.barrier_ns is None:
+                        wait.barrier_ns = now_ns
+            case DecodeStarted(request):
+                running += 1
+                waits[request].started_ns = now_ns
+            case RequestFinished():
+                running -= 1
+    longest_step_ns = 1_000 + 10 * (5 * (20 + 4))
+    for wait in waits.values():
+        assert wait.started_ns == wait.barrier_ns
+        assert wait.started_ns is not None
+        assert wait.started_ns - wait.arrived_ns < longest_step_ns
+    # Some waited for a barrier, some did not.
+    assert len({wait.started_ns == wait.arrived_ns for wait in waits.values()}) == 2
+
+
+TWO_RANKS = Deployment(ranks=2, batch_limit=1, step_base_ns=1_000, step_ns_per_token=10.0)
+THREE_REQUESTS = Workload(
+    [TraceRequest(0, 100, 2), TraceRequest(0, 50, 3), TraceRequest(500, 20, 1)], history=[]
+)
+R0, R1, R2 = RequestId(0), RequestId(1), RequestId(2)
+G0, G1 = RankId(0), RankId(1)
+P0 = PrefillerId(0)
+
+
+def test_a_run_of_two_ranks_goes_as_worked_out_by_hand() -> None:
+    assert record("fifo", TWO_RANKS, THREE_REQUESTS) == [
+        (0, RequestArrived(R0, 100)),
+        (0, StartPrefill(R0, P0, 100)),
+        (0, RequestArrived(R1, 50)),
+        (0, StartPrefill(R1, P0, 50)),
+        (0, PrefillDone(R0, 100)),
+        (0, PrefillDone(R1, 50)),
+        (0, Tick()),
+        (0, Admit(R0, G0)),
+        (0, Admit(R1, G1)),
+        (0, DecodeStarted(R0)),
+        (0, DecodeStarted(R1)),  # Loads 100 and 50: the step takes 2,000 ns.
+        (500, RequestArrived(R2, 20)),
+        (500, StartPrefill(R2, P0, 20)),
+        (500, PrefillDone(R2, 20)),
+        (500, Tick()),  # Both ranks are full.
+        (2_000, StepCompleted()),  # Loads 101 and 51: 2,010 ns.
+        (4_010, StepCompleted()),
+        (4_010, RequestFinished(R0)),
+        (4_010, Tick()),
+        (4_010, Admit(R2, G0)),
+        (4_010, DecodeStarted(R2)),  # Loads 20 and 52: 1,520 ns.
+        (5_530, StepCompleted()),
+        (5_530, RequestFinished(R1)),
+        (5_530, RequestFinished(R2)),
+        (5_530, Tick()),
+    ]
+
+
+def test_early_binding_queues_at_the_rank_and_not_in_the_pool() -> None:
+    late = record("fifo", TWO_RANKS, THREE_REQUESTS)
+    early = record("jsq", TWO_RANKS, THREE_REQUESTS)
+    assert (500, Admit(R2, G0)) in early
+    assert [item for item in early if not isinstance(item[1], Tick | Admit)] == [
+        item for item in late if not isinstance(item[1], Tick | Admit)
+    ]
+
+
+def test_a_prefill_server_takes_one_probe_at_a_time() -> None:
+    # Probes take 100 ns + 2 ns a token.
+    deployment = replace(TWO_RANKS, prefill=PrefillModel(1, 100, 2.0))
+    assert record("fifo", deployment, THREE_REQUESTS) == [
+        (0, RequestArrived(R0, 100)),
+        (0, StartPrefill(R0, P0, 100)),
+        (0, RequestArrived(R1, 50)),
+        (300, PrefillDone(R0, 100)),
+        (300, StartPrefill(R1, P0, 50)),
+        (300, Tick()),
+        (300, Admit(R0, G0)),
+        (300, DecodeStarted(R0)),  # 2,000 ns.
+        (500, RequestArrived(R2, 20)),
+        (500, PrefillDone(R1, 50)),
+        (500, StartPrefill(R2, P0, 20)),
+        (500, Tick()),
+        (500, Admit(R1, G1)),
+        (640, PrefillDone(R2, 20)),
+        (640, Tick()),
+        (2_300, StepCompleted()),
+        (2_300, DecodeStarted(R1)),  # Loads 101 and 50: 2,010 ns.
+        (4_310, StepCompleted()),
+        (4_310, RequestFinished(R0)),
+        (4_310, Tick()),
+        (4_310, Admit(R2, G0)),
+        (4_310, DecodeStarted(R2)),  # Loads 20 and 51: 1,510 ns.
+        (5_820, StepCompleted()),
+        (5_820, RequestFinished(R2)),
+        (5_820, Tick()),  # Load 52: 1,520 ns.
+        (7_340, StepCompleted()),
+        (7_340, RequestFinished(R1)),
+        (7_340, Tick()),
+    ]
+
+
+def test_a_dropped_request_is_prefilled_again_with_what_it_emitted() -> None:
+    deployment = replace(TWO_RANKS, ranks=1, batch_limit=2, rank_kv_tokens=102)
+    workload = Workload([TraceRequest(0, 60, 4), TraceRequest(0, 40, 3)], history=[])
+    log = record("fifo", deployment, workload)
+    begin = log.index((0, DecodeStarted(R1)))  # Load 100: the step takes 2,000 ns.
+    assert log[begin + 1 :] == [
+        (2_000, StepCompleted()),  # 102 tokens just fit: 2,020 ns.
+        (4_020, StepCompleted()),
+        (4_020, RequestRecomputed(R1)),
+        (4_020, StartPrefill(R1, P0, 42)),
+        (4_020, PrefillDone(R1, 42)),
+        (4_020, Tick()),  # No room beside the 62 tokens of request 0: 1,620 ns.
+        (5_640, StepCompleted()),  # 1,630 ns.
+        (7_270, StepCompleted()),
+        (7_270, RequestFinished(R0)),
+        (7_270, Tick()),
+        (7_270, Admit(R1, G0)),
+        (7_270, DecodeStarted(R1)),  # Load 42: 1,420 ns.
+        (8_690, StepCompleted()),
+        (8_690, RequestFinished(R1)),
+        (8_690, Tick()),
+    ]
+
+
+HASH_THE_LOGS = """
+import hashlib, random
+from balanceroute.predictors import Survival
+from balanceroute.proxy.core.policies import POLICIES, Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.sim.driver import Deployment, Simulation
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.workload import Workload
+from balanceroute.traces import TraceRequest
+
+rng = random.Random(11)
+requests = [TraceRequest(i * 2000, rng.randint(1, 60), rng.randint(1, 30)) for i in range(120)]
+for backlog in (None, 7):
+    for name in POLICIES:
+        workload = Workload(requests, [5, 12, 30], backlog=backlog)
+        predictor = Survival(workload.history)
+        parts = Ingredients(3, 4, PolicySettings(), random.Random("seed"), predictor)
+        log = hashlib.sha256()
+        Simulation(
+            Deployment(3, 4, 1_000, 10.0, rank_kv_tokens=150, prefill=PrefillModel(2, 500, 20.0)),
+            workload,
+            make_policy(name, parts),
+            predictor,
+            on_event=lambda now_ns, item: log.update(f"{now_ns} {item!r}\\n".encode()),
+        ).run()
+        print(backlog, name, log.hexdigest())
+"""
+
+
+def test_the_same_seed_gives_the_same_log_in_every_process() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HASH_THE_LOGS],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in ("1", "2718")
+    ]
+    (first, first_error), (second, second_error) = [p.communicate() for p in processes]
+    assert (first_error, second_error) == ("", "")
+    assert first == second
+    digests = [line.split()[-1] for line in first.splitlines()]
+    assert len(digests) == len(set(digests)) == 2 * len(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn"), [("random", True), ("power-of-two", True), ("jsq", False), ("br-h", False)]
+)
+def test_only_policies_that_draw_depend_on_the_seed(name: str, drawn: bool) -> None:
+    workload = PACES["open loop"]
+    first, same, other = (record(name, SMALL, workload, seed) for seed in ("a", "a", "b"))
+    assert first == same
+    assert (first != other) == drawn
+
+
+def saturated_mooncake(name: str) -> RunMetrics:
+    """Return the figures of the sample's head on four ranks that never run out of requests."""
+    with as_file(files("balanceroute.traces") / "samples" / "mooncake_conversation.jsonl") as path:
+        requests = playable(read_trace(path))[:400]
+    (workload,) = split(requests, segments=1, backlog=32)
+    deployment = Deployment(ranks=4, batch_limit=8)
+    kind = PredictorKind.SURVIVAL
+    run = make_simulation(deployment, workload, name, PolicySettings(), kind, seed="0").run()
+    return run.metrics()
+
+
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_long_prompts_leave_less_than_half_the_idle_time_of_jsq(name: str) -> None:
+    ours, baseline = saturated_mooncake(name), saturated_mooncake("jsq")
+    assert ours.idle_fraction < baseline.idle_fraction / 2
+    assert ours.mean_imbalance_tokens < baseline.mean_imbalance_tokens / 2
+    assert ours.output_tokens_per_s > baseline.output_tokens_per_s
