@@ -31,8 +31,9 @@ types: $(INSTALLED) ## mypy --strict
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest
 
-demo: $(INSTALLED) ## simulate the policies on a sample of a public trace
-	@$(BIN)/balanceroute simulate --trace traces/samples/mooncake_conversation.jsonl
+demo: $(INSTALLED) ## replay a public trace under five policies: table, and pictures in build/demo
+	@$(BIN)/balanceroute simulate --trace traces/public/mooncake_conversation.jsonl.gz \
+		--ranks 8 --batch 16 --backlog 64 --segments 6 --plots build/demo
 
 bench: $(INSTALLED) ## time one dispatch decision
 	@$(BIN)/python scripts/bench_dispatch.py

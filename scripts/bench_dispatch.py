@@ -36,7 +36,7 @@ from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace
 
-SAMPLE = Path(__file__).parents[1] / "traces" / "samples" / "mooncake_conversation.jsonl"
+TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
 STAGES = ("step", "projection", "stage_1", "stage_2", "rest", "total")
@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, ranks: int, batch: int, pool: int, horizon: int) -> None:
         self._laps: dict[str, int] = {}
         self._mark = 0
-        requests = playable(read_trace(SAMPLE))
+        requests = playable(read_trace(TRACE))
         rng = random.Random(0)
         self._source = self._endless(requests, rng)
         slots = ranks * batch

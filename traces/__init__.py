@@ -1,4 +1,4 @@
-"""Request traces: readers for the public formats, a native one, and small samples.
+"""Request traces: readers for the public formats and a native one, and three public traces.
 
 This folder is a leaf: it imports nothing else of the project.
 """

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,10 +20,10 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PredictorKind, run_experiment
-from balanceroute.proxy.sim.plots import write_plots
+from balanceroute.proxy.sim.plots import require_matplotlib, write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, print_table, write_json
-from balanceroute.proxy.sim.workload import playable, split
+from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
@@ -32,7 +33,39 @@ if TYPE_CHECKING:
     from balanceroute.proxy.sim.workload import Workload
 
 _DEFAULTS = PolicySettings()
-_Number = TypeVar("_Number", int, float)
+# The range of every number. The upper ends keep memory and virtual time in bounds.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "--rate": (1 / MAX_RATE, MAX_RATE),
+    "--backlog": (1, 1e9),
+    "--requests": (1, 1e9),
+    "--segments": (1, 1e9),
+    "--ranks": (1, 1e4),
+    "--batch": (1, 1e9),
+    # A step of no time would let virtual time stand still.
+    "--step-base-ms": (0.001, 1e6),
+    "--step-us-per-token": (0, 1e6),
+    "--kv-capacity": (1, 1e9),
+    "--prefill-servers": (1, 1e4),
+    "--prefill-base-ms": (0, 1e6),
+    "--prefill-us-per-token": (0, 1e6),
+    "--horizon": (0, 1e4),
+    "--gamma": (1e-9, 1),
+    "--alpha": (1e-9, 1e9),
+    "--beta": (1e-9, 1e9),
+    "--theta": (0, 1e9),
+    "--window": (1, 1e9),
+    "--patience": (1e-9, inf),
+    "--deadline": (0.001, 1e6),
+}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those that the help text tells already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -41,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "simulate",
         help="replay a trace through the policies in virtual time",
         description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.set_defaults(run=run)
     workload = parser.add_argument_group("workload")
@@ -138,10 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
         TraceError: The trace cannot be read.
         OSError: The output cannot be written.
     """
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json: {arguments.json.parent} is not a directory")
-    if arguments.plots is not None:
-        arguments.plots.mkdir(parents=True, exist_ok=True)
+    _check_numbers(arguments)
     policies = [name.strip() for name in arguments.policy.split(",") if name.strip()]
     unknown = [name for name in policies if name not in POLICIES]
     if unknown or not policies:
@@ -149,6 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
     deployment = _deployment(arguments)
     settings = _settings(arguments)
     workloads, dropped = _workloads(arguments)
+    _check_outputs(arguments)
     results = _simulate(arguments, deployment, workloads, policies, settings)
     title = _title(arguments, workloads)
     caption = f"Steady state: {STEADY_STATE}."
@@ -165,36 +196,46 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for flag, (least, most) in _BOUNDS.items():
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Find out now, not after the simulation, that its figures cannot be written."""
+    if arguments.json is not None:
+        if not arguments.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json: {arguments.json.parent} is not a directory")
+        if arguments.json.is_dir():
+            raise ConfigError(f"--json: {arguments.json} is a directory")
+    if arguments.plots is not None:
+        require_matplotlib()
+        try:
+            arguments.plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--plots: {arguments.plots}: {error.strerror}") from error
+
+
 def _deployment(arguments: argparse.Namespace) -> Deployment:
     prefill = None
     if arguments.prefill_servers is not None:
         prefill = PrefillModel(
-            servers=_at_least("--prefill-servers", arguments.prefill_servers, 1),
-            base_ns=round(1e6 * _at_least("--prefill-base-ms", arguments.prefill_base_ms, 0)),
-            ns_per_token=1e3
-            * _at_least("--prefill-us-per-token", arguments.prefill_us_per_token, 0),
+            servers=arguments.prefill_servers,
+            base_ns=round(1e6 * arguments.prefill_base_ms),
+            ns_per_token=1e3 * arguments.prefill_us_per_token,
         )
-    if arguments.kv_capacity is not None:
-        _at_least("--kv-capacity", arguments.kv_capacity, 1)
     deadline = arguments.deadline
     return Deployment(
-        ranks=_at_least("--ranks", arguments.ranks, 1),
-        batch_limit=_at_least("--batch", arguments.batch, 1),
-        # A step of no time would let virtual time stand still.
-        step_base_ns=round(1e6 * _at_least("--step-base-ms", arguments.step_base_ms, 0.001)),
-        step_ns_per_token=1e3 * _at_least("--step-us-per-token", arguments.step_us_per_token, 0),
+        ranks=arguments.ranks,
+        batch_limit=arguments.batch,
+        step_base_ns=round(1e6 * arguments.step_base_ms),
+        step_ns_per_token=1e3 * arguments.step_us_per_token,
         rank_kv_tokens=arguments.kv_capacity,
         prefill=prefill,
-        deadline_ns=None
-        if deadline is None
-        else round(1e9 * _at_least("--deadline", deadline, 0.001)),
+        deadline_ns=None if deadline is None else round(1e9 * deadline),
     )
-
-
-def _at_least(flag: str, value: _Number, least: float) -> _Number:
-    if not least <= value < float("inf"):
-        raise ConfigError(f"{flag} is {value}, must be at least {least:g} and finite")
-    return value
 
 
 def _settings(arguments: argparse.Namespace) -> PolicySettings:
@@ -214,7 +255,7 @@ def _settings(arguments: argparse.Namespace) -> PolicySettings:
 def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
     trace = read_trace(arguments.trace, arguments.format)
     if arguments.requests is not None:
-        trace = trace[: _at_least("--requests", arguments.requests, 1)]
+        trace = trace[: arguments.requests]
     requests = playable(trace)
     rate = arguments.rate
     if rate is None and arguments.backlog is None:
@@ -285,6 +326,8 @@ def _config(
     for name, value in defaults.items():
         if chosen[name] is None:
             chosen[name] = value
+    if chosen["patience"] == inf:
+        chosen["patience"] = "inf"  # JSON has no infinity.
     return chosen | {
         "trace": str(arguments.trace),
         "policy": list(policies),

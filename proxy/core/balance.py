@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.fscore import f_peak, f_score
 
+# Keeps a step that nobody newly admitted lives to see from dividing by 0; its weight is then 0 too.
+_LEAST_PERSISTENCE = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -38,13 +41,22 @@ class Balance:
     Args:
         ahead: float64[G, H + 1], projected KV tokens of each rank; taken over and updated.
         weights: How to score.
+        persistence: float64[H + 1], how much of an admitted token is still there h steps ahead.
     """
 
-    def __init__(self, ahead: NDArray[np.float64], weights: Weights) -> None:
+    def __init__(
+        self,
+        ahead: NDArray[np.float64],
+        weights: Weights,
+        persistence: NDArray[np.float64],
+    ) -> None:
         self._ahead = ahead
-        self._weights = weights
+        # s tokens admitted now are s p(h) in h steps, and w (a s p - b (s p - m)+) is the same as
+        # w p (a s - b (s - m / p)+): F keeps its form with margins and weights rescaled.
+        self._weights = Weights(weights.steps * persistence, weights.alpha, weights.beta)
+        self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
         self._envelope: NDArray[np.float64] = ahead.max(axis=0)
-        self._margins = self._envelope - ahead
+        self._margins = (self._envelope - ahead) * self._stretch
         # The margin that lasts over the whole horizon. Paper: §4.2, (ii).
         self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
 
@@ -84,8 +96,8 @@ class Balance:
         self._ahead[rank] += contribution
         if (self._ahead[rank] > self._envelope).any():
             np.maximum(self._envelope, self._ahead[rank], out=self._envelope)
-            self._margins = self._envelope - self._ahead
+            self._margins = (self._envelope - self._ahead) * self._stretch
             self.safe_margins = self._margins.min(axis=1)
         else:
-            self._margins[rank] = self._envelope - self._ahead[rank]
+            self._margins[rank] = (self._envelope - self._ahead[rank]) * self._stretch
             self.safe_margins[rank] = self._margins[rank].min()

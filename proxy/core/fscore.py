@@ -22,7 +22,7 @@ def imbalance_tokens(loads: Loads) -> int:
     Args:
         loads: int64[ranks], KV tokens; at least one rank.
     """
-    return int(np.max(loads) - np.min(loads))
+    return int(max(loads) - min(loads))
 
 
 def idle_tokens(loads: Loads) -> int:
@@ -34,7 +34,7 @@ def idle_tokens(loads: Loads) -> int:
     Args:
         loads: int64[ranks], KV tokens; at least one rank.
     """
-    return int(len(loads) * np.max(loads) - np.sum(loads))
+    return int(len(loads) * max(loads) - sum(loads))
 
 
 def discounts(horizon_steps: int, gamma: float) -> NDArray[np.float64]:

@@ -19,6 +19,7 @@ predicted departure (point; the paper's floor rule, §C.2.3), or once the reques
 gone with a chance of one half (expected).
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -162,6 +163,19 @@ class Projection:
         if self._form is Form.EXPECTED:
             return np.asarray(grown * survival[0])
         return np.asarray(grown * (self._ahead[: steps + 1] < self._departures(survival)[0]))
+
+    def persistence(
+        self, requests: Sequence[RequestId], ages: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """Return float64[H + 1], the mean chance that these requests still run after h steps.
+
+        In the point form a request that is admitted is taken to stay, as the paper does (§4.1).
+        """
+        steps = self.horizon_steps
+        if self._form is Form.POINT:
+            return np.ones(steps + 1)
+        survival = self._predictor.survival(requests, np.array(ages), steps)
+        return np.asarray(survival.mean(axis=0))
 
     def check(self) -> None:
         """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""

@@ -162,7 +162,7 @@ class Simulation:
 
     def _fill_backlog(self) -> None:
         assert self._workload.backlog is not None
-        for _ in range(self._workload.backlog):
+        for _ in range(min(self._workload.backlog, len(self._workload.requests))):
             self._arrive_next()
 
     def _arrive_next(self) -> None:

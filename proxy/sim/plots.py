@@ -1,13 +1,13 @@
 """Pictures of an experiment, as PNG files.
 
-matplotlib is an extra, so it is imported only when a picture is drawn. Figures are drawn on canvases
-of their own, with matplotlib's defaults instead of the user's settings: the same results give the
-same bytes.
+matplotlib is an extra, so it is imported only when a picture is drawn. Figures are drawn on
+canvases of their own, with matplotlib's defaults instead of the user's settings: the same results
+give the same bytes.
 """
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from math import floor, log10
+from math import floor, hypot, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +41,7 @@ _STYLE = {
     "text.color": _INK,
     "text.parse_math": False,  # A file or a policy may have a $ in its name.
     "xtick.color": _SOFT,
+    "xtick.minor.pad": 5.0,  # In line with the labels of the longer, major ticks.
     "ytick.color": _SOFT,
 }
 # Waits whose largest is this many times the smallest need a log scale.
@@ -48,6 +49,7 @@ _WIDE_SPREAD = 20.0
 # Where a point's label may stand, nearest first: points away from it, and directions.
 _RINGS = (8, 18, 30, 44, 60, 78, 98)
 _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+_FAR = 20  # From here on a line leads to the point.
 
 
 class _Box(NamedTuple):
@@ -108,47 +110,51 @@ def _draw_rank_loads(results: Sequence[PolicyResult], title: str) -> "Figure":
     columns = _columns(len(results))
     rows = -(-len(results) // columns)
     steps = max(len(result.picture) for result in results)
-    figure = _figure(1.2 + 2.3 * rows, f"KV tokens of each decode rank over {steps} steps", title)
+    headline = f"KV tokens of each decode rank over {steps} steps"
+    note = "Imbalance and idle: means of the whole steady state."
+    figure = _figure(1.0 + (2.6 if rows == 1 else 2.3 * rows), headline, title, note)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
-    highest = max((max(step) for result in results for step in result.picture), default=0)
+    highest = max(max(step) for result in results for step in result.picture)
     for panel, result in zip(panels, results, strict=False):
         _draw_loads(panel, result.picture)
         _name_panel(panel, result, columns)
     for panel in panels[len(results) :]:
         panel.set_visible(False)
-    # Ticks of a panel whose lower neighbour is missing would be hidden by the shared axis.
+    # The shared axis would leave the ticks bare above an unused place.
     for panel in panels[max(0, len(results) - columns) : len(results)]:
         panel.tick_params(labelbottom=True)
+    for panel in panels[(rows - 1) * columns : len(results)]:
+        panel.set_xlabel("decode step")
+    for panel in panels[: len(results) : columns]:
+        panel.set_ylabel("KV tokens (thousands)")
     # From zero, so that the orange share of the area under the envelope is the idle fraction.
     panels[0].set(xlim=(0, max(1, steps - 1)), ylim=(0, max(1e-3, 1.04 * highest / 1e3)))
-    panels[0].locator_params(axis="x", nbins=5)
-    figure.supxlabel("decode step", fontsize="medium", color=_SOFT)
-    figure.supylabel("KV tokens (thousands)", fontsize="medium", color=_SOFT)
+    panels[0].locator_params(axis="x", nbins=5 if columns <= 3 else 3, integer=True)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
+    legend = figure.legend(
         handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small"
     )
+    for line in legend.get_lines():
+        line.set(alpha=1.0, linewidth=1.1)
     return figure
 
 
 def _draw_loads(panel: "Axes", picture: Sequence[Sequence[int]]) -> None:
-    if not picture:
-        return
     loads = np.array(picture) / 1e3  # float64[steps, ranks], thousands of KV tokens.
     ranks = loads.shape[1]
     steps = np.arange(len(loads))
     envelope, mean = loads.max(axis=1), loads.mean(axis=1)
     idle = "envelope − mean: idle at the barrier"
     panel.fill_between(steps, mean, envelope, color=_IDLE, linewidth=0, label=idle)
+    # Many ranks cover each other: thin and translucent, they show where most of them are.
     width = float(np.clip(2.4 / ranks**0.5, 0.25, 0.9))
+    alpha = min(1.0, 4.5 / ranks**0.5)
     first, last = np.array(_RANK_FIRST), np.array(_RANK_LAST)
     for rank in range(ranks):
         colour = tuple(first + (last - first) * (rank / max(1, ranks - 1)))
-        label = f"ranks, 0 (light) to {ranks - 1} (dark)" if ranks > 1 else "the rank"
-        named = rank == ranks // 2
-        panel.plot(
-            steps, loads[:, rank], color=colour, lw=width, label=label if named else "_nolegend_"
-        )
+        (line,) = panel.plot(steps, loads[:, rank], color=colour, lw=width, alpha=alpha)
+        if rank == ranks // 2:
+            line.set_label(f"ranks, 0 (light) to {ranks - 1} (dark)" if rank else "the rank")
     panel.plot(steps, mean, color=_INK, lw=1.0, ls=(0, (4, 2)), label="mean")
     panel.plot(steps, envelope, color=_INK, lw=1.1, label="envelope: the heaviest rank")
 
@@ -160,7 +166,7 @@ def _name_panel(panel: "Axes", result: PolicyResult, columns: int) -> None:
     name = _shorten(result.policy, 80 // columns)
     for text, points, weight, colour, size in (
         ("\n".join(lines), 5, "normal", _SOFT, 8.5),
-        (name, 7 + 12 * len(lines), "bold", _colour(result.policy), 10.5),
+        (name, 7 + 12 * len(lines), "bold", _text_colour(result.policy), 10.5),
     ):
         panel.annotate(
             text,
@@ -270,11 +276,14 @@ def _scale_waits(
             chart.set_xlim(positive.min() / 1.8, high * 1.8)
         else:
             # A policy that never waits has a place too, left of the decades.
-            chart.set_xscale("symlog", linthresh=positive.min())
+            chart.set_xscale("symlog", linthresh=positive.min(), subs=range(2, 10))
             chart.set_xlim(-positive.min() / 2, high * 1.8)
+        chart.xaxis.set_minor_formatter(
+            lambda value, _: f"{value:,.6g}" if f"{value:e}"[0] in "25" else ""
+        )
     else:
-        margin = max(0.12 * (high - low), 0.02 * high, 1e-3)
-        chart.set_xlim(low - margin, high + margin)
+        margin = max(0.12 * (high - low), 0.1 * high, 1e-3)
+        chart.set_xlim(max(low - margin, -0.03 * high - 1e-3), high + margin)
     chart.xaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     chart.set_xlabel(label)
 
@@ -302,19 +311,23 @@ def _label_points(
             (x, y),
             xytext=(0, 0),
             textcoords="offset points",
-            color=_colour(name),
+            color=_text_colour(name),
             fontweight="bold" if _is_ours(name) else "normal",
             va="bottom",
         )
         extent = label.get_window_extent()
         centre_x, centre_y = chart.transData.transform((x, y))
-        places = _places(centre_x, centre_y, extent.width, extent.height, pixels)
-        free = (box for box in places if _is_free(box, taken, inside))
-        box = next(free, None) or next(
-            _places(centre_x, centre_y, extent.width, extent.height, pixels)
-        )
+        places = list(_places(centre_x, centre_y, extent.width, extent.height, pixels))
+        box = next((place for place in places if _is_free(place, taken, inside)), places[0])
         taken.append(box)
         label.set_position(((box.left - centre_x) / pixels, (box.bottom - centre_y) / pixels))
+        across = (min(max(centre_x, box.left), box.right) - centre_x) / pixels
+        up = (min(max(centre_y, box.bottom), box.top) - centre_y) / pixels
+        if hypot(across, up) > _FAR:
+            line = {"arrowstyle": "-", "lw": 0.6, "color": _BASELINE, "shrinkA": 0, "shrinkB": 5}
+            chart.annotate(
+                "", (x, y), xytext=(across, up), textcoords="offset points", arrowprops=line
+            )
 
 
 def _ink(chart: "Axes", span: tuple[float, float, float, float], pixels: float) -> Iterator[_Box]:
@@ -354,26 +367,31 @@ def _is_free(box: _Box, taken: Sequence[_Box], inside: _Box) -> bool:
     )
 
 
-def _figure(height_inches: float, headline: str, title: str) -> "Figure":
+def _figure(height_inches: float, headline: str, title: str, note: str = "") -> "Figure":
     """Return an empty figure under a headline and the workload."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
     from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
+    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
+        ConstrainedLayoutEngine,
+    )
 
-    lines = textwrap.wrap(title, 105, max_lines=3, placeholder=" …")
+    lines = textwrap.wrap(title, 115, max_lines=3, placeholder=" …")
+    if note:
+        lines.append(note)
     header = 0.52 + 0.19 * len(lines)
     height = height_inches + header
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout="constrained")
+    below = (0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height)
+    layout = ConstrainedLayoutEngine(rect=below, w_pad=0.07)
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout=layout)
     FigureCanvasAgg(figure)
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    engine.set(rect=(0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height))
     figure.text(0.012, 1 - 0.14 / height, headline, va="top", fontsize=13, fontweight="bold")
     figure.text(0.012, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
     return figure
 
 
 def _columns(panels: int) -> int:
-    return panels if panels <= 3 else 3 if panels in {5, 6, 9} else 4
+    """Return the number of panels in a row, so that rows are few and full."""
+    return panels if panels <= 5 else 3 if panels in {6, 9} else 4
 
 
 def _error_note(results: Sequence[PolicyResult], *metrics: str) -> str:
@@ -389,15 +407,23 @@ def _colour(policy: str) -> str:
     return _ACCENT if _is_ours(policy) else _BASELINE
 
 
+def _text_colour(policy: str) -> str:
+    return _ACCENT if _is_ours(policy) else _SOFT
+
+
 def _shorten(name: str, limit: int) -> str:
     name = " ".join(name.split())
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+    if len(name) <= limit:
+        return name
+    # Long names tend to differ at the end.
+    head = limit // 2
+    return f"{name[:head]}…{name[head + 1 - limit :]}"
 
 
 def _two_digits(value: float) -> str:
     """Return a number with two significant digits, or all before the point."""
-    digits = 1 if value <= 0 else max(0, 1 - floor(log10(value)))
-    return f"{value:.{min(digits, 2)}f}"
+    digits = 0 if value <= 0 else min(2, max(0, 1 - floor(log10(value))))
+    return f"{value:.{digits}f}"
 
 
 def _short_number(value: float) -> str:

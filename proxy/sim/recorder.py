@@ -12,6 +12,7 @@ import numpy as np
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
 
 # Steps kept for the picture of per-rank loads.
 PICTURE_STEPS = 500
@@ -86,10 +87,9 @@ class Recorder:
         """Note one step."""
         if not self._steady:
             return
-        heaviest, total = max(loads), sum(loads)
-        self._imbalance += heaviest - min(loads)
-        self._idle += len(loads) * heaviest - total
-        self._capacity += len(loads) * heaviest
+        self._imbalance += imbalance_tokens(loads)
+        self._idle += idle_tokens(loads)
+        self._capacity += len(loads) * max(loads)
         self._tokens += running
         self._steps += 1
         self._time_ns += duration_ns
@@ -128,7 +128,7 @@ class Recorder:
         if not self._steps or not self._tpot_ns or not self._waits_ns:
             raise ConfigError(
                 f"a segment of {self.num_requests} requests never reached a steady state: "
-                "use more requests or fewer segments"
+                "use more requests, fewer segments or a smaller backlog"
             )
         tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
         waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9

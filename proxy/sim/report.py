@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
 
 # Wide enough for the table where there is no terminal to ask.
-_PLAIN_WIDTH = 150
+_PLAIN_WIDTH = 250
 
 STEADY_STATE = "from a tenth of the requests finished to the last arrival"
 
@@ -23,7 +24,7 @@ def as_json(config: Mapping[str, object], results: Sequence[PolicyResult]) -> st
         | {"stderr": {name: result.stderr[name] for name in METRICS}}
         for result in results
     ]
-    return json.dumps({"config": dict(config), "results": rows}, indent=2) + "\n"
+    return json.dumps({"config": dict(config), "results": rows}, indent=2, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, config: Mapping[str, object], results: Sequence[PolicyResult]) -> None:
@@ -41,7 +42,9 @@ def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) ->
 
 def make_table(results: Sequence[PolicyResult], *, title: str, caption: str) -> Table:
     """Return the table; `x` compares output with the first policy's."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=escape(title), caption=caption, title_justify="left", caption_justify="left"
+    )
     table.add_column("policy", no_wrap=True)
     for heading in (
         "imbalance\ntokens",

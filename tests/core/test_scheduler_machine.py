@@ -519,15 +519,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 POLICIES_DRIVEN = ["jsq", "fifo", "br-0", "br-0 --paper", "br-0-bypass", "br-h", "br-h --paper"]
 
 
-@pytest.mark.parametrize("name", POLICIES_DRIVEN)
-def test_every_order_of_events_agrees_with_the_naive_model(name: str) -> None:
-    class Machine(SchedulerMachine):
-        def __init__(self) -> None:
-            super().__init__(name)
-
-    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=50))
-
-
 def some(rng: random.Random, low: int, high: int) -> int | None:
     return None if rng.randrange(2) else rng.randint(low, high)
 
@@ -587,3 +578,12 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
                 pass
         machine.nothing_leaked()
     machine.teardown()
+
+
+@pytest.mark.parametrize("name", POLICIES_DRIVEN)
+def test_every_order_of_events_agrees_with_the_naive_model(name: str) -> None:
+    class Machine(SchedulerMachine):
+        def __init__(self) -> None:
+            super().__init__(name)
+
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=50))

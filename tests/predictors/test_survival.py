@@ -88,9 +88,12 @@ def test_the_history_forgets_what_is_older_than_its_capacity() -> None:
 @given(st.lists(st.integers(1, 20), max_size=120), st.integers(1, 40))
 def test_a_small_history_is_never_stale(outputs: list[int], capacity: int) -> None:
     predictor = Survival(capacity=capacity)
-    for output in outputs:
+    for observed, output in enumerate(outputs, start=1):
         predictor.observe(RequestId(0), output)
-    assert curve(predictor, 0, 20) == frequencies(outputs[-capacity:], 0, 20)
+        # Windows of all lengths in turn, so that none relies on the one before.
+        age, steps = observed % 7, observed * 5 % 23
+        known = outputs[:observed][-capacity:]
+        assert curve(predictor, age, steps) == frequencies(known, age, steps)
 
 
 def test_a_large_history_is_stale_by_one_part_in_fifty_at_most() -> None:

@@ -11,7 +11,6 @@ from balanceroute.proxy.sim.workload import MIN_SEGMENT_REQUESTS, playable, spli
 from balanceroute.traces import TraceRequest
 
 
-
 def trace(size: int, *, gap_ns: int = 1_000) -> list[TraceRequest]:
     """Return requests whose prompts and outputs tell their place."""
     return [TraceRequest(gap_ns * i, 100 + i, 1 + i) for i in range(size)]

@@ -37,5 +37,5 @@ class Br0Bypass:
         open_ranks = (fleet.free_slots > 0) & fitting
         if not open_ranks.any():
             return None
-        balance = Balance(fleet.loads.astype(np.float64)[:, None], self._weights)
+        balance = Balance(fleet.loads.astype(np.float64)[:, None], self._weights, np.ones(1))
         return balance.best_rank(entry.prompt_tokens, open_ranks)

@@ -115,7 +115,14 @@ class _Round:
         self._projection = projection
         self._fleet = fleet
         self._pool = pool
-        self._balance = Balance(ahead, settings.weights)
+        if projection is None:
+            persistence = np.ones(1)
+        else:
+            candidates = pool.oldest(settings.window)
+            persistence = projection.persistence(
+                [entry.request for entry in candidates], [entry.age for entry in candidates]
+            )
+        self._balance = Balance(ahead, settings.weights, persistence)
         # In units of F, what one overtaking earns.
         forgiven = pool.mean_prompt_tokens / settings.patience
         self._credit_each = settings.weights.penalty * forgiven

@@ -1,4 +1,4 @@
-"""The samples are installed with the package and read as what their page says."""
+"""The public traces are installed with the package and read as what their page says."""
 
 from importlib.resources import as_file, files
 
@@ -10,12 +10,19 @@ from balanceroute.traces import detect_format, read_trace
 @pytest.mark.parametrize(
     ("name", "format_name", "num_requests", "last_arrival_ns", "prompt_tokens", "output_tokens"),
     [
-        ("mooncake_conversation.jsonl", "mooncake", 3000, 987000000000, 40550180, 1048832),
-        ("azure_2023_conv.csv", "azure", 2000, 424259457000, 2209565, 529807),
-        ("azure_2023_code.csv", "azure", 2000, 853079347000, 3973157, 59024),
+        (
+            "mooncake_conversation.jsonl.gz",
+            "mooncake",
+            12031,
+            3_536_999_000_000,
+            144793823,
+            4122048,
+        ),
+        ("azure_2023_conv.csv.gz", "azure", 19366, 3_501_721_937_000, 22361870, 4088665),
+        ("azure_2023_code.csv.gz", "azure", 8819, 3_435_948_056_000, 18059974, 245896),
     ],
 )
-def test_a_sample_is_read_whole(
+def test_a_public_trace_is_read_whole(
     name: str,
     format_name: str,
     num_requests: int,
@@ -23,7 +30,7 @@ def test_a_sample_is_read_whole(
     prompt_tokens: int,
     output_tokens: int,
 ) -> None:
-    with as_file(files("balanceroute.traces") / "samples" / name) as path:
+    with as_file(files("balanceroute.traces") / "public" / name) as path:
         assert detect_format(path) == format_name
         requests = read_trace(path)
     assert len(requests) == num_requests
@@ -33,8 +40,8 @@ def test_a_sample_is_read_whole(
     assert sum(request.output_tokens for request in requests) == output_tokens
 
 
-def test_the_mooncake_sample_keeps_its_prefix_blocks() -> None:
-    with as_file(files("balanceroute.traces") / "samples" / "mooncake_conversation.jsonl") as path:
+def test_the_mooncake_trace_keeps_its_prefix_blocks() -> None:
+    with as_file(files("balanceroute.traces") / "public" / "mooncake_conversation.jsonl.gz") as path:
         requests = read_trace(path)
     # A block is 512 tokens, the last one perhaps partly filled.
     assert all(len(request.hash_ids) == -(-request.prompt_tokens // 512) for request in requests)

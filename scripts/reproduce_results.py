@@ -1,0 +1,132 @@
+"""Rerun every experiment of docs/results.md and write its tables as Markdown.
+
+    python scripts/reproduce_results.py OUT_DIR [NAME ..]
+
+Each experiment is a plain `balanceroute simulate` command, printed before it runs; its JSON goes to
+OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from balanceroute.proxy.__main__ import main as balanceroute
+
+TRACES = Path("traces/public")
+MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
+BASELINES = "random,round-robin,power-of-two,jsq,least-kv,fifo"
+ALL = f"{BASELINES},br-0-bypass,br-0,br-h"
+SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
+
+EXPERIMENTS = (
+    {
+        "saturated": f"{SATURATED} --policy {ALL}",
+        "saturated_oracle": f"{SATURATED} --policy br-h --predictor oracle",
+        "saturated_none": f"{SATURATED} --policy br-h --predictor none",
+        "window_12": f"{SATURATED} --policy br-0,br-h --window 12",
+        "window_12_oracle": f"{SATURATED} --policy br-h --window 12 --predictor oracle",
+        "window_8": f"{SATURATED} --policy br-0,br-h --window 8",
+        "no_patience": f"{SATURATED} --policy br-0,br-h --patience inf",
+        "deadline_60": f"{SATURATED} --policy br-0,br-h --deadline 60",
+        "point": f"{SATURATED} --policy br-h --projection point",
+        "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
+        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper --window 8 --horizon 80 --beta 48",
+        "paper_oracle": f"{SATURATED} --policy br-h --paper --window 8 --horizon 80 --beta 48 "
+        "--predictor oracle",
+        "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper "
+        "--window 8 --horizon 80 --beta 48",
+        "kv_capacity": f"{SATURATED} --kv-capacity 260000",
+        "azure_conv": f"--trace {TRACES}/azure_2023_conv.csv.gz --backlog 64 --segments 6",
+        "azure_code": f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64 --segments 6",
+        "azure_conv_batch_128": f"--trace {TRACES}/azure_2023_conv.csv.gz --batch 128 "
+        "--backlog 512 --segments 2",
+        "azure_code_batch_128": f"--trace {TRACES}/azure_2023_code.csv.gz --batch 128 "
+        "--backlog 512 --segments 2",
+        "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
+        "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
+    }
+    | {
+        f"rate_{rate}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 --policy {ALL}"
+        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+    }
+    | {
+        f"ranks_{ranks}": f"{MOONCAKE} --ranks {ranks} --batch 16 --backlog {8 * ranks} "
+        f"--segments {segments}"
+        for ranks, segments in ((4, 12), (8, 6), (16, 3), (32, 2))
+    }
+    | {
+        f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
+        for beta in (1, 8, 24, 48, 96)
+    }
+    | {
+        f"gamma_{gamma}": f"{SATURATED} --policy br-h --predictor oracle --beta 24 --gamma {gamma}"
+        for gamma in (0.5, 0.7, 0.9, 1.0)
+    }
+)
+
+HEADINGS = (
+    "policy", "imbalance tokens", "idle %", "output tokens/s", "TPOT p95 ms", "wait p50 s",
+    "wait p99 s", "wait max s",
+)  # fmt: skip
+
+
+def markdown(report: dict[str, list[dict[str, float | str | dict[str, float]]]]) -> str:
+    """Return the rows of a report as a Markdown table, each mean with its standard error."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"| --- |{' ---: |' * (len(HEADINGS) - 1)}"]
+    for row in report["results"]:
+        errors = row["stderr"]
+        assert isinstance(errors, dict)
+
+        def figure(
+            name: str,
+            digits: int,
+            scale: float = 1.0,
+            row: dict[str, float | str | dict[str, float]] = row,
+            errors: dict[str, float] = errors,
+        ) -> str:
+            value = row[name]
+            assert isinstance(value, float)
+            return f"{scale * value:,.{digits}f} ±{scale * errors[name]:,.{digits}f}"
+
+        cells = (
+            f"`{row['policy']}`",
+            figure("mean_imbalance_tokens", 0),
+            figure("idle_fraction", 1, 100),
+            figure("output_tokens_per_s", 0),
+            figure("tpot_ms_p95", 1),
+            figure("pool_wait_s_p50", 2),
+            figure("pool_wait_s_p99", 2),
+            figure("pool_wait_s_max", 1),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the chosen experiments, all by default."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(EXPERIMENTS)
+    if unknown:
+        parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    sections = []
+    for name in arguments.names or EXPERIMENTS:
+        command = EXPERIMENTS[name]
+        print(f"\n$ balanceroute simulate {command}", flush=True)
+        path = arguments.out / f"{name}.json"
+        status = balanceroute(["simulate", *shlex.split(command), "--json", str(path)])
+        if status != 0:
+            return status
+        report = json.loads(path.read_text(encoding="utf-8"))
+        sections.append(f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report)}\n")
+    (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,435 @@
+"""What each policy decides on small fleets, and what all of them have in common."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.predictors import Survival
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.policies import (
+    POLICIES,
+    Assignment,
+    Fleet,
+    Ingredients,
+    Policy,
+    PolicySettings,
+    make_policy,
+)
+from balanceroute.proxy.core.policies.base import UNLIMITED
+from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+
+EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv"]
+LATE = ["fifo", "br-0", "br-h"]
+BOUNDED = [*LATE, "br-0-bypass"]
+# Requests that decode already have numbers from here on.
+BOUND = 1_000
+
+
+def build(
+    name: str,
+    ranks: int,
+    *,
+    batch_limit: int = 4,
+    rng: random.Random | None = None,
+    **knobs: Any,
+) -> Policy:
+    return make_policy(
+        name,
+        Ingredients(
+            ranks=ranks,
+            batch_limit=batch_limit,
+            settings=PolicySettings(**knobs),
+            rng=random.Random(1) if rng is None else rng,
+            predictor=Survival([3, 7, 20, 60]),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Decode ranks as lists of the prompts that are bound to them."""
+
+    bound: Sequence[Sequence[int]]
+    batch_limit: int = 4
+    kv_limit: int | None = None
+
+    def fleet(self, policy: Policy) -> Fleet:
+        """Return the policy's view, as the scheduler makes it."""
+        loads = np.array([sum(prompts) for prompts in self.bound])
+        count = np.array([len(prompts) for prompts in self.bound])
+        beyond = policy.slots_beyond_batch
+        slots = np.full(len(loads), UNLIMITED)
+        room = slots.copy()
+        if beyond is not None:
+            slots = self.batch_limit + beyond - count
+            if self.kv_limit is not None:
+                room = self.kv_limit - loads
+        return Fleet(loads, count, slots, room)
+
+    def fill(self, policy: Policy) -> None:
+        """Tell the policy's projection who is bound."""
+        number = BOUND
+        for rank, prompts in enumerate(self.bound):
+            for prompt_tokens in prompts:
+                if policy.projection is not None:
+                    policy.projection.bind(RequestId(number), RankId(rank), prompt_tokens, 0)
+                number += 1
+
+    def free_slots(self, policy: Policy) -> int:
+        return sum(min(int(slots), 10**6) for slots in self.fleet(policy).free_slots)
+
+
+def entry(number: int, prompt_tokens: int, deadline_ns: int | None = None) -> PoolEntry:
+    return PoolEntry(
+        RequestId(number),
+        prompt_tokens,
+        age=0,
+        entered_ns=0,
+        deadline_ns=deadline_ns,
+        expires_ns=None,
+        lease_ends_ns=None,
+    )
+
+
+def pool_of(prompts: Sequence[int]) -> Pool:
+    pool = Pool()
+    for number, prompt_tokens in enumerate(prompts):
+        pool.add(entry(number, prompt_tokens))
+    return pool
+
+
+def decide(policy: Policy, ranks: Ranks, prompts: Sequence[int]) -> list[Assignment]:
+    if not prompts:
+        return []  # No policy is ever asked about an empty pool.
+    ranks.fill(policy)
+    return policy.dispatch(ranks.fleet(policy), pool_of(prompts), 0)
+
+
+def chosen_ranks(assignments: list[Assignment]) -> list[int]:
+    return [rank for _, rank in assignments]
+
+
+# The baselines.
+
+
+def test_round_robin_takes_the_ranks_in_turn_across_rounds() -> None:
+    policy, ranks = build("round-robin", 3), Ranks([[9], [], []])
+    assert chosen_ranks(decide(policy, ranks, [5, 5])) == [0, 1]
+    assert chosen_ranks(decide(policy, ranks, [5, 5, 5])) == [2, 0, 1]
+
+
+def test_jsq_counts_requests_and_ties_go_to_the_lowest_rank() -> None:
+    ranks = Ranks([[1, 1], [900], [500], [1, 1, 1]])
+    assert chosen_ranks(decide(build("jsq", 4), ranks, [7, 7, 7, 7])) == [1, 2, 0, 1]
+
+
+def test_least_kv_counts_tokens_and_ties_go_to_the_lowest_rank() -> None:
+    ranks = Ranks([[10, 10], [50], [20], [90]])
+    assert chosen_ranks(decide(build("least-kv", 4), ranks, [5, 5, 30, 1])) == [0, 2, 0, 2]
+
+
+def test_early_binding_goes_past_the_batch() -> None:
+    ranks = Ranks([[10] * 4, [10] * 4], batch_limit=4, kv_limit=1)
+    assert chosen_ranks(decide(build("jsq", 2), ranks, [5] * 6)) == [0, 1] * 3
+
+
+def test_random_draws_from_its_own_generator_only() -> None:
+    ranks, prompts = Ranks([[], [], [], []]), [5] * 40
+    expected = random.Random(7)
+    drawn = [expected.randrange(4) for _ in prompts]
+    for ambient_seed in (1, 2):
+        random.seed(ambient_seed)
+        policy = build("random", 4, rng=random.Random(7))
+        assert chosen_ranks(decide(policy, ranks, prompts)) == drawn
+    assert set(drawn) == {0, 1, 2, 3}
+
+
+class Scripted(random.Random):
+    """Draws what it was told to."""
+
+    def __init__(self, *draws: list[int]) -> None:
+        super().__init__(0)
+        self._draws = iter(draws)
+
+    def sample(self, population: Any, k: int, *, counts: Any = None) -> list[Any]:
+        assert (list(population), k, counts) == ([0, 1, 2, 3], 2, None)
+        return next(self._draws)
+
+
+def test_power_of_two_takes_the_shorter_of_two_drawn_queues() -> None:
+    ranks = Ranks([[], [1, 1], [1], [1]])
+    policy = PowerOfTwo(Scripted([1, 2], [3, 2], [1, 0]))
+    assert chosen_ranks(decide(policy, ranks, [5, 5, 5])) == [2, 3, 0]
+    # A tie goes to the lower rank, whichever was drawn first.
+    assert chosen_ranks(decide(PowerOfTwo(Scripted([3, 2])), ranks, [5])) == [2]
+
+
+def test_power_of_two_draws_two_different_ranks() -> None:
+    # So the longest queue never wins, and every other rank does at times.
+    ranks = Ranks([[1], [1] * 4, [], [1, 1]])
+    policy = build("power-of-two", 4)
+    winners = {chosen_ranks(decide(policy, ranks, [5]))[0] for _ in range(200)}
+    assert winners == {0, 2, 3}
+
+
+def test_power_of_two_manages_with_one_rank() -> None:
+    assert chosen_ranks(decide(build("power-of-two", 1), Ranks([[1]]), [5])) == [0]
+
+
+def test_fifo_sends_the_oldest_to_the_least_loaded_rank_with_a_slot() -> None:
+    ranks = Ranks([[10], [1, 1], [50]], batch_limit=2)
+    # Rank 1 has the least load but no slot.
+    assert decide(build("fifo", 3), ranks, [45, 3, 3]) == [(0, 0), (1, 2)]
+
+
+def test_fifo_waits_for_room_for_the_oldest() -> None:
+    ranks = Ranks([[60], [80]], kv_limit=100)
+    assert decide(build("fifo", 2), ranks, [50, 5]) == []
+    assert decide(build("fifo", 2), ranks, [30, 15, 15]) == [(0, 0), (1, 1)]
+
+
+def test_bypass_sends_each_to_the_best_rank_until_its_places_beyond_the_batch_are_taken() -> None:
+    ranks = Ranks([[100, 100], [100]], batch_limit=2)
+    policy = build("br-0-bypass", 2, bypass_slots=1)
+    assert policy.slots_beyond_batch == 1
+    assert decide(policy, ranks, [100, 10, 10, 10]) == [(0, 1), (1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_br_0_fills_the_margin_with_the_best_subset(paper: bool) -> None:
+    # One rank is 100 tokens behind and has two slots: 60 + 40 fit, though 70 is the largest.
+    ranks = Ranks([[300, 300, 300, 300], [550, 550]], batch_limit=4)
+    policy = build("br-0", 2, paper=paper, theta=9)
+    admitted = {request for request, _ in decide(policy, ranks, [70, 35, 60, 40, 10])}
+    assert admitted == {2, 3}
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_br_0_admits_one_request_though_all_overflow(paper: bool) -> None:
+    ranks = Ranks([[100], [95]], batch_limit=2)
+    policy = build("br-0", 2, paper=paper, theta=9, window=8)
+    admitted = decide(policy, ranks, [50, 30, 40])
+    # Rank 1 has the margin; then rank 0 is served.
+    assert admitted[0] == (1, 1)
+    assert sorted(chosen_ranks(admitted)) == [0, 1]
+
+
+# What all have in common.
+
+prompt = st.integers(1, 300)
+fleets = st.lists(st.lists(prompt, max_size=4), min_size=1, max_size=5)
+VARIANTS = [(name, False) for name in POLICIES] + [("br-0", True), ("br-h", True)]
+variants = pytest.mark.parametrize(
+    ("name", "paper"), VARIANTS, ids=[name + " --paper" * paper for name, paper in VARIANTS]
+)
+
+
+@variants
+@given(bound=fleets, prompts=st.lists(prompt, max_size=12), window=st.integers(1, 4))
+def test_in_light_load_everything_is_admitted_at_once(
+    name: str, paper: bool, bound: list[list[int]], prompts: list[int], window: int
+) -> None:
+    policy = build(name, len(bound), paper=paper, window=window)
+    ranks = Ranks(bound)
+    prompts = prompts[: ranks.free_slots(policy)]
+    admitted = decide(policy, ranks, prompts)
+    assert sorted(request for request, _ in admitted) == list(range(len(prompts)))
+
+
+@variants
+@given(
+    bound=fleets,
+    prompts=st.lists(prompt, min_size=1, max_size=30),
+    kv_limit=st.none() | st.integers(50, 1_500),
+    window=st.integers(1, 20),
+    theta=st.none() | st.integers(0, 8),
+)
+def test_no_round_goes_past_slots_or_memory_or_admits_twice(
+    name: str,
+    paper: bool,
+    bound: list[list[int]],
+    prompts: list[int],
+    kv_limit: int | None,
+    window: int,
+    theta: int | None,
+) -> None:
+    policy = build(name, len(bound), paper=paper, window=window, theta=theta)
+    ranks = Ranks(bound, kv_limit=kv_limit)
+    ranks.fill(policy)
+    pool = pool_of(prompts)
+    slots = ranks.fleet(policy).free_slots.tolist()
+    room = ranks.fleet(policy).free_kv_tokens.tolist()
+    residents = [len(on_rank) for on_rank in bound]
+    admitted = policy.dispatch(ranks.fleet(policy), pool, 0)
+    for request, rank in admitted:
+        assert slots[rank] > 0
+        assert prompts[request] <= room[rank] or residents[rank] == 0
+        slots[rank] -= 1
+        room[rank] -= prompts[request]
+        residents[rank] += 1
+    left = [one.request for one in pool]
+    assert sorted([*left, *(request for request, _ in admitted)]) == list(range(len(prompts)))
+    if left:
+        assert all(residents), "a rank stays empty while requests wait"
+        if kv_limit is None:
+            assert not any(slot > 0 for slot in slots), "a slot stays empty while requests wait"
+
+
+@pytest.mark.parametrize("paper", [False, True])
+@given(
+    bound=fleets,
+    prompts=st.lists(prompt, max_size=30),
+    kv_limit=st.none() | st.integers(50, 1_500),
+    window=st.integers(1, 20),
+    theta=st.none() | st.integers(0, 8),
+)
+def test_br_h_without_a_horizon_is_br_0(
+    paper: bool,
+    bound: list[list[int]],
+    prompts: list[int],
+    kv_limit: int | None,
+    window: int,
+    theta: int | None,
+) -> None:
+    num = len(bound)
+    knobs: dict[str, Any] = {"paper": paper, "window": window, "theta": theta}
+    br_0 = build("br-0", num, **knobs)
+    br_h = build("br-h", num, horizon_steps=0, alpha=1.0, beta=float(num), **knobs)
+    ranks = Ranks(bound, kv_limit=kv_limit)
+    assert decide(br_0, ranks, prompts) == decide(br_h, ranks, prompts)
+
+
+@pytest.mark.parametrize("name", ["least-kv", "fifo", "br-0", "br-0-bypass"])
+@given(
+    hundreds=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    prompts=st.lists(st.integers(1, 12), max_size=16),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_relabelling_the_ranks_relabels_the_decision(
+    name: str, hundreds: list[int], prompts: list[int], shuffle: random.Random
+) -> None:
+    # Loads differ in their last two digits, and prompts do not change these: there are no ties.
+    bound = [[100 * load] * (load % 4) + [rank + 1] for rank, load in enumerate(hundreds)]
+    sizes = [100 * size for size in prompts]
+    order = list(range(len(bound)))
+    shuffle.shuffle(order)
+    straight = decide(build(name, len(bound)), Ranks(bound), sizes)
+    relabelled = decide(build(name, len(bound)), Ranks([bound[old] for old in order]), sizes)
+    assert [(request, order[rank]) for request, rank in relabelled] == straight
+
+
+@given(st.permutations(range(5)))
+def test_relabelling_the_ranks_relabels_the_shortest_queue(counts: list[int]) -> None:
+    ranks = Ranks([[7] * count for count in counts])
+    assert chosen_ranks(decide(build("jsq", 5), ranks, [7])) == [counts.index(0)]
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_early_binding_has_no_bound_on_slots(name: str) -> None:
+    assert build(name, 2).slots_beyond_batch is None
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_late_binding_never_sends_more_than_a_batch(name: str) -> None:
+    assert build(name, 2).slots_beyond_batch == 0
+
+
+def test_every_policy_binds_early_or_within_a_bound() -> None:
+    assert sorted([*EARLY, *BOUNDED]) == sorted(POLICIES)
+
+
+# Fairness of the two-stage rule.
+
+
+def rounds_until_admitted(policy: Policy, *, deadline_ns: int | None, limit: int) -> int | None:
+    """Offer the one free slot to a prompt that never fits and a small new one, round by round."""
+    ranks = Ranks([[600, 400], [950]], batch_limit=2)
+    ranks.fill(policy)
+    pool = Pool()
+    pool.add(entry(0, 10_000, deadline_ns))
+    for number in range(1, limit + 1):
+        pool.add(entry(number, 40))
+        ((request, rank),) = policy.dispatch(ranks.fleet(policy), pool, number)
+        assert rank == 1
+        if request == 0:
+            return number
+        assert pool.oldest(1)[0].overtaken == number
+    return None
+
+
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_without_credit_a_request_that_never_fits_is_overtaken_without_bound(name: str) -> None:
+    policy = build(name, 2, batch_limit=2, patience=float("inf"))
+    assert rounds_until_admitted(policy, deadline_ns=None, limit=500) is None
+
+
+@pytest.mark.parametrize("patience", [None, 1.0, 20.0])
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_with_credit_a_request_that_never_fits_is_admitted_in_the_end(
+    name: str, patience: float | None
+) -> None:
+    policy = build(name, 2, batch_limit=2, patience=patience)
+    assert rounds_until_admitted(policy, deadline_ns=None, limit=500) is not None
+
+
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_at_its_deadline_a_request_goes_first(name: str) -> None:
+    policy = build(name, 2, batch_limit=2, patience=float("inf"))
+    assert rounds_until_admitted(policy, deadline_ns=77, limit=500) == 77
+
+
+def test_overdue_requests_go_oldest_first() -> None:
+    policy, ranks = build("br-0", 2), Ranks([[500, 100, 100], [100, 100, 100]])
+    pool = pool_of([50])
+    for number, deadline_ns in ((1, 9), (2, None), (3, 5), (4, 10)):
+        pool.add(entry(number, 10_000, deadline_ns))
+    admitted = policy.dispatch(ranks.fleet(policy), pool, 10)
+    assert [request for request, _ in admitted] == [1, 3]
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("horizon_steps", -1),
+        ("window", 0),
+        ("refresh_tokens", 0),
+        ("bypass_slots", -1),
+        ("theta", -1),
+        ("gamma", 0.0),
+        ("gamma", 1.1),
+        ("gamma", float("nan")),
+        ("alpha", 0.0),
+        ("beta", -1.0),
+        ("beta", float("nan")),
+        ("patience", 0.0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    knobs: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"^{name} is {value}"):
+        PolicySettings(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("horizon_steps", 0), ("window", 1), ("bypass_slots", 0), ("theta", 0), ("gamma", 1.0)],
+)
+def test_settings_reach_their_bounds(name: str, value: float) -> None:
+    knobs: dict[str, Any] = {name: value}
+    assert getattr(PolicySettings(**knobs), name) == value
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'nope'; known: .*br-0"):
+        build("nope", 2)

@@ -1,0 +1,153 @@
+"""Policies side by side: means and standard errors, seeds, predictors, progress."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import POLICIES, PolicySettings
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import (
+    METRICS,
+    PolicyResult,
+    PredictorKind,
+    make_simulation,
+    run_experiment,
+)
+from balanceroute.proxy.sim.workload import split
+from balanceroute.traces import TraceRequest
+
+DEPLOYMENT = Deployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
+SETTINGS = PolicySettings(horizon_steps=8)
+_RNG = random.Random(5)
+TRACE = [TraceRequest(2_500 * i, _RNG.randint(1, 60), _RNG.randint(1, 30)) for i in range(240)]
+SURVIVAL = PredictorKind.SURVIVAL
+
+
+def experiment(
+    policies: Sequence[str],
+    *,
+    segments: int = 2,
+    predictor: PredictorKind = SURVIVAL,
+    seed: int = 0,
+) -> list[PolicyResult]:
+    workloads = split(TRACE, segments=segments, backlog=6)
+    return run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, predictor, seed=seed)
+
+
+def repeatable(results: Sequence[PolicyResult]) -> list[object]:
+    """Return all but the cost of decisions, which is real time."""
+    return [
+        (
+            result.policy,
+            {name: value for name, value in result.mean.items() if "dispatch" not in name},
+            {name: value for name, value in result.stderr.items() if "dispatch" not in name},
+            result.picture,
+        )
+        for result in results
+    ]
+
+
+def test_a_figure_is_the_mean_over_the_segments_with_its_standard_error() -> None:
+    # A constant clock, so that decisions cost nothing and every figure can be compared.
+    runs = [
+        make_simulation(
+            DEPLOYMENT, workload, "br-h", SETTINGS, SURVIVAL, seed="-", clock_ns=lambda: 0
+        ).run()
+        for workload in split(TRACE, segments=2, backlog=6)
+    ]
+    first, second = (run.metrics() for run in runs)
+    (result,) = experiment(["br-h"])
+    assert set(result.mean) == set(result.stderr) == set(METRICS)
+    for name in METRICS:
+        if "dispatch" not in name:
+            a, b = getattr(first, name), getattr(second, name)
+            assert result.mean[name] == pytest.approx((a + b) / 2)
+            # Of two values the deviation is |a - b| / sqrt 2, and the error that over sqrt 2.
+            assert result.stderr[name] == pytest.approx(abs(a - b) / 2)
+    assert result.stderr["mean_imbalance_tokens"] > 0.0
+    assert result.picture == runs[0].picture
+
+
+def test_three_segments_have_the_textbook_standard_error() -> None:
+    values = [
+        make_simulation(DEPLOYMENT, workload, "jsq", SETTINGS, SURVIVAL, seed="-")
+        .run()
+        .metrics()
+        .steps
+        for workload in split(TRACE, segments=3, backlog=6)
+    ]
+    (result,) = experiment(["jsq"], segments=3)
+    mean = sum(values) / 3
+    variance = sum((value - mean) ** 2 for value in values) / 2
+    assert result.mean["steps"] == pytest.approx(mean)
+    assert result.stderr["steps"] == pytest.approx((variance / 3) ** 0.5)
+
+
+def test_one_segment_has_no_standard_error() -> None:
+    (result,) = experiment(["fifo"], segments=1)
+    assert set(result.stderr.values()) == {0.0}
+
+
+def test_the_same_seed_gives_the_same_results() -> None:
+    assert repeatable(experiment(list(POLICIES))) == repeatable(experiment(list(POLICIES)))
+
+
+def test_another_seed_changes_the_policies_that_draw_and_no_other() -> None:
+    one, other = (repeatable(experiment(list(POLICIES), seed=seed)) for seed in (1, 2))
+    changed = {name for name, a, b in zip(POLICIES, one, other, strict=True) if a != b}
+    assert changed == {"random", "power-of-two"}
+
+
+def test_the_segments_of_a_run_draw_differently() -> None:
+    (workload,) = split(TRACE, segments=1, backlog=6)
+    drawn, fixed = run_experiment(
+        DEPLOYMENT, [workload, workload], ["random", "jsq"], SETTINGS, SURVIVAL
+    )
+    assert drawn.stderr["mean_imbalance_tokens"] > 0.0
+    assert fixed.stderr["mean_imbalance_tokens"] == 0.0
+
+
+def test_the_survival_predictor_begins_with_the_history_of_its_segment() -> None:
+    second = split(TRACE, segments=2, backlog=6)[1]
+    known, unknown = (
+        repeatable(run_experiment(DEPLOYMENT, [workload], ["jsq", "br-h"], SETTINGS, SURVIVAL))
+        for workload in (second, replace(second, history=[]))
+    )
+    assert known[0] == unknown[0]
+    assert known[1] != unknown[1]
+
+
+def test_a_result_does_not_depend_on_what_else_is_compared() -> None:
+    (alone,) = repeatable(experiment(["random"]))
+    assert repeatable(experiment(["jsq", "random", "br-h"]))[1] == alone
+
+
+def test_predictors_matter_to_br_h_alone() -> None:
+    policies = ["jsq", "br-0", "br-h"]
+    none, survival, oracle = (
+        repeatable(experiment(policies, predictor=kind))
+        for kind in (PredictorKind.NONE, SURVIVAL, PredictorKind.ORACLE)
+    )
+    assert none[:2] == survival[:2] == oracle[:2]
+    assert none[2] != survival[2] != oracle[2] != none[2]
+
+
+def test_progress_is_told_after_every_run_in_order() -> None:
+    told: list[tuple[str, int]] = []
+    run_experiment(
+        DEPLOYMENT,
+        split(TRACE, segments=3, rate=1.0),
+        ["jsq", "br-0"],
+        SETTINGS,
+        SURVIVAL,
+        progress=lambda policy, requests: told.append((policy, requests)),
+    )
+    assert told == [("jsq", 80)] * 3 + [("br-0", 80)] * 3
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'psychic'; known: random, "):
+        experiment(["psychic"])

@@ -1,0 +1,124 @@
+"""What is printed and written: the JSON's keys are a contract, the table is for people."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
+from balanceroute.proxy.sim.report import as_json, make_table, print_table, write_json
+
+FIGURES = {
+    "mean_imbalance_tokens": 12_345.6,
+    "idle_fraction": 0.3456,
+    "output_tokens_per_s": 2_000.0,
+    "tpot_ms_p50": 41.25,
+    "tpot_ms_p95": 62.5,
+    "pool_wait_s_p50": 1.5,
+    "pool_wait_s_p99": 7.125,
+    "pool_wait_s_max": 9.75,
+    "steps": 800.0,
+    "requests": 90.0,
+    "recomputes": 2.0,
+    "dispatch_us_p50": 11.4,
+    "dispatch_us_p99": 33.6,
+}
+
+
+def result(policy: str, *, scale: float = 1.0, error: float = 0.0) -> PolicyResult:
+    return PolicyResult(
+        policy,
+        mean={name: scale * value for name, value in FIGURES.items()},
+        stderr={name: error * value for name, value in FIGURES.items()},
+        picture=[[1, 2]],
+    )
+
+
+def printed(*results: PolicyResult, title: str = "a title") -> str:
+    console = Console(width=200, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(make_table(results, title=title, caption="a caption"))
+    return capture.get()
+
+
+def cells(text: str, policy: str) -> list[str]:
+    (row,) = [line for line in text.splitlines() if line.startswith(f"│ {policy} ")]
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_the_json_has_the_keys_of_the_contract() -> None:
+    text = as_json({"ranks": 8}, [result("jsq"), result("br-0", scale=2.0, error=0.1)])
+    report = json.loads(text)
+    assert list(report) == ["config", "results"]
+    assert report["config"] == {"ranks": 8}
+    assert [row["policy"] for row in report["results"]] == ["jsq", "br-0"]
+    for row in report["results"]:
+        assert set(row) == {"policy", "stderr", *FIGURES}
+        assert set(row["stderr"]) == set(FIGURES)
+    assert report["results"][0] == {
+        "policy": "jsq",
+        **FIGURES,
+        "stderr": dict.fromkeys(FIGURES, 0.0),
+    }
+    assert report["results"][1]["idle_fraction"] == pytest.approx(0.6912)
+    assert report["results"][1]["stderr"]["steps"] == pytest.approx(80.0)
+    assert text.endswith("}\n")
+
+
+def test_every_figure_of_a_run_is_reported() -> None:
+    assert set(METRICS) == set(FIGURES)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_the_json_never_holds_what_is_not_json(value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        as_json({"patience": value}, [])
+
+
+def test_the_file_holds_the_json_in_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    config = {"trace": "übung.csv"}
+    write_json(path, config, [result("jsq")])
+    assert path.read_text(encoding="utf-8") == as_json(config, [result("jsq")])
+
+
+def test_the_table_has_a_row_for_each_policy_in_order() -> None:
+    text = printed(result("jsq"), result("br-0", scale=1.25))
+    rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert rows == ["jsq", "br-0"]
+    assert "a title" in text
+    assert "a caption" in text
+
+
+def test_a_row_tells_the_figures_in_the_units_of_the_heading() -> None:
+    text = printed(result("jsq"), result("br-0", scale=1.25))
+    figures = "12,346 34.6 2,000 1.00 41.2 62.5 1.50 7.12 9.8 11 / 34"
+    assert cells(text, "jsq") == ["jsq", *figures.split(maxsplit=9)]
+    assert cells(text, "br-0")[4] == "1.25"
+
+
+def test_several_segments_show_the_standard_error() -> None:
+    row = cells(printed(result("jsq", error=0.1)), "jsq")
+    assert row[1:4] == ["12,346 ±1,235", "34.6 ±3.5", "2,000 ±200"]
+
+
+def test_one_segment_shows_none() -> None:
+    assert "±" not in printed(result("jsq"), result("br-0"))
+
+
+def test_a_file_name_in_brackets_is_no_markup() -> None:
+    assert "[red]trace.csv" in printed(result("jsq"), title="[red]trace.csv")
+
+
+def test_piped_output_is_plain_and_wide_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    results = [result("br-0-bypass", scale=123.0, error=0.1)]
+    print_table(results, title="a title", caption="a caption")
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "…" not in text
+    assert cells(text, "br-0-bypass")[3] == "246,000 ±200"

@@ -1,0 +1,400 @@
+"""The command line: faults of the input end with status 2 and one clear line, never a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balanceroute import __version__
+from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
+from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import PredictorKind
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+
+SAMPLES = Path(str(files("balanceroute.traces"))) / "samples"
+CODE = str(SAMPLES / "azure_2023_code.csv")
+SMALL = ["simulate", "--trace", CODE, "--requests", "200", "--ranks", "2", "--batch", "4"]
+SATURATED = [*SMALL, "--backlog", "8"]
+DEFAULTS = PolicySettings()
+
+
+def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a command line that must fail says, without the usage."""
+    try:
+        status: object = main(arguments)
+    except SystemExit as exit_:  # argparse.
+        status = exit_.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    lines = [
+        line for line in captured.err.splitlines() if not line.startswith(("usage:", "       "))
+    ]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("balanceroute")
+    return lines[0]
+
+
+def unwrapped(text: str) -> str:
+    """Return a text whose lines may be broken anywhere as one line."""
+    return " ".join(text.split())
+
+
+def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run a command line that must work; return its JSON."""
+    path = folder / "report.json"
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    assert main([*arguments, "--json", str(path)]) == 0
+    loaded: dict[str, Any] = json.loads(path.read_text(), parse_constant=no_constant)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "reason"),
+    [
+        (["--policy", "psychic"], "--policy", "unknown ['psychic']; known: random, "),
+        (["--policy", "jsq,br-9"], "--policy", "unknown ['br-9']"),
+        (["--policy", ","], "--policy", "known: random, "),
+        (["--format", "parquet"], "--format", "invalid choice: 'parquet'"),
+        (["--predictor", "crystal-ball"], "--predictor", "invalid choice"),
+        (["--projection", "flat"], "--projection", "invalid choice"),
+        (["--rate", "0"], "--rate", "is 0.0, must be from 1e-06 to 1e+06"),
+        (["--rate", "-1"], "--rate", "is -1.0, must be"),
+        (["--rate", "nan"], "--rate", "is nan, must be"),
+        (["--rate", "inf"], "--rate", "is inf, must be"),
+        (["--rate", "1e-300"], "--rate", "is 1e-300, must be"),
+        (["--rate", "fast"], "--rate", "invalid float value: 'fast'"),
+        (["--backlog", "0"], "--backlog", "is 0, must be from 1"),
+        (["--backlog", "-4"], "--backlog", "is -4, must be"),
+        (["--backlog", "1.5"], "--backlog", "invalid int value: '1.5'"),
+        (["--rate", "1", "--backlog", "8"], "--backlog", "not allowed with argument --rate"),
+        (["--requests", "0"], "--requests", "is 0, must be from 1"),
+        (["--requests", "-1"], "--requests", "is -1, must be"),
+        (["--segments", "0"], "--segments", "is 0, must be from 1"),
+        (["--segments", "11"], "segments", "200 requests with output make segments of 18"),
+        (["--requests", "19"], "segment", "19 requests with output"),
+        (["--ranks", "0"], "--ranks", "is 0, must be from 1 to 10000"),
+        (["--ranks", "1000000000"], "--ranks", "is 1000000000, must be"),
+        (["--batch", "0"], "--batch", "is 0, must be from 1"),
+        (["--batch", "1" + 30 * "0"], "--batch", "must be from 1"),
+        (["--gamma", "0"], "--gamma", "is 0.0, must be from"),
+        (["--gamma", "1.5"], "--gamma", "is 1.5, must be from"),
+        (["--gamma", "nan"], "--gamma", "is nan, must be from"),
+        (["--alpha", "0"], "--alpha", "is 0.0, must be from"),
+        (["--alpha", "inf"], "--alpha", "is inf, must be from"),
+        (["--beta", "-1"], "--beta", "is -1.0, must be from"),
+        (["--beta", "inf"], "--beta", "is inf, must be from"),
+        (["--theta", "-1"], "--theta", "is -1, must be from 0"),
+        (["--window", "0"], "--window", "is 0, must be from 1"),
+        (["--horizon", "-1"], "--horizon", "is -1, must be from 0"),
+        (["--horizon", "1000000000"], "--horizon", "is 1000000000, must be"),
+        (["--patience", "0"], "--patience", "is 0.0, must be from"),
+        (["--patience", "nan"], "--patience", "is nan, must be from"),
+        (["--step-base-ms", "-1"], "--step-base-ms", "is -1.0, must be from 0.001"),
+        (["--step-base-ms", "0"], "--step-base-ms", "is 0.0, must be from 0.001"),
+        (["--step-base-ms", "nan"], "--step-base-ms", "is nan, must be"),
+        (["--step-base-ms", "1e305"], "--step-base-ms", "is 1e+305, must be"),
+        (["--step-us-per-token", "-0.1"], "--step-us-per-token", "is -0.1, must be from 0"),
+        (["--step-us-per-token", "nan"], "--step-us-per-token", "is nan, must be"),
+        (["--kv-capacity", "0"], "--kv-capacity", "is 0, must be from 1"),
+        (["--kv-capacity", "1" + 30 * "0"], "--kv-capacity", "must be from 1"),
+        (["--prefill-servers", "0"], "--prefill-servers", "is 0, must be from 1"),
+        (["--prefill-base-ms", "-1"], "--prefill-base-ms", "is -1.0, must be from 0"),
+        (["--prefill-us-per-token", "inf"], "--prefill-us-per-token", "is inf, must be"),
+        (["--deadline", "0"], "--deadline", "is 0.0, must be from 0.001"),
+        (["--deadline", "1e305"], "--deadline", "is 1e+305, must be"),
+        (["--backlog", "500"], "segment", "never reached a steady state: .* smaller backlog"),
+        (["--seed", "many"], "--seed", "invalid int value: 'many'"),
+        (["--nonsense"], "--nonsense", "unrecognized arguments"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_setting_is_named_with_its_reason(
+    arguments: list[str], flag: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused([*SMALL, *arguments], capsys)
+    assert flag in line
+    before, _, after = reason.partition(" .* ")
+    assert before in line
+    assert after in line
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,12,many\n", ":2: "),
+        ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n{"arrival_s"\n', ":2: "),
+        ("hello\n", ":1: unknown trace format"),
+        ("", ":0: the file is empty"),
+    ],
+    ids=["bad number", "bad JSON", "not a trace", "empty"],
+)
+def test_a_malformed_trace_is_named_with_its_line(
+    content: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(content)
+    assert f"{path}{place}" in refused(["simulate", "--trace", str(path)], capsys)
+
+
+def test_a_trace_that_is_missing_or_a_directory_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = str(tmp_path / "absent.csv")
+    line = refused(["simulate", "--trace", absent], capsys)
+    assert absent in line
+    assert "No such file" in line
+    line = refused(["simulate", "--trace", str(tmp_path)], capsys)
+    assert str(tmp_path) in line
+    assert "Is a directory" in line
+
+
+def test_the_trace_and_the_command_are_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--trace" in refused(["simulate"], capsys)
+    assert "COMMAND" in refused([], capsys)
+    assert "'dance'" in refused(["dance"], capsys)
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("the simulation began")
+
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", too_late)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for arguments, words in (
+        (
+            ["--json", str(tmp_path / "absent" / "out.json")],
+            ("--json", "absent", "not a directory"),
+        ),
+        (["--json", str(tmp_path)], ("--json", str(tmp_path), "is a directory")),
+        (["--json", str(file / "out.json")], ("--json", str(file), "not a directory")),
+        (["--plots", str(file)], ("--plots", str(file), "File exists")),
+        (["--plots", str(file / "deeper")], ("--plots", str(file), "Not a directory")),
+    ):
+        line = refused([*SATURATED, *arguments], capsys)
+        for word in words:
+            assert word in line
+    assert file.read_text() == "mine"
+
+
+def test_a_refused_command_leaves_no_folder_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plots = tmp_path / "plots"
+    refused([*SMALL, "--policy", "psychic", "--plots", str(plots)], capsys)
+    refused([*SMALL, "--segments", "50", "--plots", str(plots)], capsys)
+    assert not plots.exists()
+
+
+def test_a_run_prints_its_table_and_its_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SATURATED, "--segments", "2", "--policy", "jsq, br-0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    words = unwrapped(captured.out)
+    assert "Steady state: from a tenth of the requests finished to the last arrival." in words
+    assert "azure_2023_code.csv: 200 requests, saturated, backlog 8, 2 ranks x batch 4" in words
+    assert "Mean ± standard error of 2 segments." in words
+    rows = [line.split("│")[1].strip() for line in captured.out.splitlines() if "│" in line]
+    assert rows == ["jsq", "br-0"]
+
+
+def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
+    written = report([*SATURATED, "--policy", "jsq,br-h"], tmp_path)
+    assert [row["policy"] for row in written["results"]] == ["jsq", "br-h"]
+    config = written["config"]
+    assert config["version"] == __version__
+    expected = {
+        "trace": CODE,
+        "rate": None,
+        "backlog": 8,
+        "requests": 200,
+        "requests_per_segment": 200,
+        "requests_without_output": 0,
+        "segments": 1,
+        "seed": 0,
+        "ranks": 2,
+        "batch": 4,
+        "step_base_ms": 30.0,
+        "step_us_per_token": 0.2,
+        "kv_capacity": None,
+        "prefill_servers": None,
+        "deadline": None,
+        "policy": ["jsq", "br-h"],
+        "predictor": "survival",
+        "projection": "expected",
+        "horizon": DEFAULTS.horizon_steps,
+        "gamma": DEFAULTS.gamma,
+        "alpha": DEFAULTS.alpha,
+        "beta": BETA_PER_RANK * 2,
+        "theta": 2,
+        "window": DEFAULTS.window,
+        "patience": PATIENCE_PER_SLOT * 2 * 4,
+        "paper": False,
+    }
+    assert {name: config[name] for name in expected} == expected
+    assert not set(config) & {"json", "plots", "run"}
+
+
+def test_the_json_echoes_what_was_given(tmp_path: Path) -> None:
+    given = ["--beta", "9", "--theta", "0", "--patience", "7.5", "--projection", "point"]
+    config = report([*SMALL, "--rate", "2.5", "--policy", "br-h", *given], tmp_path)["config"]
+    assert config["beta"] == 9.0
+    assert config["theta"] == 0
+    assert config["patience"] == 7.5
+    assert config["projection"] == "point"
+    assert config["rate"] == 2.5
+    assert config["backlog"] is None
+
+
+def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def stop(*arguments: object, seed: int, **_: object) -> None:
+        given.extend([*arguments, seed])
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", stop)
+    command = (
+        f"simulate --trace {CODE} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
+        "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
+        "--prefill-us-per-token 4 --deadline 2.5 --policy fifo,br-h --predictor oracle "
+        "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
+        "--patience 11 --paper"
+    )
+    assert main(command.split()) == 2
+    deployment, _, policies, settings, predictor, seed = given
+    assert deployment == Deployment(
+        ranks=3,
+        batch_limit=5,
+        step_base_ns=12_500_000,
+        step_ns_per_token=500.0,
+        rank_kv_tokens=9_000,
+        prefill=PrefillModel(servers=2, base_ns=1_500_000, ns_per_token=4_000.0),
+        deadline_ns=2_500_000_000,
+    )
+    assert policies == ["fifo", "br-h"]
+    assert settings == PolicySettings(
+        horizon_steps=9,
+        gamma=0.5,
+        alpha=2.0,
+        beta=3.0,
+        theta=4,
+        window=6,
+        patience=11.0,
+        form=Form.POINT,
+        paper=True,
+    )
+    assert predictor is PredictorKind.ORACLE
+    assert seed == 7
+
+
+def test_without_a_pace_the_trace_is_played_as_it_was_recorded(tmp_path: Path) -> None:
+    assert report([*SMALL, "--policy", "jsq"], tmp_path)["config"]["rate"] == 1.0
+
+
+def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:
+    written = report([*SATURATED, "--policy", "br-0", "--patience", "inf"], tmp_path)
+    assert written["config"]["patience"] == "inf"
+    (row,) = written["results"]
+    assert row["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "projection"),
+    [
+        (["--paper"], "point"),
+        (["--paper", "--projection", "expected"], "expected"),
+        (["--projection", "point"], "point"),
+        (["--predictor", "oracle"], "expected"),
+        (["--predictor", "none"], "expected"),
+        (["--horizon", "0"], "expected"),
+        (["--gamma", "1"], "expected"),
+        (["--kv-capacity", "30000"], "expected"),
+        (["--prefill-servers", "2"], "expected"),
+        (["--deadline", "0.5"], "expected"),
+        (["--policy", "random,round-robin,power-of-two,br-0-bypass"], "expected"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_mode_runs(arguments: list[str], projection: str, tmp_path: Path) -> None:
+    written = report([*SATURATED, "--policy", "br-0,br-h", *arguments], tmp_path)
+    assert written["config"]["projection"] == projection
+    for row in written["results"]:
+        assert 0.0 < row["idle_fraction"] < 1.0
+        assert row["output_tokens_per_s"] > 0.0
+
+
+def test_requests_without_output_are_counted_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            f'{{"arrival_s": {i}, "prompt_tokens": 9, "output_tokens": {0 if i % 5 == 0 else 40}}}\n'
+            for i in range(50)
+        )
+    )
+    written = report(["simulate", "--trace", str(trace), "--policy", "jsq"], tmp_path)
+    assert written["config"]["requests_without_output"] == 10
+    assert written["config"]["requests_per_segment"] == 40
+    assert "10 requests without output left out" in unwrapped(capsys.readouterr().out)
+
+
+def test_pictures_are_written_where_told(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "plots"
+    assert main([*SATURATED, "--policy", "jsq,br-0", "--plots", str(folder)]) == 0
+    pictures = sorted(folder.iterdir())
+    assert pictures
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+def test_the_help_and_the_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in ((["--version"], __version__), (["simulate", "--help"], "--trace")):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 0
+        text = capsys.readouterr().out
+        assert words in text
+        assert "None" not in text
+
+
+def test_a_process_whose_output_is_piped_prints_plain_text_and_no_progress() -> None:
+    plain = {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CLICOLOR_FORCE"}
+    result = subprocess.run(
+        [sys.executable, "-m", "balanceroute.proxy", *SATURATED, "--policy", "jsq,br-0"],
+        capture_output=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name not in plain},
+    )
+    assert result.returncode == 0
+    assert result.stderr == b""
+    assert b"\x1b" not in result.stdout
+    assert b"\r" not in result.stdout
+    assert "br-0" in result.stdout.decode()
+
+
+def test_a_process_with_a_bad_setting_exits_with_2() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "balanceroute.proxy", *SMALL, "--ranks", "0"],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "balanceroute: --ranks is 0, must be from 1 to 10000\n"
