@@ -19,12 +19,25 @@ from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PredictorKind
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.traces import read_trace, write_native
 
-SAMPLES = Path(str(files("balanceroute.traces"))) / "samples"
-CODE = str(SAMPLES / "azure_2023_code.csv")
-SMALL = ["simulate", "--trace", CODE, "--requests", "200", "--ranks", "2", "--batch", "4"]
+PUBLIC = Path(str(files("balanceroute.traces"))) / "public" / "azure_2023_code.csv.gz"
+HEAD = "head.jsonl"  # Its first requests, in the folder where each test runs.
+SMALL = ["simulate", "--trace", HEAD, "--requests", "200", "--ranks", "2", "--batch", "4"]
 SATURATED = [*SMALL, "--backlog", "8"]
 DEFAULTS = PolicySettings()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli")
+    write_native(path / HEAD, read_trace(PUBLIC)[:250])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
 
 
 def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -208,7 +221,7 @@ def test_a_run_prints_its_table_and_its_terms(capsys: pytest.CaptureFixture[str]
     assert captured.err == ""
     words = unwrapped(captured.out)
     assert "Steady state: from a tenth of the requests finished to the last arrival." in words
-    assert "azure_2023_code.csv: 200 requests, saturated, backlog 8, 2 ranks x batch 4" in words
+    assert "head.jsonl: 200 requests, saturated, backlog 8, 2 ranks x batch 4" in words
     assert "Mean ± standard error of 2 segments." in words
     rows = [line.split("│")[1].strip() for line in captured.out.splitlines() if "│" in line]
     assert rows == ["jsq", "br-0"]
@@ -220,7 +233,7 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
     config = written["config"]
     assert config["version"] == __version__
     expected = {
-        "trace": CODE,
+        "trace": HEAD,
         "rate": None,
         "backlog": 8,
         "requests": 200,
@@ -271,7 +284,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", stop)
     command = (
-        f"simulate --trace {CODE} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
+        f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
         "--prefill-us-per-token 4 --deadline 2.5 --policy fifo,br-h --predictor oracle "
         "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
@@ -376,8 +389,9 @@ def test_the_help_and_the_version_are_told(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_process_whose_output_is_piped_prints_plain_text_and_no_progress() -> None:
     plain = {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CLICOLOR_FORCE"}
+    command = [*SATURATED, "--trace", str(PUBLIC), "--policy", "jsq,br-0"]
     result = subprocess.run(
-        [sys.executable, "-m", "balanceroute.proxy", *SATURATED, "--policy", "jsq,br-0"],
+        [sys.executable, "-m", "balanceroute.proxy", *command],
         capture_output=True,
         check=False,
         env={name: value for name, value in os.environ.items() if name not in plain},

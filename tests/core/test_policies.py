@@ -22,7 +22,7 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.policies.base import UNLIMITED
+from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 
@@ -164,12 +164,16 @@ class Scripted(random.Random):
         return next(self._draws)
 
 
+def early(choose: PowerOfTwo) -> OldestFirst:
+    return OldestFirst(choose, slots_beyond_batch=None)
+
+
 def test_power_of_two_takes_the_shorter_of_two_drawn_queues() -> None:
     ranks = Ranks([[], [1, 1], [1], [1]])
-    policy = PowerOfTwo(Scripted([1, 2], [3, 2], [1, 0]))
+    policy = early(PowerOfTwo(Scripted([1, 2], [3, 2], [1, 0])))
     assert chosen_ranks(decide(policy, ranks, [5, 5, 5])) == [2, 3, 0]
     # A tie goes to the lower rank, whichever was drawn first.
-    assert chosen_ranks(decide(PowerOfTwo(Scripted([3, 2])), ranks, [5])) == [2]
+    assert chosen_ranks(decide(early(PowerOfTwo(Scripted([3, 2]))), ranks, [5])) == [2]
 
 
 def test_power_of_two_draws_two_different_ranks() -> None:

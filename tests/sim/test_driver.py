@@ -525,8 +525,9 @@ def test_only_policies_that_draw_depend_on_the_seed(name: str, drawn: bool) -> N
 
 
 def saturated_mooncake(name: str) -> RunMetrics:
-    """Return the figures of the sample's head on four ranks that never run out of requests."""
-    with as_file(files("balanceroute.traces") / "samples" / "mooncake_conversation.jsonl") as path:
+    """Return the figures of the trace's head on four ranks that never run out of requests."""
+    folder = files("balanceroute.traces") / "public"
+    with as_file(folder / "mooncake_conversation.jsonl.gz") as path:
         requests = playable(read_trace(path))[:400]
     (workload,) = split(requests, segments=1, backlog=32)
     deployment = Deployment(ranks=4, batch_limit=8)

@@ -41,7 +41,9 @@ def test_a_public_trace_is_read_whole(
 
 
 def test_the_mooncake_trace_keeps_its_prefix_blocks() -> None:
-    with as_file(files("balanceroute.traces") / "public" / "mooncake_conversation.jsonl.gz") as path:
+    with as_file(
+        files("balanceroute.traces") / "public" / "mooncake_conversation.jsonl.gz"
+    ) as path:
         requests = read_trace(path)
     # A block is 512 tokens, the last one perhaps partly filled.
     assert all(len(request.hash_ids) == -(-request.prompt_tokens // 512) for request in requests)

@@ -22,15 +22,16 @@ import numpy as np
 from balanceroute.proxy.core.balance import Weights
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.fscore import discounts
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
-from balanceroute.proxy.core.policies.bypass import Br0Bypass
-from balanceroute.proxy.core.policies.fifo import Fifo
-from balanceroute.proxy.core.policies.jsq import JoinShortestQueue
-from balanceroute.proxy.core.policies.least_kv import LeastKV
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
+from balanceroute.proxy.core.policies.bypass import best_score
+from balanceroute.proxy.core.policies.fifo import least_kv_with_room
+from balanceroute.proxy.core.policies.jsq import shortest_queue
+from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
+from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.projection import Form, Projection
 
 if TYPE_CHECKING:
@@ -163,15 +164,21 @@ def _br_h(parts: Ingredients) -> Policy:
     return _two_stage(parts, weights, projection)
 
 
+def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
+    return OldestFirst(choose, slots_beyond_batch=None)
+
+
 POLICIES: dict[str, Callable[[Ingredients], Policy]] = {
-    "random": lambda parts: RandomRank(parts.rng),
-    "round-robin": lambda _: RoundRobin(),
-    "power-of-two": lambda parts: PowerOfTwo(parts.rng),
-    "jsq": lambda _: JoinShortestQueue(),
-    "least-kv": lambda _: LeastKV(),
-    "fifo": lambda _: Fifo(),
+    "random": lambda parts: _early(RandomRank(parts.rng)),
+    "round-robin": lambda _: _early(RoundRobin()),
+    "power-of-two": lambda parts: _early(PowerOfTwo(parts.rng)),
+    "jsq": lambda _: _early(shortest_queue),
+    "least-kv": lambda _: _early(least_kv),
+    "fifo": lambda _: OldestFirst(least_kv_with_room, slots_beyond_batch=0),
     "br-0": _br_0,
-    "br-0-bypass": lambda parts: Br0Bypass(parts.ranks, parts.settings.bypass_slots),
+    "br-0-bypass": lambda parts: OldestFirst(
+        best_score, slots_beyond_batch=parts.settings.bypass_slots
+    ),
     "br-h": _br_h,
 }
 

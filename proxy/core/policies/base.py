@@ -1,7 +1,7 @@
 """What a policy sees, what it answers, and the contract between.
 
-A new policy is one new file here: a class with these members, and a line in the registry. A policy
-never sees a clock, a socket, a log or an unseeded generator.
+A new policy is one new file here and a line in the registry: a class with the members of `Policy`, or
+just a choice of rank for `OldestFirst`. A policy never sees a clock, a socket, a log or an unseeded generator.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,11 @@ class Fleet:
             return False
         return bool(self.free_kv_tokens[rank] >= kv_tokens or self.bound[rank] == 0)
 
+    def open_to(self, kv_tokens: int) -> NDArray[np.bool_]:
+        """Return bool[G], `fits` for every rank."""
+        room = (self.free_kv_tokens >= kv_tokens) | (self.bound == 0)
+        return np.asarray((self.free_slots > 0) & room)
+
     def bind(self, rank: int, kv_tokens: int) -> None:
         """Account for one more request."""
         self.loads[rank] += kv_tokens
@@ -85,17 +90,35 @@ class Policy(Protocol):
         ...
 
 
-def bind_oldest_first(
-    fleet: Fleet, pool: Pool, choose: Callable[[Fleet, PoolEntry], int | None]
-) -> list[Assignment]:
-    """Bind entries in order of arrival to the rank that `choose` names, until it names none."""
-    assignments: list[Assignment] = []
-    while len(pool):
-        entry = pool.oldest(1)[0]
-        rank = choose(fleet, entry)
-        if rank is None:
-            break
-        pool.admit(entry.request)
-        fleet.bind(rank, entry.prompt_tokens)
-        assignments.append(Assignment(entry.request, RankId(rank)))
-    return assignments
+class OldestFirst:
+    """A policy that takes the requests as they come and only chooses the rank of each.
+
+    Args:
+        choose: Returns the rank for an entry, or None if it has to wait; then so does the rest.
+        slots_beyond_batch: See `Policy`.
+    """
+
+    projection = None
+
+    def __init__(
+        self,
+        choose: Callable[[Fleet, PoolEntry], int | None],
+        *,
+        slots_beyond_batch: int | None,
+    ) -> None:
+        self.slots_beyond_batch = slots_beyond_batch
+        self._choose = choose
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Bind entries in order of arrival until one has to wait."""
+        del now_ns
+        assignments: list[Assignment] = []
+        while len(pool):
+            entry = pool.oldest(1)[0]
+            rank = self._choose(fleet, entry)
+            if rank is None:
+                break
+            pool.admit(entry.request)
+            fleet.bind(rank, entry.prompt_tokens)
+            assignments.append(Assignment(entry.request, RankId(rank)))
+        return assignments

@@ -9,33 +9,15 @@ is Stage 1 of BR-0. Paper: §D.6.
 import numpy as np
 
 from balanceroute.proxy.core.balance import Balance, Weights
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, bind_oldest_first
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.base import Fleet
+from balanceroute.proxy.core.pool import PoolEntry
 
 
-class Br0Bypass:
-    """Binds each request at once to the rank with the best F.
-
-    Args:
-        ranks: G.
-        slots_beyond_batch: How many requests beyond its batch limit a rank may be sent.
-    """
-
-    projection = None
-
-    def __init__(self, ranks: int, slots_beyond_batch: int) -> None:
-        self.slots_beyond_batch = slots_beyond_batch
-        self._weights = Weights(np.ones(1), alpha=1.0, beta=float(ranks))
-
-    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind the oldest requests until every rank is at its limit."""
-        del now_ns
-        return bind_oldest_first(fleet, pool, self._choose)
-
-    def _choose(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        fitting = (fleet.free_kv_tokens >= entry.prompt_tokens) | (fleet.bound == 0)
-        open_ranks = (fleet.free_slots > 0) & fitting
-        if not open_ranks.any():
-            return None
-        balance = Balance(fleet.loads.astype(np.float64)[:, None], self._weights, np.ones(1))
-        return balance.best_rank(entry.prompt_tokens, open_ranks)
+def best_score(fleet: Fleet, entry: PoolEntry) -> int | None:
+    """Return the rank with room where BR-0's F is best."""
+    open_ranks = fleet.open_to(entry.prompt_tokens)
+    if not open_ranks.any():
+        return None
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(len(fleet.loads)))
+    balance = Balance(fleet.loads.astype(np.float64)[:, None], weights, np.ones(1))
+    return balance.best_rank(entry.prompt_tokens, open_ranks)

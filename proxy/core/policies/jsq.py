@@ -1,20 +1,10 @@
-"""`jsq`: join the shortest queue, bound at once. The default of the serving stacks."""
+"""`jsq`: join the shortest queue, the default of the serving stacks."""
 
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, bind_oldest_first
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.base import Fleet
+from balanceroute.proxy.core.pool import PoolEntry
 
 
-class JoinShortestQueue:
-    """Sends each request to the rank with the fewest requests, on a tie the lowest."""
-
-    slots_beyond_batch = None
-    projection = None
-
-    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind everything in the pool."""
-        del now_ns
-        return bind_oldest_first(fleet, pool, self._choose)
-
-    def _choose(self, fleet: Fleet, entry: PoolEntry) -> int:
-        del entry
-        return int(fleet.bound.argmin())
+def shortest_queue(fleet: Fleet, entry: PoolEntry) -> int:
+    """Return the rank with the fewest requests, on a tie the lowest."""
+    del entry
+    return int(fleet.bound.argmin())

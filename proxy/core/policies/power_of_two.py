@@ -1,9 +1,9 @@
-"""`power-of-two`: the shorter queue of two ranks drawn at random, bound at once."""
+"""`power-of-two`: the shorter queue of two ranks drawn at random."""
 
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, bind_oldest_first
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.base import Fleet
+from balanceroute.proxy.core.pool import PoolEntry
 
 if TYPE_CHECKING:
     import random
@@ -12,18 +12,11 @@ if TYPE_CHECKING:
 class PowerOfTwo:
     """Draws two different ranks and takes the one with fewer requests, on a tie the lower."""
 
-    slots_beyond_batch = None
-    projection = None
-
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng
 
-    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind everything in the pool."""
-        del now_ns
-        return bind_oldest_first(fleet, pool, self._choose)
-
-    def _choose(self, fleet: Fleet, entry: PoolEntry) -> int:
+    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int:
+        """Return the rank with fewer requests of two."""
         del entry
         ranks = range(len(fleet.bound))
         drawn = self._rng.sample(ranks, min(2, len(ranks)))

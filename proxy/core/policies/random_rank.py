@@ -1,28 +1,21 @@
-"""`random`: every rank with the same chance, bound at once."""
+"""`random`: every rank with the same chance."""
 
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, bind_oldest_first
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.base import Fleet
+from balanceroute.proxy.core.pool import PoolEntry
 
 if TYPE_CHECKING:
     import random
 
 
 class RandomRank:
-    """Sends each request to a rank drawn uniformly."""
-
-    slots_beyond_batch = None
-    projection = None
+    """Draws a rank uniformly for each request."""
 
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng
 
-    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind everything in the pool."""
-        del now_ns
-        return bind_oldest_first(fleet, pool, self._choose)
-
-    def _choose(self, fleet: Fleet, entry: PoolEntry) -> int:
+    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int:
+        """Return a rank."""
         del entry
         return self._rng.randrange(len(fleet.loads))

@@ -230,8 +230,7 @@ class _Round:
         fleet = self._fleet
         for entry in entries:
             tokens = entry.prompt_tokens
-            fitting = (fleet.free_kv_tokens >= tokens) | (fleet.bound == 0)
-            open_ranks = (fleet.free_slots > 0) & fitting
+            open_ranks = fleet.open_to(tokens)
             if open_ranks.any():
                 self._admit(entry, self._balance.best_rank(tokens, open_ranks))
 
