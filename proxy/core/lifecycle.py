@@ -71,6 +71,7 @@ class Request:
         emitted_before: Tokens emitted in earlier bindings (0 unless it was recomputed).
         prefiller: The prefiller whose budget it holds, if any.
         probing: Whether its probe is still running there.
+        pooled_ns: When it first entered the pool.
         rank: The rank whose slot it holds, if any.
         started: Whether it joined the rank's batch.
     """
@@ -81,6 +82,7 @@ class Request:
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
     probing: bool = False
+    pooled_ns: int | None = None
     rank: RankId | None = None
     started: bool = False
 

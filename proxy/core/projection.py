@@ -174,7 +174,7 @@ class Projection:
         steps = self.horizon_steps
         if self._form is Form.POINT:
             return np.ones(steps + 1)
-        survival = self._predictor.survival(requests, np.array(ages), steps)
+        survival = self._predictor.survival(requests, np.array(ages, np.int64), steps)
         return np.asarray(survival.mean(axis=0))
 
     def check(self) -> None:

@@ -57,7 +57,8 @@ class SchedulerConfig:
             where they hold no KV cache. None for no limit.
         deadline_ns: Time in the pool after which an entry goes first; None for never.
         ttl_ns: Time in the pool after which an entry is given up; None for never.
-        lease_margin_ns: How long before its lease ends an entry's KV cache counts as lost.
+        lease_margin_ns: How long before its lease ends an entry's KV cache counts as lost; at most
+            half of what is left of the lease, so that a short lease can be used at all.
     """
 
     ranks: int
@@ -86,6 +87,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
+        if self.lease_margin_ns < 0:
+            raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
 
 
 class Scheduler:
@@ -203,6 +206,8 @@ class Scheduler:
     def _prefilled(
         self, request: Request, prompt_tokens: int, lease_ends_ns: int | None, now_ns: int
     ) -> list[Action]:
+        if prompt_tokens < 1:
+            raise LifecycleError(f"request {request.request}: prefill of {prompt_tokens} tokens")
         request.move(Trigger.PREFILLED)
         self._end_probe(request)
         assert request.prefiller is not None
@@ -210,6 +215,13 @@ class Scheduler:
         self.prefillers.release(request.prefiller, request.prompt_tokens)
         self.prefillers.held_tokens[request.prefiller] += prompt_tokens
         request.prompt_tokens = prompt_tokens
+        # Deadline and time to live run from the first time here: a repeated prefill gains no time.
+        if request.pooled_ns is None:
+            request.pooled_ns = now_ns
+        since_ns = request.pooled_ns
+        if lease_ends_ns is not None:
+            left_ns = max(0, lease_ends_ns - now_ns)
+            lease_ends_ns -= min(self.config.lease_margin_ns, left_ns // 2)
         config = self.config
         self.pool.add(
             PoolEntry(
@@ -217,11 +229,9 @@ class Scheduler:
                 prompt_tokens,
                 age=request.emitted_before,
                 entered_ns=now_ns,
-                deadline_ns=None if config.deadline_ns is None else now_ns + config.deadline_ns,
-                expires_ns=None if config.ttl_ns is None else now_ns + config.ttl_ns,
-                lease_ends_ns=(
-                    None if lease_ends_ns is None else lease_ends_ns - config.lease_margin_ns
-                ),
+                deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
+                expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
+                lease_ends_ns=lease_ends_ns,
             )
         )
         return self._probe()
@@ -238,8 +248,8 @@ class Scheduler:
         return self._probe()
 
     def _emit(self, request: Request, tokens: int) -> list[Action]:
-        if not request.started:
-            raise LifecycleError(f"request {request.request} emitted tokens before it started")
+        if not request.started or tokens < 0:
+            raise LifecycleError(f"request {request.request} cannot emit {tokens} tokens now")
         self.ledger.emit(request.request, tokens)
         if self.policy.projection is not None:
             self.policy.projection.emit(request.request, tokens)
@@ -251,6 +261,8 @@ class Scheduler:
         state = request.state
         request.move(trigger)
         actions = self._drop(request, state, gone=True)
+        if trigger is Trigger.RECOMPUTE:
+            request.pooled_ns = None  # It was served in between; this is a wait of its own.
         # It has waited its turn once: it goes ahead of what was never prefilled.
         self._returned[request.request] = request
         return actions + self._probe()
@@ -286,6 +298,9 @@ class Scheduler:
                 if not gone:
                     assert request.rank is not None
                     actions.append(AbortDecode(request.request, request.rank))
+                if request.prefiller is not None and not gone:
+                    # Nobody will pull these blocks any more, unless the pull is under way.
+                    actions.append(ReleasePrefill(request.request, request.prefiller))
                 self._release_prefill(request)
                 self._unbind(request)
             case State.DONE | State.FAILED | State.CANCELLED:

@@ -178,8 +178,32 @@ def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill() -> None:
 
 def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free() -> None:
     driver = Driver(lease_margin_ns=5)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=3))
-    assert driver(Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
+    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
+    assert driver.at(95, Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
+
+
+def test_a_lease_shorter_than_the_margin_can_still_be_used() -> None:
+    driver = Driver(lease_margin_ns=5)
+    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=4))
+    assert driver.at(1, Tick()) == [Admit(A, RANK0)]
+
+
+def test_a_repeated_prefill_gains_no_time_to_live() -> None:
+    driver = Driver(ttl_ns=50)
+    driver.to_decode(A)
+    driver.to_pool(B)
+    driver.at(30, PrefillLost(B))
+    driver(PrefillDone(B, 10))
+    assert driver.at(50, Tick()) == [ReleasePrefill(B, P0), Expire(B)]
+
+
+def test_a_recomputed_request_has_its_whole_time_to_live() -> None:
+    driver = Driver(ttl_ns=50)
+    driver.to_decode(A)
+    driver(DecodeStarted(A), StepCompleted())
+    driver.at(100, RequestRecomputed(A))
+    driver(PrefillDone(A, 11))
+    assert driver.at(149, Tick()) == [Admit(A, RANK0)]
 
 
 def test_a_dispatched_request_has_no_lease_to_lapse() -> None:
@@ -222,7 +246,7 @@ ARRIVED, PREFILLED = RequestArrived(A, 10), PrefillDone(A, 10)
 LIVES: dict[str, tuple[list[Event], list[Action]]] = {
     "prefilling": ([ARRIVED], [AbortPrefill(A, P0)]),
     "pooled": ([ARRIVED, PREFILLED], [ReleasePrefill(A, P0)]),
-    "bound": ([ARRIVED, PREFILLED, Tick()], [AbortDecode(A, RANK0)]),
+    "bound": ([ARRIVED, PREFILLED, Tick()], [AbortDecode(A, RANK0), ReleasePrefill(A, P0)]),
     "started": (
         [ARRIVED, PREFILLED, Tick(), DecodeStarted(A), StepCompleted()],
         [AbortDecode(A, RANK0)],
@@ -361,7 +385,7 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 def test_tokens_before_the_first_are_refused() -> None:
     driver = Driver()
     driver.to_decode(A)
-    with pytest.raises(LifecycleError, match="before it started"):
+    with pytest.raises(LifecycleError, match="cannot emit 1 tokens now"):
         driver(TokensEmitted(A, 1))
     assert driver.held()["loads"] == [10]
 

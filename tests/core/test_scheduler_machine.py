@@ -100,6 +100,7 @@ class Known:
     phase: str = "queued"
     emitted_before: int = 0
     prefiller: PrefillerId | None = None  # Whose budget it holds.
+    pooled_ns: int | None = None  # First time in the pool since it last decoded.
     expires_ns: int | None = None
     overdue_ns: int | None = None
     lapses_ns: int | None = None
@@ -229,7 +230,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             case Known(phase="pooled", number=number, prefiller=int(prefiller)):
                 return [ReleasePrefill(number, PrefillerId(prefiller))]
             case Known(phase="decoding", number=number, rank=int(rank)):
-                return [AbortDecode(number, RankId(rank))]
+                release = [ReleasePrefill(number, p) for p in [known.prefiller] if p is not None]
+                return [AbortDecode(number, RankId(rank)), *release]
             case _:
                 return []
 
@@ -265,10 +267,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         config, now_ns = self.config, self.now_ns
         known.phase = "pooled"
         known.prompt_tokens = max(1, known.prompt_tokens + error)
-        known.expires_ns = None if config.ttl_ns is None else now_ns + config.ttl_ns
-        known.overdue_ns = None if config.deadline_ns is None else now_ns + config.deadline_ns
+        if known.pooled_ns is None:
+            known.pooled_ns = now_ns
+        since_ns = known.pooled_ns
+        known.expires_ns = None if config.ttl_ns is None else since_ns + config.ttl_ns
+        known.overdue_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
         ends_ns = None if lease is None else now_ns + lease
-        known.lapses_ns = None if ends_ns is None else ends_ns - config.lease_margin_ns
+        known.lapses_ns = None
+        if lease is not None:
+            known.lapses_ns = now_ns + lease - min(config.lease_margin_ns, max(0, lease) // 2)
         self.feed(PrefillDone(known.number, known.prompt_tokens, ends_ns))
 
     @precondition(lambda self: self.live)
@@ -330,6 +337,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.choose(index, self.phase("decoding"))
         known.emitted_before += known.kv_tokens - known.prompt_tokens
         known.prompt_tokens = known.kv_tokens
+        known.pooled_ns = None
         self.send_back(known)
         self.feed(RequestRecomputed(known.number))
 

@@ -15,6 +15,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,6 +101,8 @@ class PolicySettings:
         ):
             if number is not None and not number > 0.0:
                 raise ConfigError(f"{name} is {number}, must be positive")
+            if number == inf and name != "patience":
+                raise ConfigError(f"{name} is {number}, must be finite")
 
 
 # Measured on the public traces; docs/results.md has the sweeps.
