@@ -35,18 +35,16 @@ class Fleet:
     free_slots: NDArray[np.int64]
     free_kv_tokens: NDArray[np.int64]
 
-    def fits(self, rank: int, kv_tokens: int) -> bool:
-        """Return whether `rank` has a slot and room for `kv_tokens`.
+    def room(self, rank: int) -> int:
+        """Return the KV tokens of the largest request that `rank` can take, slots aside.
 
-        A request larger than a whole rank fits an empty one: it fails there with the engine's own
-        error instead of waiting forever.
+        A request larger than a whole rank may go to an empty one: it fails there with the engine's
+        own error instead of waiting forever.
         """
-        if self.free_slots[rank] <= 0:
-            return False
-        return bool(self.free_kv_tokens[rank] >= kv_tokens or self.bound[rank] == 0)
+        return int(self.free_kv_tokens[rank]) if self.bound[rank] else UNLIMITED
 
     def open_to(self, kv_tokens: int) -> NDArray[np.bool_]:
-        """Return bool[G], `fits` for every rank."""
+        """Return bool[G], whether each rank has a slot and room for a request."""
         room = (self.free_kv_tokens >= kv_tokens) | (self.bound == 0)
         return np.asarray((self.free_slots > 0) & room)
 

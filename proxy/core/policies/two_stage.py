@@ -145,7 +145,8 @@ class _Round:
         fleet = self._fleet
         while len(self._pool) and fleet.free_slots.sum() > self._settings.theta:
             rank = int(fleet.free_slots.argmax())
-            candidates = [e for e in self._pool if fleet.fits(rank, e.prompt_tokens)]
+            room = fleet.room(rank)
+            candidates = [e for e in self._pool if e.prompt_tokens <= room]
             if not candidates:
                 return
             scores = self._balance.scores(rank, _sizes(candidates))
@@ -157,7 +158,8 @@ class _Round:
         open_ranks = fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
             rank = self._roomiest(open_ranks)
-            candidates = [e for e in self._candidates() if fleet.fits(rank, e.prompt_tokens)]
+            room = fleet.room(rank)
+            candidates = [e for e in self._candidates() if e.prompt_tokens <= room]
             for entry in self._choose(rank, candidates):
                 self._admit(entry, rank)
             open_ranks[rank] = bool(candidates) and fleet.free_slots[rank] > 0
@@ -166,6 +168,8 @@ class _Round:
         """Return the open rank with the largest safe margin, then most free slots, then lowest."""
         margins = np.where(open_ranks, self._balance.safe_margins, -1.0)
         ties = np.flatnonzero(margins == margins.max())
+        if len(ties) == 1:
+            return int(ties[0])
         return int(ties[int(self._fleet.free_slots[ties].argmax())])
 
     def _candidates(self) -> list[PoolEntry]:
