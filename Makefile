@@ -27,6 +27,7 @@ lint: $(INSTALLED) ## ruff, read-only
 types: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy -p balanceroute
 	@$(BIN)/mypy tests
+	@$(BIN)/mypy scripts
 
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest

@@ -32,11 +32,11 @@ EXPERIMENTS = (
         "deadline_60": f"{SATURATED} --policy br-0,br-h --deadline 60",
         "point": f"{SATURATED} --policy br-h --projection point",
         "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
-        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper --window 8 --horizon 80 --beta 48",
-        "paper_oracle": f"{SATURATED} --policy br-h --paper --window 8 --horizon 80 --beta 48 "
+        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper --window 8 --horizon 80 --beta 48 --gamma 0.9",
+        "paper_oracle": f"{SATURATED} --policy br-h --paper --window 8 --horizon 80 --beta 48 --gamma 0.9 "
         "--predictor oracle",
         "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper "
-        "--window 8 --horizon 80 --beta 48",
+        "--window 8 --horizon 80 --beta 48 --gamma 0.9",
         "kv_capacity": f"{SATURATED} --kv-capacity 260000",
         "azure_conv": f"--trace {TRACES}/azure_2023_conv.csv.gz --backlog 64 --segments 6",
         "azure_code": f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64 --segments 6",
@@ -55,6 +55,15 @@ EXPERIMENTS = (
         f"ranks_{ranks}": f"{MOONCAKE} --ranks {ranks} --batch 16 --backlog {8 * ranks} "
         f"--segments {segments}"
         for ranks, segments in ((4, 12), (8, 6), (16, 3), (32, 2))
+    }
+    | {
+        f"segments_{segments}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 "
+        f"--segments {segments} {options}"
+        for segments in (4, 5, 7, 8)
+        for suffix, options in (
+            ("", "--policy jsq,fifo,br-0,br-h"),
+            ("_oracle", "--policy br-h --predictor oracle"),
+        )
     }
     | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"

@@ -140,16 +140,43 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         choices=[form.value for form in Form],
         help="how br-h uses a prediction (default: expected; point with --paper)",
     )
-    group.add_argument("--horizon", type=int, default=_DEFAULTS.horizon_steps, metavar="H")
-    group.add_argument("--gamma", type=float, default=_DEFAULTS.gamma, metavar="γ")
-    group.add_argument("--alpha", type=float, default=_DEFAULTS.alpha, metavar="α")
     group.add_argument(
-        "--beta", type=float, metavar="β", help=f"br-h only (default: {BETA_PER_RANK:g} G)"
+        "--horizon",
+        type=int,
+        default=_DEFAULTS.horizon_steps,
+        metavar="H",
+        help="steps that br-h looks ahead",
+    )
+    group.add_argument(
+        "--gamma",
+        type=float,
+        default=_DEFAULTS.gamma,
+        metavar="γ",
+        help="br-h's discount of each step ahead",
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        default=_DEFAULTS.alpha,
+        metavar="α",
+        help="br-h's reward per token that fills a margin",
+    )
+    group.add_argument(
+        "--beta",
+        type=float,
+        metavar="β",
+        help=f"br-h's penalty per token beyond a margin (default: {BETA_PER_RANK:g} G)",
     )
     group.add_argument(
         "--theta", type=int, metavar="θ", help="free slots left to stage 2 (default: G)"
     )
-    group.add_argument("--window", type=int, default=_DEFAULTS.window, metavar="K")
+    group.add_argument(
+        "--window",
+        type=int,
+        default=_DEFAULTS.window,
+        metavar="K",
+        help="candidates that stage 2 chooses from",
+    )
     group.add_argument(
         "--patience",
         type=float,

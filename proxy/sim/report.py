@@ -1,9 +1,10 @@
 """What `balanceroute simulate` prints and writes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -33,49 +34,70 @@ def write_json(path: Path, config: Mapping[str, object], results: Sequence[Polic
 
 
 def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) -> None:
-    """Print one row per policy to standard output."""
+    """Print one row per policy to standard output, fewer figures where the terminal is narrow."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
-    console.print(make_table(results, title=title, caption=caption))
+    table = make_table(results, title=title, caption=caption)
+    if _columns(console, table) > console.width:
+        caption += " Wider terminals show more, --json everything."
+        table = make_table(results, title=title, caption=caption, narrow=True)
+    # Broken lines still tell every figure, cut cells do not.
+    console.width = max(console.width, _columns(console, table))
+    console.print(table)
 
 
-def make_table(results: Sequence[PolicyResult], *, title: str, caption: str) -> Table:
-    """Return the table; `x` compares output with the first policy's."""
+def make_table(
+    results: Sequence[PolicyResult], *, title: str, caption: str, narrow: bool = False
+) -> Table:
+    """Return the table; `x` compares output with the first policy's.
+
+    A narrow one has no standard errors, and leaves out the figures that others stand in for.
+    """
+    base = results[0].mean["output_tokens_per_s"]
+
+    def plain(result: PolicyResult, name: str, digits: int, scale: float = 1.0) -> str:
+        if not narrow:
+            return _figure(result, name, digits, scale=scale)
+        return f"{scale * result.mean[name]:,.{digits}f}"
+
+    columns: list[tuple[str, bool, Callable[[PolicyResult], str]]] = [
+        ("imbalance\ntokens", True, lambda r: plain(r, "mean_imbalance_tokens", 0)),
+        ("idle\n%", True, lambda r: plain(r, "idle_fraction", 1, 100)),
+        ("output\ntokens/s", True, lambda r: plain(r, "output_tokens_per_s", 0)),
+        ("\nx", True, lambda r: f"{r.mean['output_tokens_per_s'] / base:.2f}"),
+        ("TPOT ms\np50", False, lambda r: plain(r, "tpot_ms_p50", 1)),
+        ("TPOT ms\np95", True, lambda r: plain(r, "tpot_ms_p95", 1)),
+        ("wait s\np50", True, lambda r: plain(r, "pool_wait_s_p50", 2)),
+        ("wait s\np99", True, lambda r: plain(r, "pool_wait_s_p99", 2)),
+        ("wait s\nmax", True, lambda r: f"{r.mean['pool_wait_s_max']:.1f}"),
+        (
+            "dispatch µs\np50 / p99",
+            False,
+            lambda r: f"{r.mean['dispatch_us_p50']:.0f} / {r.mean['dispatch_us_p99']:.0f}",
+        ),
+    ]
+    shown = [column for column in columns if column[1] or not narrow]
     table = Table(
-        title=escape(title), caption=caption, title_justify="left", caption_justify="left"
+        title=escape(title),
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD if narrow else HEAVY_HEAD,
+        pad_edge=not narrow,
+        collapse_padding=narrow,
     )
     table.add_column("policy", no_wrap=True)
-    for heading in (
-        "imbalance\ntokens",
-        "idle\n%",
-        "output\ntokens/s",
-        "\nx",
-        "TPOT ms\np50",
-        "TPOT ms\np95",
-        "wait s\np50",
-        "wait s\np99",
-        "wait s\nmax",
-        "dispatch µs\np50 / p99",
-    ):
+    for heading, _, _ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
-    base = results[0].mean["output_tokens_per_s"]
     for result in results:
-        mean = result.mean
-        table.add_row(
-            result.policy,
-            _figure(result, "mean_imbalance_tokens", 0),
-            _figure(result, "idle_fraction", 1, scale=100),
-            _figure(result, "output_tokens_per_s", 0),
-            f"{mean['output_tokens_per_s'] / base:.2f}",
-            _figure(result, "tpot_ms_p50", 1),
-            _figure(result, "tpot_ms_p95", 1),
-            _figure(result, "pool_wait_s_p50", 2),
-            _figure(result, "pool_wait_s_p99", 2),
-            f"{mean['pool_wait_s_max']:.1f}",
-            f"{mean['dispatch_us_p50']:.0f} / {mean['dispatch_us_p99']:.0f}",
-        )
+        table.add_row(result.policy, *(figure(result) for _, _, figure in shown))
     return table
+
+
+def _columns(console: Console, table: Table) -> int:
+    """Return how wide the table itself is, its title and caption aside."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def _figure(result: PolicyResult, name: str, digits: int, *, scale: float = 1.0) -> str:

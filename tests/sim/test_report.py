@@ -122,3 +122,18 @@ def test_piped_output_is_plain_and_wide_enough(
     assert "\x1b" not in text
     assert "…" not in text
     assert cells(text, "br-0-bypass")[3] == "246,000 ±200"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 250])
+def test_no_terminal_is_too_narrow_for_the_figures(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # Stands for a terminal.
+    monkeypatch.setenv("TERM", "xterm")
+    rows = [result("br-0-bypass", scale=8.0, error=0.1), result("power-of-two", scale=8.0)]
+    print_table(rows, title="a title", caption="a caption")
+    text = capsys.readouterr().out
+    assert "…" not in text
+    for figure in ("br-0-bypass", "98,765", "276.5", "16,000", "500.0", "57.00", "78.0"):
+        assert figure in text

@@ -107,7 +107,7 @@ class PolicySettings:
 
 # Measured on the public traces; docs/results.md has the sweeps.
 BETA_PER_RANK = 3.0
-PATIENCE_PER_SLOT = 1.5
+PATIENCE_PER_SLOT = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""The scripts run: what no check runs, rots."""
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from balanceroute.proxy.cli import simulate
+from balanceroute.traces import detect_format
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXPERIMENTS: dict[str, str] = script("reproduce_results").EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_published_experiment_is_a_command_that_parses(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    simulate.add_parser(parser.add_subparsers())
+    chosen = parser.parse_args(["simulate", *shlex.split(EXPERIMENTS[name])])
+    assert detect_format(ROOT / chosen.trace)
+
+
+def test_every_experiment_is_named_on_the_results_page() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for name, command in EXPERIMENTS.items():
+        assert f" {name}," in page or f" {name}\n" in page or command in page, name
+
+
+def test_an_experiment_ends_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("reproduce_results")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(
+        module.EXPERIMENTS, "small", f"{module.MOONCAKE} --requests 300 --ranks 2 --batch 4"
+    )
+    monkeypatch.setattr(sys, "argv", ["reproduce_results", str(tmp_path), "small"])
+    assert module.main() == 0
+    assert json.loads((tmp_path / "small.json").read_text())["results"]
+    assert (tmp_path / "tables.md").read_text().count("\n| `") == 5
+
+
+def test_the_bench_times_every_stage() -> None:
+    module = script("bench_dispatch")
+    bench = module.Bench(2, 4, 8, 10)
+    bench.run(5)
+    for stage in module.STAGES:
+        assert len(bench.samples[stage]) == 5
+    total = bench.samples["total"]
+    parts = [sum(bench.samples[stage][i] for stage in module.STAGES[:-1]) for i in range(5)]
+    assert parts == pytest.approx(total)
