@@ -11,8 +11,10 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from balanceroute.proxy.__main__ import main as balanceroute
+from balanceroute.proxy.sim.report import figure
 
 TRACES = Path("traces/public")
 MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
@@ -75,41 +77,28 @@ EXPERIMENTS = (
     }
 )
 
-HEADINGS = (
-    "policy", "imbalance tokens", "idle %", "output tokens/s", "TPOT p95 ms", "wait p50 s",
-    "wait p99 s", "wait max s",
-)  # fmt: skip
+# Heading, figure, digits, scale.
+COLUMNS = (
+    ("imbalance tokens", "mean_imbalance_tokens", 0, 1),
+    ("idle %", "idle_fraction", 1, 100),
+    ("output tokens/s", "output_tokens_per_s", 0, 1),
+    ("TPOT p95 ms", "tpot_ms_p95", 1, 1),
+    ("wait p50 s", "pool_wait_s_p50", 2, 1),
+    ("wait p99 s", "pool_wait_s_p99", 2, 1),
+    ("wait max s", "pool_wait_s_max", 1, 1),
+)
 
 
-def markdown(report: dict[str, list[dict[str, float | str | dict[str, float]]]]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """Return the rows of a report as a Markdown table, each mean with its standard error."""
-    lines = [f"| {' | '.join(HEADINGS)} |", f"| --- |{' ---: |' * (len(HEADINGS) - 1)}"]
+    headings = ("policy", *(heading for heading, *_ in COLUMNS))
+    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     for row in report["results"]:
-        errors = row["stderr"]
-        assert isinstance(errors, dict)
-
-        def figure(
-            name: str,
-            digits: int,
-            scale: float = 1.0,
-            row: dict[str, float | str | dict[str, float]] = row,
-            errors: dict[str, float] = errors,
-        ) -> str:
-            value = row[name]
-            assert isinstance(value, float)
-            return f"{scale * value:,.{digits}f} ±{scale * errors[name]:,.{digits}f}"
-
-        cells = (
-            f"`{row['policy']}`",
-            figure("mean_imbalance_tokens", 0),
-            figure("idle_fraction", 1, 100),
-            figure("output_tokens_per_s", 0),
-            figure("tpot_ms_p95", 1),
-            figure("pool_wait_s_p50", 2),
-            figure("pool_wait_s_p99", 2),
-            figure("pool_wait_s_max", 1),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [
+            figure(scale * row[name], scale * row["stderr"][name], digits)
+            for _, name, digits, scale in COLUMNS
+        ]
+        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

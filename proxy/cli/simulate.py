@@ -216,7 +216,7 @@ def run(arguments: argparse.Namespace) -> int:
         caption += f" {dropped} requests without output left out."
     print_table(results, title=title, caption=caption)
     if arguments.json is not None:
-        config = _config(arguments, policies, workloads, dropped)
+        config = _config(arguments, policies, settings, workloads, dropped)
         write_json(arguments.json, config, results)
     if arguments.plots is not None:
         write_plots(results, arguments.plots, title=title)
@@ -336,26 +336,21 @@ def _title(arguments: argparse.Namespace, workloads: "Sequence[Workload]") -> st
 def _config(
     arguments: argparse.Namespace,
     policies: "Sequence[str]",
+    settings: PolicySettings,
     workloads: "Sequence[Workload]",
     dropped: int,
 ) -> dict[str, object]:
     chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
     for name in ("json", "plots"):
         del chosen[name]
-    ranks = arguments.ranks
-    defaults = {
-        "rate": workloads[0].rate if arguments.backlog is None else None,
-        "beta": BETA_PER_RANK * ranks,
-        "theta": ranks,
-        "patience": PATIENCE_PER_SLOT * ranks * arguments.batch,
-        "projection": (Form.POINT if arguments.paper else Form.EXPECTED).value,
-    }
-    for name, value in defaults.items():
-        if chosen[name] is None:
-            chosen[name] = value
-    if chosen["patience"] == inf:
-        chosen["patience"] = "inf"  # JSON has no infinity.
+    used = settings.resolved(ranks=arguments.ranks, batch_limit=arguments.batch)
+    assert used.form is not None
     return chosen | {
+        "rate": workloads[0].rate if arguments.backlog is None else None,
+        "beta": used.beta,
+        "theta": used.theta,
+        "patience": "inf" if used.patience == inf else used.patience,  # JSON has no infinity.
+        "projection": used.form.value,
         "trace": str(arguments.trace),
         "policy": list(policies),
         "version": __version__,

@@ -4,6 +4,8 @@ The ledger mirrors the decode engines: a request is *bound* when it is sent to a
 once it is in the rank's batch; a started request gains one KV token a step. Started requests are
 not touched one by one: a rank's load grows by its number of started requests, and a request's own
 tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
+
+A policy that looks ahead gets the same changes as a `Projection`, which the ledger keeps in step.
 """
 
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from balanceroute.proxy.core.events import RankId, RequestId
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from balanceroute.proxy.core.projection import Projection
+
 
 @dataclass(slots=True)
 class _Binding:
@@ -27,25 +31,32 @@ class _Binding:
 class Ledger:
     """Loads and counts of G ranks.
 
+    Args:
+        ranks: G.
+        projection: Told of every change; None if nobody looks ahead.
+
     Attributes:
         loads: int64[G], KV tokens of the bound requests.
         bound: int64[G], requests sent to each rank and not yet gone.
         started: int64[G], those of them in the rank's batch.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, projection: "Projection | None" = None) -> None:
         self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self._projection = projection
         self._step = 0
         self._bindings: dict[RequestId, _Binding] = {}
 
-    def bind(self, request: RequestId, rank: RankId, kv_tokens: int) -> None:
-        """Charge `request` to `rank`."""
+    def bind(self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0) -> None:
+        """Charge `request` to `rank`; `age` is how many tokens it has emitted before."""
         assert request not in self._bindings, f"request {request} is bound twice"
         self._bindings[request] = _Binding(rank, kv_tokens)
         self.loads[rank] += kv_tokens
         self.bound[rank] += 1
+        if self._projection is not None:
+            self._projection.bind(request, rank, kv_tokens, age)
 
     def start(self, request: RequestId) -> None:
         """Note that `request` joined its rank's batch: from now on it grows with the steps."""
@@ -53,17 +64,23 @@ class Ledger:
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
         self.started[binding.rank] += 1
+        if self._projection is not None:
+            self._projection.start(request)
 
     def step(self) -> None:
         """Give every started request one more token."""
         self._step += 1
         self.loads += self.started
+        if self._projection is not None:
+            self._projection.step()
 
     def emit(self, request: RequestId, tokens: int) -> None:
         """Give one request `tokens` more tokens than the steps gave it."""
         binding = self._bindings[request]
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
+        if self._projection is not None:
+            self._projection.emit(request, tokens)
 
     def kv_tokens(self, request: RequestId) -> int:
         """KV tokens that `request` holds now."""
@@ -77,6 +94,8 @@ class Ledger:
         self.bound[binding.rank] -= 1
         if binding.since_step is not None:
             self.started[binding.rank] -= 1
+        if self._projection is not None:
+            self._projection.unbind(request)
         return tokens
 
     def check(self) -> None:
@@ -91,6 +110,8 @@ class Ledger:
         assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
         assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
         assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
+        if self._projection is not None:
+            self._projection.check()
 
     def _tokens(self, binding: _Binding) -> int:
         if binding.since_step is None:

@@ -23,7 +23,6 @@ class PoolEntry:
     request: RequestId
     prompt_tokens: int
     age: int
-    entered_ns: int
     deadline_ns: int | None
     expires_ns: int | None
     lease_ends_ns: int | None

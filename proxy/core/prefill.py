@@ -45,6 +45,11 @@ class Prefillers:
         self.probes[prefiller] += 1
         self.held_tokens[prefiller] += prompt_tokens
 
+    def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
+        """Replace the estimate that a request was charged with by its realised length."""
+        self.release(prefiller, charged_tokens)
+        self.held_tokens[prefiller] += prompt_tokens
+
     def end_probe(self, prefiller: PrefillerId) -> None:
         """Note that a probe ended; its tokens stay charged."""
         assert self.probes[prefiller] > 0, f"prefiller {prefiller} has no probe to end"

@@ -98,7 +98,7 @@ class Scheduler:
         self.config = config
         self.policy = policy
         self.pool = Pool()
-        self.ledger = Ledger(config.ranks)
+        self.ledger = Ledger(config.ranks, policy.projection)
         self.prefillers = Prefillers(
             config.prefillers,
             probe_limit=config.probe_limit,
@@ -108,7 +108,6 @@ class Scheduler:
         # Insertion order is arrival order, but for a request that came back: it goes to the front.
         self._queue: dict[RequestId, Request] = {}
         self._returned: dict[RequestId, Request] = {}
-        self._probing = 0
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event and return what to do about it, in order.
@@ -120,8 +119,6 @@ class Scheduler:
         match event:
             case StepCompleted():
                 self.ledger.step()
-                if self.policy.projection is not None:
-                    self.policy.projection.step()
                 return []
             case Tick():
                 return self._tick(now_ns)
@@ -147,8 +144,6 @@ class Scheduler:
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
         self.ledger.check()
-        if self.policy.projection is not None:
-            self.policy.projection.check()
         held = [0] * self.config.prefillers
         probes = [0] * self.config.prefillers
         for request in self.requests.values():
@@ -162,7 +157,6 @@ class Scheduler:
             assert waiting == (request.state is State.QUEUED)
         assert held == self.prefillers.held_tokens, f"{held} != {self.prefillers.held_tokens}"
         assert probes == self.prefillers.probes, f"{probes} != {self.prefillers.probes}"
-        assert sum(probes) == self._probing
         decoding = sum(request.rank is not None for request in self.requests.values())
         assert int(self.ledger.bound.sum()) == decoding
 
@@ -187,7 +181,7 @@ class Scheduler:
         actions: list[Action] = []
         limit = self.config.pool_limit
         while self._queue or self._returned:
-            if limit is not None and self._probing + len(self.pool) >= limit:
+            if limit is not None and sum(self.prefillers.probes) + len(self.pool) >= limit:
                 break
             line = self._returned or self._queue
             request = next(iter(line.values()))
@@ -199,7 +193,6 @@ class Scheduler:
             self.prefillers.begin_probe(prefiller, request.prompt_tokens)
             request.prefiller = prefiller
             request.probing = True
-            self._probing += 1
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 
@@ -211,9 +204,9 @@ class Scheduler:
         request.move(Trigger.PREFILLED)
         self._end_probe(request)
         assert request.prefiller is not None
-        # The realised length replaces the estimate that the budget was charged with.
-        self.prefillers.release(request.prefiller, request.prompt_tokens)
-        self.prefillers.held_tokens[request.prefiller] += prompt_tokens
+        self.prefillers.correct(
+            request.prefiller, charged_tokens=request.prompt_tokens, prompt_tokens=prompt_tokens
+        )
         request.prompt_tokens = prompt_tokens
         # Deadline and time to live run from the first time here: a repeated prefill gains no time.
         if request.pooled_ns is None:
@@ -228,7 +221,6 @@ class Scheduler:
                 request.request,
                 prompt_tokens,
                 age=request.emitted_before,
-                entered_ns=now_ns,
                 deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
                 expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
                 lease_ends_ns=lease_ends_ns,
@@ -241,8 +233,6 @@ class Scheduler:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
         self.ledger.start(request.request)
-        if self.policy.projection is not None:
-            self.policy.projection.start(request.request)
         # The first token proves that the KV cache left the prefiller.
         self._release_prefill(request)
         return self._probe()
@@ -251,8 +241,6 @@ class Scheduler:
         if not request.started or tokens < 0:
             raise LifecycleError(f"request {request.request} cannot emit {tokens} tokens now")
         self.ledger.emit(request.request, tokens)
-        if self.policy.projection is not None:
-            self.policy.projection.emit(request.request, tokens)
         return []
 
     def _prefill_again(self, request: Request, trigger: Trigger) -> list[Action]:
@@ -298,9 +286,9 @@ class Scheduler:
                 if not gone:
                     assert request.rank is not None
                     actions.append(AbortDecode(request.request, request.rank))
-                if request.prefiller is not None and not gone:
-                    # Nobody will pull these blocks any more, unless the pull is under way.
-                    actions.append(ReleasePrefill(request.request, request.prefiller))
+                    if request.prefiller is not None:
+                        # Nobody will pull these blocks any more, unless the pull is under way.
+                        actions.append(ReleasePrefill(request.request, request.prefiller))
                 self._release_prefill(request)
                 self._unbind(request)
             case State.DONE | State.FAILED | State.CANCELLED:
@@ -310,8 +298,6 @@ class Scheduler:
 
     def _unbind(self, request: Request) -> None:
         held = self.ledger.unbind(request.request)
-        if self.policy.projection is not None:
-            self.policy.projection.unbind(request.request)
         # If it is decoded again, what it emitted has to be prefilled with the prompt.
         request.emitted_before += held - request.prompt_tokens
         request.prompt_tokens = held
@@ -323,7 +309,6 @@ class Scheduler:
         assert request.probing
         self.prefillers.end_probe(request.prefiller)
         request.probing = False
-        self._probing -= 1
 
     def _release_prefill(self, request: Request) -> None:
         if request.prefiller is not None:
@@ -342,10 +327,7 @@ class Scheduler:
             request = self.requests[number]
             request.move(Trigger.ADMIT)
             request.rank = rank
-            tokens = request.prompt_tokens
-            self.ledger.bind(number, rank, tokens)
-            if self.policy.projection is not None:
-                self.policy.projection.bind(number, rank, tokens, request.emitted_before)
+            self.ledger.bind(number, rank, request.prompt_tokens, age=request.emitted_before)
             actions.append(Admit(number, rank))
         # Admissions made room in the pool.
         return actions + self._probe()

@@ -310,7 +310,6 @@ class _SubsetTable:
     addition a row.
 
     Attributes:
-        level_starts: level_starts[k] is the first row of k members; a last entry ends the table.
         num_items: int8[rows], members.
         masks: uint64[rows], a bit per member, index 0 the most significant. Among subsets of equal
             size a larger mask is a lexicographically smaller tuple.
@@ -332,7 +331,6 @@ class _SubsetTable:
             self._levels.append((parents, lasts))
             masks.append(masks[-1][parents] | bits[lasts])
         sizes = [len(level) for level in masks]
-        self.level_starts = [0, *accumulate(sizes)]
         self.num_items: NDArray[np.int8] = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
         self.masks: NDArray[np.uint64] = np.concatenate(masks)
         self._num = num

@@ -56,20 +56,19 @@ def make_table(
     """
     base = results[0].mean["output_tokens_per_s"]
 
-    def plain(result: PolicyResult, name: str, digits: int, scale: float = 1.0) -> str:
-        if not narrow:
-            return _figure(result, name, digits, scale=scale)
-        return f"{scale * result.mean[name]:,.{digits}f}"
+    def cell(result: PolicyResult, name: str, digits: int, scale: float = 1.0) -> str:
+        error = 0.0 if narrow else scale * result.stderr[name]
+        return figure(scale * result.mean[name], error, digits)
 
     columns: list[tuple[str, bool, Callable[[PolicyResult], str]]] = [
-        ("imbalance\ntokens", True, lambda r: plain(r, "mean_imbalance_tokens", 0)),
-        ("idle\n%", True, lambda r: plain(r, "idle_fraction", 1, 100)),
-        ("output\ntokens/s", True, lambda r: plain(r, "output_tokens_per_s", 0)),
+        ("imbalance\ntokens", True, lambda r: cell(r, "mean_imbalance_tokens", 0)),
+        ("idle\n%", True, lambda r: cell(r, "idle_fraction", 1, 100)),
+        ("output\ntokens/s", True, lambda r: cell(r, "output_tokens_per_s", 0)),
         ("\nx", True, lambda r: f"{r.mean['output_tokens_per_s'] / base:.2f}"),
-        ("TPOT ms\np50", False, lambda r: plain(r, "tpot_ms_p50", 1)),
-        ("TPOT ms\np95", True, lambda r: plain(r, "tpot_ms_p95", 1)),
-        ("wait s\np50", True, lambda r: plain(r, "pool_wait_s_p50", 2)),
-        ("wait s\np99", True, lambda r: plain(r, "pool_wait_s_p99", 2)),
+        ("TPOT ms\np50", False, lambda r: cell(r, "tpot_ms_p50", 1)),
+        ("TPOT ms\np95", True, lambda r: cell(r, "tpot_ms_p95", 1)),
+        ("wait s\np50", True, lambda r: cell(r, "pool_wait_s_p50", 2)),
+        ("wait s\np99", True, lambda r: cell(r, "pool_wait_s_p99", 2)),
         ("wait s\nmax", True, lambda r: f"{r.mean['pool_wait_s_max']:.1f}"),
         (
             "dispatch µs\np50 / p99",
@@ -91,7 +90,7 @@ def make_table(
     for heading, _, _ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        table.add_row(result.policy, *(figure(result) for _, _, figure in shown))
+        table.add_row(result.policy, *(show(result) for _, _, show in shown))
     return table
 
 
@@ -100,8 +99,8 @@ def _columns(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
-def _figure(result: PolicyResult, name: str, digits: int, *, scale: float = 1.0) -> str:
-    mean, error = scale * result.mean[name], scale * result.stderr[name]
+def figure(mean: float, error: float, digits: int) -> str:
+    """Return a mean with its standard error, or alone if there is none."""
     if error == 0.0:
         return f"{mean:,.{digits}f}"
     return f"{mean:,.{digits}f} ±{error:,.{digits}f}"

@@ -92,7 +92,6 @@ def entry(number: int, prompt_tokens: int, deadline_ns: int | None = None) -> Po
         RequestId(number),
         prompt_tokens,
         age=0,
-        entered_ns=0,
         deadline_ns=deadline_ns,
         expires_ns=None,
         lease_ends_ns=None,

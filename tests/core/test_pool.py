@@ -20,7 +20,6 @@ def entry(
         RequestId(number),
         prompt_tokens,
         age=0,
-        entered_ns=0,
         deadline_ns=deadline_ns,
         expires_ns=expires_ns,
         lease_ends_ns=lease_ends_ns,

@@ -14,7 +14,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
-from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
+from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, no_lap
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.projection import Form, Projection
 
@@ -104,6 +104,17 @@ class PolicySettings:
             if number == inf and name != "patience":
                 raise ConfigError(f"{name} is {number}, must be finite")
 
+    def resolved(self, *, ranks: int, batch_limit: int) -> "PolicySettings":
+        """Return the settings with every None replaced by its default for a fleet."""
+        default = Form.POINT if self.paper else Form.EXPECTED
+        return replace(
+            self,
+            beta=self.beta or BETA_PER_RANK * ranks,
+            theta=ranks if self.theta is None else self.theta,
+            patience=self.patience or PATIENCE_PER_SLOT * ranks * batch_limit,
+            form=self.form or default,
+        )
+
 
 # Measured on the public traces; docs/results.md has the sweeps.
 BETA_PER_RANK = 3.0
@@ -119,7 +130,7 @@ class Ingredients:
         batch_limit: B.
         settings: The knobs.
         rng: Seeded generator of the randomised baselines.
-        predictor: BR-H's; None projects that every request stays.
+        predictor: BR-H's.
         lap: Told the name of each dispatch stage as it ends.
     """
 
@@ -128,20 +139,20 @@ class Ingredients:
     settings: PolicySettings
     rng: "random.Random"
     predictor: "Predictor"
-    lap: Callable[[str], None] | None = None
+    lap: Callable[[str], None] = no_lap
 
 
 def _two_stage(parts: Ingredients, weights: Weights, projection: Projection | None) -> TwoStage:
     chosen = parts.settings
+    assert chosen.theta is not None
+    assert chosen.patience is not None
     settings = TwoStageSettings(
         weights=weights,
-        theta=parts.ranks if chosen.theta is None else chosen.theta,
+        theta=chosen.theta,
         window=chosen.window,
-        patience=chosen.patience or PATIENCE_PER_SLOT * parts.ranks * parts.batch_limit,
+        patience=chosen.patience,
         paper=chosen.paper,
     )
-    if parts.lap is None:
-        return TwoStage(settings, projection)
     return TwoStage(settings, projection, parts.lap)
 
 
@@ -152,9 +163,10 @@ def _br_0(parts: Ingredients) -> Policy:
 
 def _br_h(parts: Ingredients) -> Policy:
     settings = parts.settings
-    beta = BETA_PER_RANK * parts.ranks if settings.beta is None else settings.beta
+    assert settings.beta is not None
+    assert settings.form is not None
     steps = discounts(settings.horizon_steps, settings.gamma)
-    weights = Weights(steps, alpha=settings.alpha, beta=beta)
+    weights = Weights(steps, alpha=settings.alpha, beta=settings.beta)
     if settings.horizon_steps == 0:
         return _two_stage(parts, weights, None)
     projection = Projection(
@@ -162,7 +174,7 @@ def _br_h(parts: Ingredients) -> Policy:
         horizon_steps=settings.horizon_steps,
         refresh_tokens=settings.refresh_tokens,
         predictor=parts.predictor,
-        form=settings.form or (Form.POINT if settings.paper else Form.EXPECTED),
+        form=settings.form,
     )
     return _two_stage(parts, weights, projection)
 
@@ -194,4 +206,5 @@ def make_policy(name: str, parts: Ingredients) -> Policy:
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    return POLICIES[name](parts)
+    settings = parts.settings.resolved(ranks=parts.ranks, batch_limit=parts.batch_limit)
+    return POLICIES[name](replace(parts, settings=settings))

@@ -1,7 +1,8 @@
 """What a policy sees, what it answers, and the contract between.
 
-A new policy is one new file here and a line in the registry: a class with the members of `Policy`, or
-just a choice of rank for `OldestFirst`. A policy never sees a clock, a socket, a log or an unseeded generator.
+A new policy is one new file here and a line in the registry: a class with the members of `Policy`,
+or just a choice of rank for `OldestFirst`. A policy never sees a clock, a socket, a log or an
+unseeded generator.
 """
 
 from collections.abc import Callable

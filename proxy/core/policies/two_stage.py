@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.events import RankId
-from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
+from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.subset import best_subset
 
 
-def _no_lap(stage: str) -> None:
+def no_lap(stage: str) -> None:
+    """Ignore that a stage ended."""
     del stage
 
 
@@ -72,7 +73,7 @@ class TwoStage:
         self,
         settings: TwoStageSettings,
         projection: Projection | None,
-        lap: Callable[[str], None] = _no_lap,
+        lap: Callable[[str], None] = no_lap,
     ) -> None:
         self.projection = projection
         self._settings = settings
@@ -203,22 +204,22 @@ class _Round:
         for the best subset, and for the best one around the oldest entry and its credit.
         """
         sizes = [entry.prompt_tokens for entry in candidates]
-        limit = None if room >= UNLIMITED // 2 else room
         peak = self._balance.peak(rank)
 
         def score(total: int) -> float:
             return self._balance.score(rank, total)
 
-        free = best_subset(sizes, slots, peak, score, max_total=limit)
+        free = best_subset(sizes, slots, peak, score, max_total=room)
         credit = self._credit(candidates[0])
         if credit > 0.0:
             first = sizes[0]
+            alone = score(first)
             rest = best_subset(
                 sizes[1:],
                 slots - 1,
                 max(peak - first, 0.0),
-                lambda total: score(first + total) - score(first),
-                max_total=None if limit is None else limit - first,
+                lambda total: score(first + total) - alone,
+                max_total=room - first,
             )
             value = score(first + rest.total) + credit
             if value > 0.0 and value > score(free.total):
