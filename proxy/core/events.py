@@ -3,11 +3,12 @@
 The vocabulary of the whole package is fixed here:
 
 * **request**: one client request; **prompt_tokens** s, tokens emitted so far = **age** a, its KV
-  load w = s + a.
+  load w = s + a. It takes one **slot** of a rank for each sequence it runs (OpenAI's `n`), so that
+  with n slots its load is n s at first and grows by n a step.
 * **prefiller**: an engine instance that computes prompts; **rank**: one data-parallel decode
   worker. All ranks of a fleet end each decode **step** together, at the barrier.
-* **pool**: prefilled requests that wait for a decode slot. **Admit** = bind a pooled request to a
-  rank; the binding lasts until the request leaves decode.
+* **pool**: requests that wait for a decode slot: prefilled ones, and those that need no prefill.
+  **Admit** = bind a pooled request to a rank; the binding lasts until the request leaves decode.
 
 Times are integer nanoseconds of the driver's clock. A request id is its arrival number: ids grow in
 order of arrival, and every tie between requests is broken by the lower id.
@@ -23,15 +24,28 @@ PrefillerId = NewType("PrefillerId", int)
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A client request was accepted. `prompt_tokens` may be an estimate until prefill is done."""
+    """A client request was accepted.
+
+    Attributes:
+        request: A number above all earlier ones.
+        prompt_tokens: May be an estimate until prefill is done.
+        slots: Sequences it will run.
+        prefill: False if the decode engine computes the prompt itself: the request then goes to
+            the pool at once, whatever the pool's limit, and never holds a prefiller.
+    """
 
     request: RequestId
     prompt_tokens: int
+    slots: int = 1
+    prefill: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """The prefiller holds the prompt's KV cache; `lease_expires_ns` is when it may drop it."""
+    """The prefiller holds the prompt's KV cache.
+
+    `lease_expires_ns` is when it may drop the KV cache; None if no lease is known.
+    """
 
     request: RequestId
     prompt_tokens: int
@@ -40,7 +54,21 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLost:
-    """The prefill failed, or its KV cache is gone before decode pulled it: prefill again."""
+    """The prefill failed, or its KV cache is gone before decode pulled it: prefill again.
+
+    With `elsewhere` not on the same prefiller, as long as another one is open, be it full.
+    """
+
+    request: RequestId
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLost:
+    """The rank never took the request: back to the pool, and to another rank if one is open.
+
+    Its KV cache is still on the prefiller, under the same lease.
+    """
 
     request: RequestId
 
@@ -59,7 +87,10 @@ class StepCompleted:
 
 @dataclass(frozen=True, slots=True)
 class TokensEmitted:
-    """One request emitted `tokens` tokens beyond what the completed steps account for."""
+    """One request emitted `tokens` tokens beyond what the completed steps account for.
+
+    Summed over its sequences. Negative if the steps gave it too many, down to leaving it its prompt.
+    """
 
     request: RequestId
     tokens: int
@@ -74,7 +105,7 @@ class RequestRecomputed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The request emitted its last token."""
+    """The request emitted its last token; it need not have been seen to start."""
 
     request: RequestId
 
@@ -94,6 +125,34 @@ class RequestCancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class RankClosed:
+    """The rank takes no new request; what it has continues. It may be closed already."""
+
+    rank: RankId
+
+
+@dataclass(frozen=True, slots=True)
+class RankOpened:
+    """The rank takes requests again. It may be open already."""
+
+    rank: RankId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerClosed:
+    """The prefiller takes no new probe; what it has continues. It may be closed already."""
+
+    prefiller: PrefillerId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerOpened:
+    """The prefiller takes probes again. It may be open already."""
+
+    prefiller: PrefillerId
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Decide now. Feed every event that is due first: one decision then sees them all."""
 
@@ -102,6 +161,7 @@ Event = (
     RequestArrived
     | PrefillDone
     | PrefillLost
+    | DecodeLost
     | DecodeStarted
     | StepCompleted
     | TokensEmitted
@@ -109,6 +169,10 @@ Event = (
     | RequestFinished
     | RequestFailed
     | RequestCancelled
+    | RankClosed
+    | RankOpened
+    | PrefillerClosed
+    | PrefillerOpened
     | Tick
 )
 
@@ -156,7 +220,7 @@ class AbortDecode:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """`request` outlived the pool's time to live; answer the client with an error."""
+    """`request` outlived the queue's or the pool's time to live; answer it with an error."""
 
     request: RequestId
 

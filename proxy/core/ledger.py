@@ -1,8 +1,8 @@
 """KV tokens and slots per decode rank: the only writer of load.
 
 The ledger mirrors the decode engines: a request is *bound* when it is sent to a rank and *started*
-once it is in the rank's batch; a started request gains one KV token a step. Started requests are
-not touched one by one: a rank's load grows by its number of started requests, and a request's own
+once it is in the rank's batch; a started request gains one KV token per slot and step. Started
+requests are not touched one by one: a rank's load grows by its started slots, and a request's own
 tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
 
 A policy that looks ahead gets the same changes as a `Projection`, which the ledger keeps in step.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Binding:
     rank: RankId
+    slots: int
     kv_tokens: int  # At `since_step` if started, else now.
     since_step: int | None = None
 
@@ -37,8 +38,8 @@ class Ledger:
 
     Attributes:
         loads: int64[G], KV tokens of the bound requests.
-        bound: int64[G], requests sent to each rank and not yet gone.
-        started: int64[G], those of them in the rank's batch.
+        bound: int64[G], slots of the requests sent to each rank and not yet gone.
+        started: int64[G], slots of those of them in the rank's batch.
     """
 
     def __init__(self, ranks: int, projection: "Projection | None" = None) -> None:
@@ -49,33 +50,35 @@ class Ledger:
         self._step = 0
         self._bindings: dict[RequestId, _Binding] = {}
 
-    def bind(self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0) -> None:
-        """Charge `request` to `rank`; `age` is how many tokens it has emitted before."""
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0, slots: int = 1
+    ) -> None:
+        """Charge `request` to `rank`; `age` is how many tokens each sequence has emitted before."""
         assert request not in self._bindings, f"request {request} is bound twice"
-        self._bindings[request] = _Binding(rank, kv_tokens)
+        self._bindings[request] = _Binding(rank, slots, kv_tokens)
         self.loads[rank] += kv_tokens
-        self.bound[rank] += 1
+        self.bound[rank] += slots
         if self._projection is not None:
-            self._projection.bind(request, rank, kv_tokens, age)
+            self._projection.bind(request, rank, kv_tokens, age, slots)
 
     def start(self, request: RequestId) -> None:
         """Note that `request` joined its rank's batch: from now on it grows with the steps."""
         binding = self._bindings[request]
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
-        self.started[binding.rank] += 1
+        self.started[binding.rank] += binding.slots
         if self._projection is not None:
             self._projection.start(request)
 
     def step(self) -> None:
-        """Give every started request one more token."""
+        """Give every started request one more token per slot."""
         self._step += 1
         self.loads += self.started
         if self._projection is not None:
             self._projection.step()
 
     def emit(self, request: RequestId, tokens: int) -> None:
-        """Give one request `tokens` more tokens than the steps gave it."""
+        """Give one request `tokens` more tokens than the steps gave it, or take some back."""
         binding = self._bindings[request]
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
@@ -87,13 +90,13 @@ class Ledger:
         return self._tokens(self._bindings[request])
 
     def unbind(self, request: RequestId) -> int:
-        """Release the slot and the load of `request`; return the KV tokens it held."""
+        """Release the slots and the load of `request`; return the KV tokens it held."""
         binding = self._bindings.pop(request)
         tokens = self._tokens(binding)
         self.loads[binding.rank] -= tokens
-        self.bound[binding.rank] -= 1
+        self.bound[binding.rank] -= binding.slots
         if binding.since_step is not None:
-            self.started[binding.rank] -= 1
+            self.started[binding.rank] -= binding.slots
         if self._projection is not None:
             self._projection.unbind(request)
         return tokens
@@ -105,8 +108,8 @@ class Ledger:
         started = np.zeros_like(self.started)
         for binding in self._bindings.values():
             loads[binding.rank] += self._tokens(binding)
-            bound[binding.rank] += 1
-            started[binding.rank] += binding.since_step is not None
+            bound[binding.rank] += binding.slots
+            started[binding.rank] += binding.slots * (binding.since_step is not None)
         assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
         assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
         assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
@@ -116,4 +119,4 @@ class Ledger:
     def _tokens(self, binding: _Binding) -> int:
         if binding.since_step is None:
             return binding.kv_tokens
-        return binding.kv_tokens + self._step - binding.since_step
+        return binding.kv_tokens + binding.slots * (self._step - binding.since_step)

@@ -4,9 +4,10 @@ Rules:
 
 1. Every transition is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
 2. What a request holds follows from its state alone: a probe and KV budget on one prefiller from
-   `PREFILLING` on, a place in the pool in `POOLED`, a slot on one rank in `DECODING`. The prefill
-   budget outlives the pool: it is held until the first decoded token shows that the transfer is
-   over.
+   `PREFILLING` on, a place in the pool in `POOLED`, its slots on one rank in `DECODING`. The
+   prefill budget outlives the pool: it is held until the first decoded token shows that the
+   transfer is over. A request without prefill never holds a probe or a prefill budget, in any
+   state; it is `QUEUED` only for the instant before it goes to the pool.
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
 
@@ -20,6 +21,9 @@ from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 class State(Enum):
     """Where a request stands."""
 
+    # Enum's own hash is Python code, and every transition looks a pair up.
+    __hash__ = object.__hash__
+
     QUEUED = auto()
     PREFILLING = auto()
     POOLED = auto()
@@ -32,10 +36,14 @@ class State(Enum):
 class Trigger(Enum):
     """What moves a request from one state to another."""
 
+    __hash__ = object.__hash__
+
     PROBE = auto()
+    SKIP_PREFILL = auto()
     PREFILLED = auto()
     PREFILL_LOST = auto()
     ADMIT = auto()
+    DECODE_LOST = auto()
     RECOMPUTE = auto()
     FINISH = auto()
     FAIL = auto()
@@ -44,6 +52,8 @@ class Trigger(Enum):
 
 TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.QUEUED, Trigger.PROBE): State.PREFILLING,
+    # The decode engine will compute the prompt itself.
+    (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
     (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
     (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
     # A prefiller that meets the stop condition on its one token has answered the whole request.
@@ -53,6 +63,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.DECODING, Trigger.RECOMPUTE): State.QUEUED,
     # The decoder found the KV cache gone before it could pull it.
     (State.DECODING, Trigger.PREFILL_LOST): State.QUEUED,
+    # The rank never took the request, whose KV cache is where it was.
+    (State.DECODING, Trigger.DECODE_LOST): State.POOLED,
     (State.DECODING, Trigger.FINISH): State.DONE,
 } | {
     (state, trigger): end
@@ -67,24 +79,45 @@ class Request:
 
     Attributes:
         request: Arrival number.
-        prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far.
-        emitted_before: Tokens emitted in earlier bindings (0 unless it was recomputed).
+        prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
+            (of several sequences: their mean, rounded up).
+        waiting_since_ns: When it arrived, or else came back from being served.
+        slots: Sequences that it runs.
+        prefill: Whether a prefiller computes its prompt.
+        emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
+            recomputed).
         prefiller: The prefiller whose budget it holds, if any.
         probing: Whether its probe is still running there.
-        pooled_ns: When it first entered the pool.
-        rank: The rank whose slot it holds, if any.
+        lost_on_prefillers: Prefillers that it should not go to again, the latest last.
+        prefilled_ns: When it was last prefilled.
+        lease_expires_ns: When that prefill's KV cache may be dropped, if known.
+        pooled_ns: When it first entered the pool since it was last served.
+        rank: The rank whose slots it holds, if any.
         started: Whether it joined the rank's batch.
+        lost_on_ranks: Ranks that it should not go to again, the latest last.
     """
 
     request: RequestId
     prompt_tokens: int
+    waiting_since_ns: int
+    slots: int = 1
+    prefill: bool = True
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
     probing: bool = False
+    lost_on_prefillers: tuple[PrefillerId, ...] = ()
+    prefilled_ns: int | None = None
+    lease_expires_ns: int | None = None
     pooled_ns: int | None = None
     rank: RankId | None = None
     started: bool = False
+    lost_on_ranks: tuple[RankId, ...] = ()
+
+    @property
+    def kv_tokens(self) -> int:
+        """What it adds to the load of a rank that takes it now."""
+        return self.prompt_tokens * self.slots
 
     def move(self, trigger: Trigger) -> None:
         """Take the transition for `trigger`.

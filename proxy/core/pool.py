@@ -1,16 +1,16 @@
-"""The prompt pool: prefilled requests in order of arrival.
+"""The prompt pool: requests that wait for a decode slot, in order of arrival.
 
 The pool keeps for each entry how often it was **overtaken**, that is, how many later arrivals were
 admitted while it waited. Unlike a waiting time this does not depend on the load: it is what a
 free choice among the pooled requests costs this one request compared with first come, first served.
 """
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.timers import Timers
 
 # Weight of one more arrival in the running mean of prompt lengths: remembers about 128 arrivals.
 _MEAN_WEIGHT = 1 / 128
@@ -18,7 +18,20 @@ _MEAN_WEIGHT = 1 / 128
 
 @dataclass(slots=True, eq=False)
 class PoolEntry:
-    """One waiting request. `age` is the number of tokens it emitted before a recompute."""
+    """One waiting request.
+
+    Attributes:
+        request: Its number.
+        prompt_tokens: Tokens of its prompt, and of what it emitted before a recompute.
+        age: Tokens that a sequence of it emitted before a recompute.
+        deadline_ns: When it goes first; None for never.
+        expires_ns: When it is given up; None for never.
+        lease_ends_ns: When its KV cache counts as lost; None for never.
+        slots: Sequences that it runs. One free slot is enough for it to go to a rank.
+        lost_on: Ranks that it must not go to while others are open, the earliest loss first.
+        overtaken: Later arrivals that were admitted while it waited.
+        kv_tokens: What it adds to the load of the rank that takes it.
+    """
 
     request: RequestId
     prompt_tokens: int
@@ -26,7 +39,13 @@ class PoolEntry:
     deadline_ns: int | None
     expires_ns: int | None
     lease_ends_ns: int | None
+    slots: int = 1
+    lost_on: tuple[RankId, ...] = ()
     overtaken: int = 0
+    kv_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_tokens = self.prompt_tokens * self.slots
 
 
 class Pool:
@@ -34,15 +53,19 @@ class Pool:
 
     Admissions come from the front in practice, so removal costs O(distance from the front) plus one
     memory move.
+
+    Attributes:
+        slots: Slots that the waiting requests want.
+        mean_prompt_tokens: Running mean over the entries that were added.
     """
 
     def __init__(self) -> None:
         self._order: list[RequestId] = []
         self._entries: dict[RequestId, PoolEntry] = {}
-        # Heaps of (time, request); an entry that left is skipped when its time comes up.
-        self._deadlines: list[tuple[int, RequestId]] = []
-        self._expiries: list[tuple[int, RequestId]] = []
-        self._leases: list[tuple[int, RequestId]] = []
+        self._deadlines = Timers()
+        self._expiries = Timers()
+        self._leases = Timers()
+        self.slots = 0
         self.mean_prompt_tokens = 0.0
 
     def __len__(self) -> int:
@@ -65,19 +88,20 @@ class Pool:
         else:
             self._order.append(entry.request)
         self._entries[entry.request] = entry
-        for heap, time_ns in (
-            (self._deadlines, entry.deadline_ns),
-            (self._expiries, entry.expires_ns),
-            (self._leases, entry.lease_ends_ns),
-        ):
-            if time_ns is not None:
-                heapq.heappush(heap, (time_ns, entry.request))
+        self._set_timers(entry)
+        self.slots += entry.slots
         if self.mean_prompt_tokens == 0.0:
             self.mean_prompt_tokens = float(entry.prompt_tokens)
         else:
             self.mean_prompt_tokens += _MEAN_WEIGHT * (
                 entry.prompt_tokens - self.mean_prompt_tokens
             )
+
+    def replace(self, entry: PoolEntry) -> None:
+        """Give a waiting request new times; it keeps its place and its overtakings."""
+        entry.overtaken = self._entries[entry.request].overtaken
+        self._entries[entry.request] = entry
+        self._set_timers(entry)
 
     def oldest(self, count: int) -> list[PoolEntry]:
         """Return the first `count` entries in order of arrival."""
@@ -89,47 +113,44 @@ class Pool:
         place = self._place(request)
         for older in self._order[:place]:
             self._entries[older].overtaken += 1
-        del self._order[place]
-        return self._entries.pop(request)
+        return self._take_out(place)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""
-        del self._order[self._place(request)]
-        return self._entries.pop(request)
+        return self._take_out(self._place(request))
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
-        late: list[tuple[int, RequestId]] = []
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            time_ns, request = heapq.heappop(self._deadlines)
-            entry = self._entries.get(request)
-            # An entry that came back with its old time is queued twice; equals come in a row.
-            if (
-                entry is not None
-                and entry.deadline_ns == time_ns
-                and (time_ns, request) not in late[-1:]
-            ):
-                late.append((time_ns, request))
-        for item in late:  # Still waiting, so still overdue at the next call.
-            heapq.heappush(self._deadlines, item)
-        return [self._entries[request] for request in sorted(request for _, request in late)]
+        return [self._entries[request] for request in sorted(self._deadlines.due(now_ns))]
 
     def expired(self, now_ns: int) -> list[RequestId]:
         """Return the entries whose time to live is over. The caller removes them."""
-        return self._due(self._expiries, "expires_ns", now_ns)
+        return self._expiries.take_due(now_ns)
 
     def lapsed(self, now_ns: int) -> list[RequestId]:
         """Return the entries whose KV lease must not be used any more. The caller removes them."""
-        return self._due(self._leases, "lease_ends_ns", now_ns)
+        return self._leases.take_due(now_ns)
 
-    def _due(self, heap: list[tuple[int, RequestId]], clock: str, now_ns: int) -> list[RequestId]:
-        due: list[RequestId] = []
-        while heap and heap[0][0] <= now_ns:
-            time_ns, request = heapq.heappop(heap)
-            entry = self._entries.get(request)
-            if entry is not None and getattr(entry, clock) == time_ns and request not in due[-1:]:
-                due.append(request)
-        return due
+    def next_removal_ns(self) -> int | None:
+        """Return when the next entry expires or its lease lapses; None for never."""
+        expiry_ns, lease_ns = self._expiries.first_ns(), self._leases.first_ns()
+        if expiry_ns is None or lease_ns is None:
+            return lease_ns if expiry_ns is None else expiry_ns
+        return min(expiry_ns, lease_ns)
+
+    def _set_timers(self, entry: PoolEntry) -> None:
+        self._deadlines.set(entry.request, entry.deadline_ns)
+        self._expiries.set(entry.request, entry.expires_ns)
+        self._leases.set(entry.request, entry.lease_ends_ns)
+
+    def _take_out(self, place: int) -> PoolEntry:
+        request = self._order.pop(place)
+        self._deadlines.clear(request)
+        self._expiries.clear(request)
+        self._leases.clear(request)
+        entry = self._entries.pop(request)
+        self.slots -= entry.slots
+        return entry
 
     def _place(self, request: RequestId) -> int:
         place = bisect_left(self._order, request)

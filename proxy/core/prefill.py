@@ -1,21 +1,69 @@
 """Prefiller budgets: which prefiller takes the next probe, and what each one still holds.
 
 A prefiller is charged a request's prompt tokens from its probe until the KV cache has left it: the
-first decoded token, or a release. `Prefillers` only counts; the scheduler says when.
+first decoded token, or a release. `Prefillers` only counts; the scheduler says when. Which of the
+prefillers with room takes a probe is a `PrefillChoice`, the seam for prefix affinity.
 """
 
-from balanceroute.proxy.core.events import PrefillerId
+from collections.abc import Sequence
+from typing import Protocol
+
+from balanceroute.proxy.core.avoidance import allowed
+from balanceroute.proxy.core.events import PrefillerId, RequestId
+
+
+class PrefillChoice(Protocol):
+    """Chooses the prefiller of a probe."""
+
+    def choose(
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        candidates: Sequence[PrefillerId],
+        held_tokens: Sequence[int],
+    ) -> PrefillerId:
+        """Return one of the candidates.
+
+        Args:
+            request: Who is to be prefilled.
+            prompt_tokens: Its prompt.
+            candidates: The open prefillers with room for it, ascending; at least one.
+            held_tokens: KV tokens held, by prefiller. Not to be written to.
+        """
+        ...
+
+
+class FewestHeldTokens:
+    """The candidate that holds the fewest KV tokens, on a tie the lowest."""
+
+    def choose(
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        candidates: Sequence[PrefillerId],
+        held_tokens: Sequence[int],
+    ) -> PrefillerId:
+        """Return the emptiest candidate."""
+        del request, prompt_tokens
+        return min(candidates, key=held_tokens.__getitem__)
 
 
 class Prefillers:
     """Probes and KV tokens held on P prefillers.
 
     Args:
-        instances: Number of prefillers, P.
+        instances: Number of prefillers, P. All are open at first.
         probe_limit: Probes that may run on one prefiller at a time; None for no limit.
         kv_capacity_tokens: KV tokens that one prefiller may hold; None for no limit. A prompt
             larger than this still goes to an empty prefiller, so that it fails there with the
             engine's own error instead of waiting forever here.
+        choice: Which prefiller with room takes a probe.
+
+    Attributes:
+        is_open: By prefiller, whether it takes new probes.
+        probes: By prefiller, probes that run.
+        probing: Their sum.
+        held_tokens: By prefiller, KV tokens held.
     """
 
     def __init__(
@@ -24,25 +72,53 @@ class Prefillers:
         *,
         probe_limit: int | None = None,
         kv_capacity_tokens: int | None = None,
+        choice: PrefillChoice | None = None,
     ) -> None:
-        self.probes = [0] * instances
-        self.held_tokens = [0] * instances
+        self.is_open: list[bool] = []
+        self.probes: list[int] = []
+        self.probing = 0
+        self.held_tokens: list[int] = []
+        self._choice = FewestHeldTokens() if choice is None else choice
+        self.reshape(instances, probe_limit=probe_limit, kv_capacity_tokens=kv_capacity_tokens)
+
+    def reshape(
+        self, instances: int, *, probe_limit: int | None, kv_capacity_tokens: int | None
+    ) -> None:
+        """Change the limits, and grow to `instances` prefillers; the new ones are open."""
+        new = instances - len(self.probes)
+        assert new >= 0, "prefillers cannot shrink"
+        self.is_open += [True] * new
+        self.probes += [0] * new
+        self.held_tokens += [0] * new
         self._probe_limit = probe_limit
         self._kv_capacity_tokens = kv_capacity_tokens
 
-    def choose(self, prompt_tokens: int) -> PrefillerId | None:
-        """Return the open prefiller that holds the fewest tokens, or None if all are full."""
-        best: int | None = None
-        for prefiller, held in enumerate(self.held_tokens):
-            if self._open(prefiller, prompt_tokens) and (
-                best is None or held < self.held_tokens[best]
-            ):
-                best = prefiller
-        return None if best is None else PrefillerId(best)
+    def choose(
+        self, request: RequestId, prompt_tokens: int, lost_on: Sequence[PrefillerId] = ()
+    ) -> PrefillerId | None:
+        """Return who takes the probe of a request, or None if it has to wait.
+
+        Args:
+            request: Who is to be prefilled.
+            prompt_tokens: Its prompt.
+            lost_on: Prefillers not to go to while others are open, the earliest loss first.
+        """
+        is_open = allowed(self.is_open, lost_on) if lost_on else self.is_open
+        candidates = [
+            PrefillerId(prefiller)
+            for prefiller, takes_probes in enumerate(is_open)
+            if takes_probes and self._has_room(prefiller, prompt_tokens)
+        ]
+        if not candidates:
+            return None
+        chosen = self._choice.choose(request, prompt_tokens, candidates, self.held_tokens)
+        assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
+        return chosen
 
     def begin_probe(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
         """Charge one probe."""
         self.probes[prefiller] += 1
+        self.probing += 1
         self.held_tokens[prefiller] += prompt_tokens
 
     def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
@@ -54,13 +130,14 @@ class Prefillers:
         """Note that a probe ended; its tokens stay charged."""
         assert self.probes[prefiller] > 0, f"prefiller {prefiller} has no probe to end"
         self.probes[prefiller] -= 1
+        self.probing -= 1
 
     def release(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
         """Uncharge the tokens of a request whose KV cache left the prefiller."""
         assert self.held_tokens[prefiller] >= prompt_tokens, f"prefiller {prefiller} released twice"
         self.held_tokens[prefiller] -= prompt_tokens
 
-    def _open(self, prefiller: int, prompt_tokens: int) -> bool:
+    def _has_room(self, prefiller: int, prompt_tokens: int) -> bool:
         if self._probe_limit is not None and self.probes[prefiller] >= self._probe_limit:
             return False
         held = self.held_tokens[prefiller]

@@ -12,6 +12,9 @@ Two forms of a deposit, w the request's KV tokens and h steps ahead:
 * **point** (the paper's): w + h up to a predicted departure, then 0. An estimate of H means that
   the request stays. Paper: §C.1, Eq. 7.
 
+A request with several sequences gains one token for each of them a step; it is expected to go on as
+long as one sequence alone.
+
 Between refreshes a request is known to be still running, which its older deposit does not know.
 The expected form corrects for it per rank: the row is scaled so that its first column is the load
 that the rank has now. A refresh is due early when the deposit has become implausible: at the
@@ -63,6 +66,7 @@ class Projection:
         predictor: "Predictor",
         form: Form,
     ) -> None:
+        self.ranks = ranks
         self.horizon_steps = horizon_steps
         self._refresh = refresh_tokens
         self._predictor = predictor
@@ -81,17 +85,22 @@ class Projection:
         self._rank = np.zeros(slots, np.int64)
         self._since = np.zeros(slots, np.int64)
         self._tokens = np.zeros(slots, np.int64)
-        self._age = np.zeros(slots, np.int64)
+        self._sequences = np.ones(slots, np.int64)
+        # What the sequences held before their first token: age = (tokens - base) / sequences.
+        self._base = np.zeros(slots, np.int64)
         self._due = np.full(slots, -1, np.int64)
         self._started = np.zeros(slots, np.bool_)
         self._deposit: NDArray[np.int32] = np.zeros((slots, self._width), np.int32)
         # Slots to refresh by step modulo M + 1; a slot whose `_due` moved on is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(refresh_tokens + 1)]
         # Slots bound since the last deposit; they wait so that one prediction serves them all.
-        self._new: list[int] = []
+        # A dictionary for its order.
+        self._new: dict[int, None] = {}
 
-    def bind(self, request: RequestId, rank: RankId, kv_tokens: int, age: int) -> None:
-        """Add a request that holds `kv_tokens` and has emitted `age` tokens."""
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
+    ) -> None:
+        """Add a request that holds `kv_tokens`, each sequence having emitted `age` tokens."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -100,9 +109,10 @@ class Projection:
         self._rank[slot] = rank
         self._since[slot] = self._now
         self._tokens[slot] = kv_tokens
-        self._age[slot] = age
+        self._sequences[slot] = sequences
+        self._base[slot] = kv_tokens - age * sequences
         self._started[slot] = False
-        self._new.append(slot)
+        self._new[slot] = None
 
     def start(self, request: RequestId) -> None:
         """Note that the request decodes from now on; until now it did not grow with the steps."""
@@ -112,10 +122,10 @@ class Projection:
         self._started[slot] = True
 
     def emit(self, request: RequestId, tokens: int) -> None:
-        """Give one request `tokens` more tokens than the steps gave it."""
+        """Give one request `tokens` more tokens than the steps gave it, or take some back."""
         slot = self._slot_of[request]
         passed = int(self._now - self._since[slot]) if self._started[slot] else 0
-        self._restart(slot, grown=passed + tokens)
+        self._restart(slot, grown=passed * int(self._sequences[slot]) + tokens)
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
@@ -124,7 +134,7 @@ class Projection:
         self._free.append(slot)
 
     def step(self) -> None:
-        """Advance by one step: every deposit grows by one token, and due predictions refresh."""
+        """Advance by one step: every sequence grows by a token, and due predictions refresh."""
         self._flush()
         self._now += 1
         self._head += 1
@@ -155,11 +165,13 @@ class Projection:
         ahead[:, 0] = loads
         return ahead
 
-    def newcomer(self, request: RequestId, kv_tokens: int, age: int) -> NDArray[np.float64]:
+    def newcomer(
+        self, request: RequestId, kv_tokens: int, age: int, sequences: int = 1
+    ) -> NDArray[np.float64]:
         """Return float64[H + 1], what a request would add if it were admitted now."""
         steps = self.horizon_steps
         survival = self._predictor.survival([request], np.array([age]), steps)
-        grown = kv_tokens + self._ahead[: steps + 1]
+        grown = kv_tokens + sequences * self._ahead[: steps + 1]
         if self._form is Form.EXPECTED:
             return np.asarray(grown * survival[0])
         return np.asarray(grown * (self._ahead[: steps + 1] < self._departures(survival)[0]))
@@ -196,9 +208,11 @@ class Projection:
     def _predict(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the deposits, int32[n, W], and the steps until each is due for a refresh."""
         requests = [self._request[slot] for slot in slots.tolist()]
-        ages = self._age[slots]
+        tokens, sequences = self._tokens[slots], self._sequences[slots]
+        ages = (tokens - self._base[slots]) // sequences
         survival = self._predictor.survival(requests, ages, self._width - 1)
-        values = np.add.outer(self._tokens[slots], self._ahead, dtype=np.float64)
+        values = np.multiply.outer(sequences, self._ahead, dtype=np.float64)
+        values += tokens[:, None]
         # Requests admitted together would refresh together forever; their numbers set them apart.
         wait = self._refresh - (ages + np.array(requests)) % self._refresh
         if self._form is Form.EXPECTED:
@@ -215,7 +229,7 @@ class Projection:
 
     def _flush(self) -> None:
         if self._new:
-            slots = np.array(self._new)
+            slots = np.array(list(self._new))
             self._new.clear()
             self._make_deposits(slots)
 
@@ -224,9 +238,7 @@ class Projection:
         columns = np.minimum(passed[:, None] + self._ahead, self._width)
         padded = np.pad(self._deposit[slots], ((0, 0), (0, 1)))
         rest = np.take_along_axis(padded, columns, axis=1)
-        grown = np.where(self._started[slots], passed, 0)
-        self._tokens[slots] += grown
-        self._age[slots] += grown
+        self._tokens[slots] += np.where(self._started[slots], passed, 0) * self._sequences[slots]
         self._since[slots] = self._now
         self._make_deposits(slots, instead_of=rest)
 
@@ -250,15 +262,14 @@ class Projection:
     def _restart(self, slot: int, *, grown: int) -> None:
         self._withdraw(slot)
         self._tokens[slot] += grown
-        self._age[slot] += grown
         self._since[slot] = self._now
-        self._new.append(slot)
+        self._new[slot] = None
 
     def _withdraw(self, slot: int) -> None:
         """Take the rest of a deposit back, or forget the deposit that was still to be made."""
         self._due[slot] = -1
         if slot in self._new:
-            self._new.remove(slot)
+            del self._new[slot]
             return
         passed = int(self._now - self._since[slot])
         rest = self._deposit[slot, passed:]
@@ -271,7 +282,8 @@ class Projection:
         self._rank = np.concatenate([self._rank, np.zeros_like(self._rank)])
         self._since = np.concatenate([self._since, np.zeros_like(self._since)])
         self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
-        self._age = np.concatenate([self._age, np.zeros_like(self._age)])
+        self._sequences = np.concatenate([self._sequences, np.ones_like(self._sequences)])
+        self._base = np.concatenate([self._base, np.zeros_like(self._base)])
         self._started = np.concatenate([self._started, np.zeros_like(self._started)])
         self._due = np.concatenate([self._due, np.full_like(self._due, -1)])
         self._deposit = np.concatenate([self._deposit, np.zeros_like(self._deposit)])

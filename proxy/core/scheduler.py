@@ -6,23 +6,31 @@ and the simulator drive the same object.
 
 The driver's duty: feed events in order of time, then a `Tick`; perform the returned actions in
 order before the next event. Ticks decide admissions, so feed all events that are due before one.
+Where nothing else happens, feed one at `Scheduler.next_deadline_ns`.
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from balanceroute.proxy.core.avoidance import with_loss
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
 from balanceroute.proxy.core.events import (
     AbortDecode,
     AbortPrefill,
     Action,
     Admit,
+    DecodeLost,
     DecodeStarted,
     Event,
     Expire,
     PrefillDone,
+    PrefillerClosed,
+    PrefillerOpened,
     PrefillLost,
+    RankClosed,
+    RankOpened,
     ReleasePrefill,
     RequestArrived,
     RequestCancelled,
@@ -39,62 +47,44 @@ from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.core.prefill import PrefillChoice, Prefillers
+from balanceroute.proxy.core.queue_order import FirstCome, QueueOrder
+from balanceroute.proxy.core.timers import Timers
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The shape of the deployment and the pool's limits.
+__all__ = ["Scheduler", "SchedulerConfig"]
 
-    Attributes:
-        ranks: G, decode ranks.
-        batch_limit: B, requests in a rank's batch.
-        rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
-        prefillers: P, at least 1.
-        probe_limit: Probes that run on one prefiller at a time; None for no limit.
-        prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
-        pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
-            where they hold no KV cache. None for no limit.
-        deadline_ns: Time in the pool after which an entry goes first; None for never.
-        ttl_ns: Time in the pool after which an entry is given up; None for never.
-        lease_margin_ns: How long before its lease ends an entry's KV cache counts as lost; at most
-            half of what is left of the lease, so that a short lease can be used at all.
-    """
-
-    ranks: int
-    batch_limit: int
-    rank_kv_tokens: int | None = None
-    prefillers: int = 1
-    probe_limit: int | None = None
-    prefiller_kv_tokens: int | None = None
-    pool_limit: int | None = None
-    deadline_ns: int | None = None
-    ttl_ns: int | None = None
-    lease_margin_ns: int = 5_000_000_000
-
-    def __post_init__(self) -> None:
-        for name in (
-            "ranks",
-            "batch_limit",
-            "rank_kv_tokens",
-            "prefillers",
-            "probe_limit",
-            "prefiller_kv_tokens",
-            "pool_limit",
-            "deadline_ns",
-            "ttl_ns",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1")
-        if self.lease_margin_ns < 0:
-            raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
+_ENDINGS = {
+    RequestFinished: Trigger.FINISH,
+    RequestFailed: Trigger.FAIL,
+    RequestCancelled: Trigger.CANCEL,
+}
 
 
 class Scheduler:
-    """One decode fleet, its prefillers and its pool."""
+    """One decode fleet, its prefillers and its pool.
 
-    def __init__(self, config: SchedulerConfig, policy: Policy) -> None:
+    Args:
+        config: The deployment and its limits. All ranks and prefillers are open at first.
+        policy: Decides admissions. One scheduler's alone, as it may keep a projection.
+        queue_order: What waits before prefill; None for `FirstCome`.
+        prefill_choice: Who takes a probe; None for `FewestHeldTokens`.
+
+    Raises:
+        ConfigError: The policy was made for another number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        *,
+        queue_order: QueueOrder | None = None,
+        prefill_choice: PrefillChoice | None = None,
+    ) -> None:
+        _check_ranks(config, policy)
         self.config = config
         self.policy = policy
         self.pool = Pool()
@@ -103,62 +93,133 @@ class Scheduler:
             config.prefillers,
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,
+            choice=prefill_choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        # Insertion order is arrival order, but for a request that came back: it goes to the front.
-        self._queue: dict[RequestId, Request] = {}
-        self._returned: dict[RequestId, Request] = {}
+        self._queue: QueueOrder = FirstCome() if queue_order is None else queue_order
+        self._queue_expiries = Timers()
+        self._open_ranks: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
+        self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no rank has taken yet: queued, prefilling or pooled."""
+        return len(self._queue) + self.prefillers.probing + len(self.pool)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event and return what to do about it, in order.
 
         Raises:
-            LifecycleError: The request is unknown, or its state does not allow the event. Nothing
-                was changed.
+            LifecycleError: The request, rank or prefiller is unknown, or the request's state does
+                not allow the event. Nothing was changed.
         """
+        # The most frequent ones first: each case is tried in turn.
         match event:
+            case TokensEmitted(number, tokens):
+                return self._emit(self._get(number), tokens)
             case StepCompleted():
                 self.ledger.step()
                 return []
             case Tick():
                 return self._tick(now_ns)
-            case RequestArrived(number, prompt_tokens):
-                return self._arrive(number, prompt_tokens)
-            case PrefillDone(number, prompt_tokens, lease_ends_ns):
-                return self._prefilled(self._get(number), prompt_tokens, lease_ends_ns, now_ns)
-            case PrefillLost(number):
-                return self._prefill_again(self._get(number), Trigger.PREFILL_LOST)
+            case RequestArrived():
+                return self._arrive(event, now_ns)
+            case PrefillDone():
+                return self._prefilled(self._get(event.request), event, now_ns)
             case DecodeStarted(number):
                 return self._start(self._get(number))
-            case TokensEmitted(number, tokens):
-                return self._emit(self._get(number), tokens)
+            case RequestFinished() | RequestFailed() | RequestCancelled():
+                request = self._get(event.request)
+                return self._end(request, _ENDINGS[type(event)]) + self._probe()
+            case PrefillLost(number, elsewhere):
+                request = self._get(number)
+                return self._lose_prefill(request, elsewhere=elsewhere) + self._probe()
+            case DecodeLost(number):
+                return self._lose_decode(self._get(number), now_ns)
             case RequestRecomputed(number):
-                return self._prefill_again(self._get(number), Trigger.RECOMPUTE)
-            case RequestFinished(number):
-                return self._end(self._get(number), Trigger.FINISH)
-            case RequestFailed(number):
-                return self._end(self._get(number), Trigger.FAIL)
-            case RequestCancelled(number):
-                return self._end(self._get(number), Trigger.CANCEL)
+                return self._recompute(self._get(number), now_ns) + self._probe()
+            case RankClosed() | RankOpened():
+                return self._set_rank(event)
+            case PrefillerClosed() | PrefillerOpened():
+                return self._set_prefiller(event)
+
+    def next_deadline_ns(self) -> int | None:
+        """Return the earliest time at which a `Tick` would act of its own accord; None for never.
+
+        That is when a request is given up or a lease lapses. It may be past. A pool deadline is not
+        among them: it only decides who goes first once there is room.
+        """
+        removal_ns, expiry_ns = self.pool.next_removal_ns(), self._queue_expiries.first_ns()
+        if removal_ns is None or expiry_ns is None:
+            return expiry_ns if removal_ns is None else removal_ns
+        return min(removal_ns, expiry_ns)
+
+    def reshape(self, config: SchedulerConfig, policy: Policy) -> None:
+        """Change the deployment, its limits or the policy while requests are under way.
+
+        What follows is as if the scheduler had had this shape from the start: all times to live and
+        leases count by the new settings, and a projection starts with a fresh prediction of every
+        request. New ranks and prefillers are open, closed ones stay closed. Feed a `Tick` next,
+        since there may be room for probes and admissions.
+
+        Args:
+            config: The new shape. Ranks and prefillers keep their ids, so there can only be more.
+            policy: A new one, made for the new shape.
+
+        Raises:
+            ConfigError: The number of ranks or prefillers shrinks, the policy was made for another
+                number of ranks, or its projection is in use already. Nothing was changed.
+        """
+        for name in ("ranks", "prefillers"):
+            before, after = getattr(self.config, name), getattr(config, name)
+            if after < before:
+                raise ConfigError(f"{name} is {after}, cannot be fewer than the {before} there are")
+        _check_ranks(config, policy)
+        if policy.projection is not None and policy.projection is self.policy.projection:
+            raise ConfigError("the policy is in use: its projection counts every request already")
+        ledger = Ledger(config.ranks, policy.projection)
+        for request in self.requests.values():
+            if request.rank is not None:
+                self._rebind(request, ledger)
+        self.config, self.policy, self.ledger = config, policy, ledger
+        new_ranks = np.ones(config.ranks - len(self._open_ranks), np.bool_)
+        self._open_ranks = np.concatenate([self._open_ranks, new_ranks])
+        self._unlimited = np.full(config.ranks, UNLIMITED)
+        self.prefillers.reshape(
+            config.prefillers,
+            probe_limit=config.probe_limit,
+            kv_capacity_tokens=config.prefiller_kv_tokens,
+        )
+        for request in self.requests.values():
+            if request.state is State.POOLED:
+                self.pool.replace(self._entry(request))
+            elif request.state is State.QUEUED:
+                self._set_queue_expiry(request)
 
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
         self.ledger.check()
         held = [0] * self.config.prefillers
         probes = [0] * self.config.prefillers
+        slots = [0] * self.config.ranks
         for request in self.requests.values():
             if request.prefiller is not None:
+                assert request.prefill
                 held[request.prefiller] += request.prompt_tokens
                 probes[request.prefiller] += request.probing
+            if request.rank is not None:
+                slots[request.rank] += request.slots
             assert request.probing == (request.state is State.PREFILLING)
             assert (request.rank is not None) == (request.state is State.DECODING)
             assert (request.request in self.pool) == (request.state is State.POOLED)
-            waiting = request.request in self._queue or request.request in self._returned
-            assert waiting == (request.state is State.QUEUED)
+            assert (request.request in self._queue) == (request.state is State.QUEUED)
+            assert request.prefill or request.state in {State.POOLED, State.DECODING}
         assert held == self.prefillers.held_tokens, f"{held} != {self.prefillers.held_tokens}"
         assert probes == self.prefillers.probes, f"{probes} != {self.prefillers.probes}"
-        decoding = sum(request.rank is not None for request in self.requests.values())
-        assert int(self.ledger.bound.sum()) == decoding
+        assert sum(probes) == self.prefillers.probing
+        assert slots == self.ledger.bound.tolist(), f"{slots} != {self.ledger.bound}"
+        assert self.pool.slots == sum(entry.slots for entry in self.pool)
+        assert self.waiting == sum(request.rank is None for request in self.requests.values())
 
     def _get(self, number: RequestId) -> Request:
         request = self.requests.get(number)
@@ -166,94 +227,197 @@ class Scheduler:
             raise LifecycleError(f"request {number} is unknown or has ended")
         return request
 
-    def _arrive(self, number: RequestId, prompt_tokens: int) -> list[Action]:
+    # Before decode.
+
+    def _arrive(self, event: RequestArrived, now_ns: int) -> list[Action]:
+        number = event.request
         if number in self.requests:
             raise LifecycleError(f"request {number} has arrived already")
-        if prompt_tokens < 1:
-            raise LifecycleError(f"request {number} arrived with {prompt_tokens} prompt tokens")
-        request = Request(number, prompt_tokens)
+        for name, value in (("prompt tokens", event.prompt_tokens), ("slots", event.slots)):
+            if value < 1:
+                raise LifecycleError(f"request {number} arrived with {value} {name}")
+        request = Request(
+            number,
+            event.prompt_tokens,
+            waiting_since_ns=now_ns,
+            slots=event.slots,
+            prefill=event.prefill,
+        )
         self.requests[number] = request
-        self._queue[number] = request
+        if not request.prefill:
+            self._skip_prefill(request, now_ns)
+            return []
+        self._enqueue(request, returned=False)
         return self._probe()
 
+    def _skip_prefill(self, request: Request, now_ns: int) -> None:
+        request.move(Trigger.SKIP_PREFILL)
+        self._to_pool(request, now_ns)
+
+    def _enqueue(self, request: Request, *, returned: bool) -> None:
+        self._queue.add(request.request, request.prompt_tokens, returned=returned)
+        self._set_queue_expiry(request)
+
+    def _set_queue_expiry(self, request: Request) -> None:
+        ttl_ns = self.config.queue_ttl_ns
+        expires_ns = None if ttl_ns is None else request.waiting_since_ns + ttl_ns
+        self._queue_expiries.set(request.request, expires_ns)
+
+    def _leave_queue(self, request: Request) -> None:
+        self._queue.remove(request.request)
+        self._queue_expiries.clear(request.request)
+
     def _probe(self) -> list[Action]:
-        """Start the probes that budgets and the pool's depth allow, in order of arrival."""
+        """Start the probes that budgets and the pool's depth allow, in the queue's order."""
         actions: list[Action] = []
         limit = self.config.pool_limit
-        while self._queue or self._returned:
-            if limit is not None and sum(self.prefillers.probes) + len(self.pool) >= limit:
+        while (number := self._queue.first()) is not None:
+            if limit is not None and self.prefillers.probing + len(self.pool) >= limit:
                 break
-            line = self._returned or self._queue
-            request = next(iter(line.values()))
-            prefiller = self.prefillers.choose(request.prompt_tokens)
+            request = self.requests[number]
+            prefiller = self.prefillers.choose(
+                number, request.prompt_tokens, request.lost_on_prefillers
+            )
             if prefiller is None:
                 break
             request.move(Trigger.PROBE)
-            del line[request.request]
+            self._leave_queue(request)
             self.prefillers.begin_probe(prefiller, request.prompt_tokens)
             request.prefiller = prefiller
             request.probing = True
-            actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
+            actions.append(StartPrefill(number, prefiller, request.prompt_tokens))
         return actions
 
-    def _prefilled(
-        self, request: Request, prompt_tokens: int, lease_ends_ns: int | None, now_ns: int
-    ) -> list[Action]:
-        if prompt_tokens < 1:
-            raise LifecycleError(f"request {request.request}: prefill of {prompt_tokens} tokens")
+    def _prefilled(self, request: Request, event: PrefillDone, now_ns: int) -> list[Action]:
+        if event.prompt_tokens < 1:
+            raise LifecycleError(
+                f"request {request.request}: prefill of {event.prompt_tokens} tokens"
+            )
         request.move(Trigger.PREFILLED)
         self._end_probe(request)
         assert request.prefiller is not None
         self.prefillers.correct(
-            request.prefiller, charged_tokens=request.prompt_tokens, prompt_tokens=prompt_tokens
+            request.prefiller,
+            charged_tokens=request.prompt_tokens,
+            prompt_tokens=event.prompt_tokens,
         )
-        request.prompt_tokens = prompt_tokens
+        request.prompt_tokens = event.prompt_tokens
+        request.lost_on_prefillers = ()
+        request.prefilled_ns = now_ns
+        request.lease_expires_ns = event.lease_expires_ns
+        self._to_pool(request, now_ns)
+        return self._probe()
+
+    def _to_pool(self, request: Request, now_ns: int) -> None:
         # Deadline and time to live run from the first time here: a repeated prefill gains no time.
         if request.pooled_ns is None:
             request.pooled_ns = now_ns
-        since_ns = request.pooled_ns
+        self.pool.add(self._entry(request))
+
+    def _entry(self, request: Request) -> PoolEntry:
+        config, since_ns = self.config, request.pooled_ns
+        assert since_ns is not None
+        lease_ends_ns = request.lease_expires_ns
         if lease_ends_ns is not None:
-            left_ns = max(0, lease_ends_ns - now_ns)
-            lease_ends_ns -= min(self.config.lease_margin_ns, left_ns // 2)
-        config = self.config
-        self.pool.add(
-            PoolEntry(
-                request.request,
-                prompt_tokens,
-                age=request.emitted_before,
-                deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
-                expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
-                lease_ends_ns=lease_ends_ns,
-            )
+            assert request.prefilled_ns is not None
+            left_ns = max(0, lease_ends_ns - request.prefilled_ns)
+            lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
+        return PoolEntry(
+            request.request,
+            request.prompt_tokens,
+            age=request.emitted_before,
+            deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
+            expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
+            lease_ends_ns=lease_ends_ns,
+            slots=request.slots,
+            lost_on=request.lost_on_ranks,
         )
-        return self._probe()
+
+    def _lose_prefill(self, request: Request, *, elsewhere: bool) -> list[Action]:
+        if request.started:
+            raise LifecycleError(f"request {request.request} has pulled its KV cache already")
+        if not request.prefill:
+            raise LifecycleError(f"request {request.request} has no prefill to lose")
+        state, prefiller = request.state, request.prefiller
+        request.move(Trigger.PREFILL_LOST)
+        actions = self._drop(request, state, gone=True)
+        if elsewhere:
+            assert prefiller is not None
+            request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
+        self._enqueue(request, returned=True)
+        return actions
+
+    # In decode.
 
     def _start(self, request: Request) -> list[Action]:
         if request.state is not State.DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
+        request.lost_on_ranks = ()
         self.ledger.start(request.request)
         # The first token proves that the KV cache left the prefiller.
         self._release_prefill(request)
         return self._probe()
 
     def _emit(self, request: Request, tokens: int) -> list[Action]:
-        if not request.started or tokens < 0:
-            raise LifecycleError(f"request {request.request} cannot emit {tokens} tokens now")
-        self.ledger.emit(request.request, tokens)
+        number = request.request
+        if not request.started:
+            raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
+        if tokens < 0 and self.ledger.kv_tokens(number) + tokens < request.kv_tokens:
+            raise LifecycleError(
+                f"request {number} has not emitted the {-tokens} tokens to take back"
+            )
+        self.ledger.emit(number, tokens)
         return []
 
-    def _prefill_again(self, request: Request, trigger: Trigger) -> list[Action]:
-        if trigger is Trigger.PREFILL_LOST and request.started:
-            raise LifecycleError(f"request {request.request} has pulled its KV cache already")
+    def _lose_decode(self, request: Request, now_ns: int) -> list[Action]:
+        if request.started:
+            raise LifecycleError(f"request {request.request} is in its rank's batch already")
+        request.move(Trigger.DECODE_LOST)
+        assert request.rank is not None
+        request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
+        self._unbind(request)
+        self._to_pool(request, now_ns)
+        return []
+
+    def _recompute(self, request: Request, now_ns: int) -> list[Action]:
         state = request.state
-        request.move(trigger)
+        request.move(Trigger.RECOMPUTE)
         actions = self._drop(request, state, gone=True)
-        if trigger is Trigger.RECOMPUTE:
-            request.pooled_ns = None  # It was served in between; this is a wait of its own.
-        # It has waited its turn once: it goes ahead of what was never prefilled.
-        self._returned[request.request] = request
-        return actions + self._probe()
+        # It was served in between; this is a wait of its own.
+        request.waiting_since_ns = now_ns
+        request.pooled_ns = None
+        if request.prefill:
+            self._enqueue(request, returned=True)
+        else:
+            self._skip_prefill(request, now_ns)
+        return actions
+
+    def _unbind(self, request: Request) -> None:
+        held = self.ledger.unbind(request.request)
+        # If it is decoded again, what it emitted has to be prefilled with the prompt.
+        emitted = -((request.kv_tokens - held) // request.slots)  # Rounded up.
+        request.emitted_before += emitted
+        request.prompt_tokens += emitted
+        request.rank = None
+        request.started = False
+
+    def _rebind(self, request: Request, ledger: Ledger) -> None:
+        """Charge a bound request to a new ledger as it stands in the present one."""
+        number = request.request
+        assert request.rank is not None
+        ledger.bind(
+            number,
+            request.rank,
+            request.kv_tokens,
+            age=request.emitted_before,
+            slots=request.slots,
+        )
+        ledger.emit(number, self.ledger.kv_tokens(number) - request.kv_tokens)
+        if request.started:
+            ledger.start(number)
+
+    # Anywhere.
 
     def _end(self, request: Request, trigger: Trigger) -> list[Action]:
         state = request.state
@@ -261,7 +425,7 @@ class Scheduler:
         finished = trigger is Trigger.FINISH
         actions = self._drop(request, state, gone=finished)
         del self.requests[request.request]
-        return actions + self._probe()
+        return actions
 
     def _drop(self, request: Request, state: State, *, gone: bool) -> list[Action]:
         """Release everything that `request` held in `state`.
@@ -271,8 +435,7 @@ class Scheduler:
         actions: list[Action] = []
         match state:
             case State.QUEUED:
-                line = self._queue if request.request in self._queue else self._returned
-                del line[request.request]
+                self._leave_queue(request)
             case State.PREFILLING:
                 assert request.prefiller is not None
                 self._end_probe(request)
@@ -280,8 +443,8 @@ class Scheduler:
                     actions.append(AbortPrefill(request.request, request.prefiller))
             case State.POOLED:
                 self.pool.remove(request.request)
-                assert request.prefiller is not None
-                actions.append(ReleasePrefill(request.request, request.prefiller))
+                if request.prefiller is not None:
+                    actions.append(ReleasePrefill(request.request, request.prefiller))
             case State.DECODING:
                 if not gone:
                     assert request.rank is not None
@@ -296,14 +459,6 @@ class Scheduler:
         self._release_prefill(request)
         return actions
 
-    def _unbind(self, request: Request) -> None:
-        held = self.ledger.unbind(request.request)
-        # If it is decoded again, what it emitted has to be prefilled with the prompt.
-        request.emitted_before += held - request.prompt_tokens
-        request.prompt_tokens = held
-        request.rank = None
-        request.started = False
-
     def _end_probe(self, request: Request) -> None:
         assert request.prefiller is not None
         assert request.probing
@@ -315,32 +470,67 @@ class Scheduler:
             self.prefillers.release(request.prefiller, request.prompt_tokens)
             request.prefiller = None
 
+    # The instances.
+
+    def _set_rank(self, event: RankClosed | RankOpened) -> list[Action]:
+        if not 0 <= event.rank < self.config.ranks:
+            raise LifecycleError(f"rank {event.rank} is unknown: there are {self.config.ranks}")
+        self._open_ranks[event.rank] = isinstance(event, RankOpened)
+        return []
+
+    def _set_prefiller(self, event: PrefillerClosed | PrefillerOpened) -> list[Action]:
+        number, there_are = event.prefiller, self.config.prefillers
+        if not 0 <= number < there_are:
+            raise LifecycleError(f"prefiller {number} is unknown: there are {there_are}")
+        self.prefillers.is_open[number] = isinstance(event, PrefillerOpened)
+        # Closing one may end the avoidance of another.
+        return self._probe()
+
+    # Decisions.
+
     def _tick(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
-        for number in self.pool.expired(now_ns):
+        for number in self._queue_expiries.take_due(now_ns) + self.pool.expired(now_ns):
             actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
         for number in self.pool.lapsed(now_ns):
-            actions += self._prefill_again(self.requests[number], Trigger.PREFILL_LOST)
-        if len(self.pool) == 0:
-            return actions
+            actions += self._lose_prefill(self.requests[number], elsewhere=False)
+        if len(self.pool):
+            actions += self._admit(now_ns)
+        # All of this made room, and so may a new shape have done.
+        return actions + self._probe()
+
+    def _admit(self, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
         for number, rank in self.policy.dispatch(self._fleet(), self.pool, now_ns):
+            assert self._open_ranks[rank], f"rank {rank} is closed"
             request = self.requests[number]
             request.move(Trigger.ADMIT)
             request.rank = rank
-            self.ledger.bind(number, rank, request.prompt_tokens, age=request.emitted_before)
+            self.ledger.bind(
+                number, rank, request.kv_tokens, age=request.emitted_before, slots=request.slots
+            )
             actions.append(Admit(number, rank))
-        # Admissions made room in the pool.
-        return actions + self._probe()
+        return actions
 
     def _fleet(self) -> Fleet:
         ledger = self.ledger
         beyond = self.policy.slots_beyond_batch
         if beyond is None:
-            free_slots = np.full(self.config.ranks, UNLIMITED)
+            free_slots = self._unlimited.copy()
         else:
-            free_slots = self.config.batch_limit + beyond - ledger.bound
+            # A request with more slots than there were may have left a rank overbooked.
+            free_slots = np.maximum(self.config.batch_limit + beyond - ledger.bound, 0)
+        free_slots *= self._open_ranks
         if self.config.rank_kv_tokens is None or beyond is None:
-            free_kv_tokens = np.full(self.config.ranks, UNLIMITED)
+            free_kv_tokens = self._unlimited.copy()
         else:
             free_kv_tokens = self.config.rank_kv_tokens - ledger.loads
-        return Fleet(ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens)
+        return Fleet(
+            self._open_ranks, ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens
+        )
+
+
+def _check_ranks(config: SchedulerConfig, policy: Policy) -> None:
+    projection = policy.projection
+    if projection is not None and projection.ranks != config.ranks:
+        raise ConfigError(f"the policy is for {projection.ranks} ranks, there are {config.ranks}")

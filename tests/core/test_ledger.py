@@ -25,6 +25,7 @@ class Naive:
     def __init__(self) -> None:
         self.rank: dict[RequestId, RankId] = {}
         self.tokens: dict[RequestId, int] = {}
+        self.slots: dict[RequestId, int] = {}
         self.running: set[RequestId] = set()
 
     def loads(self) -> list[int]:
@@ -34,11 +35,16 @@ class Naive:
         return loads
 
     def bound(self) -> list[int]:
-        return [list(self.rank.values()).count(RankId(rank)) for rank in range(RANKS)]
+        return self._slots_on_ranks(list(self.rank))
 
     def started(self) -> list[int]:
-        ranks = [self.rank[request] for request in self.running]
-        return [ranks.count(RankId(rank)) for rank in range(RANKS)]
+        return self._slots_on_ranks(sorted(self.running))
+
+    def _slots_on_ranks(self, requests: list[RequestId]) -> list[int]:
+        slots = [0] * RANKS
+        for request in requests:
+            slots[self.rank[request]] += self.slots[request]
+        return slots
 
 
 @given(OPERATIONS)
@@ -50,19 +56,21 @@ def test_loads_and_counts_follow_a_request_by_request_count(
         request = RequestId(number)
         match name:
             case "bind" if request not in naive.rank:
-                rank = RankId(amount % RANKS)
-                ledger.bind(request, rank, amount)
+                rank, slots = RankId(amount % RANKS), 1 + amount % 4
+                ledger.bind(request, rank, amount, slots=slots)
                 naive.rank[request], naive.tokens[request] = rank, amount
+                naive.slots[request] = slots
             case "start" if request in naive.rank and request not in naive.running:
                 ledger.start(request)
                 naive.running.add(request)
             case "step":
                 ledger.step()
                 for started in naive.running:
-                    naive.tokens[started] += 1
+                    naive.tokens[started] += naive.slots[started]
             case "emit" if request in naive.rank:
-                ledger.emit(request, amount)
-                naive.tokens[request] += amount
+                change = amount - min(50, naive.tokens[request])
+                ledger.emit(request, change)
+                naive.tokens[request] += change
             case "unbind" if request in naive.rank:
                 assert ledger.unbind(request) == naive.tokens.pop(request)
                 del naive.rank[request]
@@ -101,6 +109,30 @@ def test_emitted_tokens_add_to_those_of_the_steps() -> None:
     ledger.step()
     assert ledger.unbind(RequestId(5)) == 109
     assert ledger.loads.tolist() == [0, 0, 0]
+
+
+def test_tokens_that_the_steps_gave_in_vain_are_taken_back() -> None:
+    ledger = one_bound(started=True)
+    ledger.step()
+    ledger.step()
+    ledger.emit(RequestId(5), -2)
+    assert ledger.loads.tolist() == [0, 100, 0]
+    ledger.step()
+    assert ledger.unbind(RequestId(5)) == 101
+    ledger.check()
+
+
+def test_a_request_counts_once_per_slot() -> None:
+    ledger = Ledger(RANKS)
+    ledger.bind(RequestId(5), RankId(1), 300, slots=3)
+    assert (ledger.bound.tolist(), ledger.started.tolist()) == ([0, 3, 0], [0, 0, 0])
+    ledger.start(RequestId(5))
+    ledger.step()
+    ledger.step()
+    assert ledger.started.tolist() == [0, 3, 0]
+    assert ledger.kv_tokens(RequestId(5)) == 306
+    assert ledger.unbind(RequestId(5)) == 306
+    assert (ledger.bound.tolist(), ledger.started.tolist()) == ([0] * 3, [0] * 3)
 
 
 def test_a_request_may_be_bound_again_after_it_left() -> None:

@@ -10,14 +10,14 @@ from balanceroute.proxy.core.lifecycle import TRANSITIONS, Request, State, Trigg
 
 # A row is a state, a column a trigger; "." is not allowed.
 GOLDEN = """
-            PROBE      PREFILLED PREFILL_LOST ADMIT    RECOMPUTE FINISH FAIL   CANCEL
-QUEUED      PREFILLING .         .            .        .         .      FAILED CANCELLED
-PREFILLING  .          POOLED    QUEUED       .        .         DONE   FAILED CANCELLED
-POOLED      .          .         QUEUED       DECODING .         .      FAILED CANCELLED
-DECODING    .          .         QUEUED       .        QUEUED    DONE   FAILED CANCELLED
-DONE        .          .         .            .        .         .      .      .
-FAILED      .          .         .            .        .         .      .      .
-CANCELLED   .          .         .            .        .         .      .      .
+           PROBE      SKIP_PREFILL PREFILLED PREFILL_LOST ADMIT    DECODE_LOST RECOMPUTE FINISH FAIL   CANCEL
+QUEUED     PREFILLING POOLED       .         .            .        .           .         .      FAILED CANCELLED
+PREFILLING .          .            POOLED    QUEUED       .        .           .         DONE   FAILED CANCELLED
+POOLED     .          .            .         QUEUED       DECODING .           .         .      FAILED CANCELLED
+DECODING   .          .            .         QUEUED       .        POOLED      QUEUED    DONE   FAILED CANCELLED
+DONE       .          .            .         .            .        .           .         .      .      .
+FAILED     .          .            .         .            .        .           .         .      .      .
+CANCELLED  .          .            .         .            .        .           .         .      .      .
 """
 TERMINAL = {State.DONE, State.FAILED, State.CANCELLED}
 
@@ -42,7 +42,7 @@ def test_the_golden_table_names_every_pair() -> None:
     ("state", "trigger"), PAIRS, ids=[f"{state.name}-{trigger.name}" for state, trigger in PAIRS]
 )
 def test_a_trigger_moves_as_the_golden_table_says_or_raises(state: State, trigger: Trigger) -> None:
-    request = Request(RequestId(7), prompt_tokens=1, state=state)
+    request = Request(RequestId(7), prompt_tokens=1, waiting_since_ns=0, state=state)
     end = golden()[state, trigger]
     if end is None:
         with pytest.raises(LifecycleError, match=rf"request 7: {trigger.name} .* {state.name}"):
@@ -75,12 +75,18 @@ def test_a_terminal_state_has_no_exit(state: State) -> None:
 
 
 def test_a_new_request_waits_and_holds_nothing() -> None:
-    request = Request(RequestId(0), prompt_tokens=3)
+    request = Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0)
     assert request.state is State.QUEUED
     assert (request.prefiller, request.rank) == (None, None)
     assert not request.probing
     assert not request.started
     assert request.emitted_before == 0
+    assert (request.lost_on_prefillers, request.lost_on_ranks) == ((), ())
+
+
+def test_the_load_of_a_request_is_its_prompt_once_per_slot() -> None:
+    assert Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0).kv_tokens == 3
+    assert Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0, slots=4).kv_tokens == 12
 
 
 def test_a_lifecycle_error_is_one_of_ours() -> None:

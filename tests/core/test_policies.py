@@ -1,7 +1,7 @@
 """What each policy decides on small fleets, and what all of them have in common."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import ConfigError
@@ -60,6 +61,7 @@ class Ranks:
     bound: Sequence[Sequence[int]]
     batch_limit: int = 4
     kv_limit: int | None = None
+    closed: Collection[int] = ()
 
     def fleet(self, policy: Policy) -> Fleet:
         """Return the policy's view, as the scheduler makes it."""
@@ -72,7 +74,8 @@ class Ranks:
             slots = self.batch_limit + beyond - count
             if self.kv_limit is not None:
                 room = self.kv_limit - loads
-        return Fleet(loads, count, slots, room)
+        is_open = np.array([rank not in self.closed for rank in range(len(loads))])
+        return Fleet(is_open, loads, count, np.maximum(slots, 0) * is_open, room)
 
     def fill(self, policy: Policy) -> None:
         """Tell the policy's projection who is bound."""
@@ -87,7 +90,14 @@ class Ranks:
         return sum(min(int(slots), 10**6) for slots in self.fleet(policy).free_slots)
 
 
-def entry(number: int, prompt_tokens: int, deadline_ns: int | None = None) -> PoolEntry:
+def entry(
+    number: int,
+    prompt_tokens: int,
+    deadline_ns: int | None = None,
+    *,
+    slots: int = 1,
+    lost_on: Sequence[int] = (),
+) -> PoolEntry:
     return PoolEntry(
         RequestId(number),
         prompt_tokens,
@@ -95,6 +105,8 @@ def entry(number: int, prompt_tokens: int, deadline_ns: int | None = None) -> Po
         deadline_ns=deadline_ns,
         expires_ns=None,
         lease_ends_ns=None,
+        slots=slots,
+        lost_on=tuple(map(RankId, lost_on)),
     )
 
 
@@ -110,6 +122,14 @@ def decide(policy: Policy, ranks: Ranks, prompts: Sequence[int]) -> list[Assignm
         return []  # No policy is ever asked about an empty pool.
     ranks.fill(policy)
     return policy.dispatch(ranks.fleet(policy), pool_of(prompts), 0)
+
+
+def decide_on(policy: Policy, ranks: Ranks, *entries: PoolEntry) -> list[Assignment]:
+    pool = Pool()
+    for one in entries:
+        pool.add(one)
+    ranks.fill(policy)
+    return policy.dispatch(ranks.fleet(policy), pool, 0)
 
 
 def chosen_ranks(assignments: list[Assignment]) -> list[int]:
@@ -225,7 +245,7 @@ def test_br_0_admits_one_request_though_all_overflow(paper: bool) -> None:
     assert sorted(chosen_ranks(admitted)) == [0, 1]
 
 
-# What all have in common.
+# Closed ranks and ranks that lost a request.
 
 prompt = st.integers(1, 300)
 fleets = st.lists(st.lists(prompt, max_size=4), min_size=1, max_size=5)
@@ -233,6 +253,203 @@ VARIANTS = [(name, False) for name in POLICIES] + [("br-0", True), ("br-h", True
 variants = pytest.mark.parametrize(
     ("name", "paper"), VARIANTS, ids=[name + " --paper" * paper for name, paper in VARIANTS]
 )
+
+
+def test_round_robin_leaves_out_the_turn_of_a_closed_rank() -> None:
+    policy = build("round-robin", 4)
+    assert chosen_ranks(decide(policy, Ranks([[]] * 4, closed=[1]), [5] * 5)) == [0, 2, 3, 0, 2]
+    assert chosen_ranks(decide(policy, Ranks([[]] * 4), [5] * 2)) == [3, 0]
+
+
+def test_random_draws_among_the_open_ranks_alone() -> None:
+    expected = random.Random(7)
+    drawn = [[0, 2, 3][expected.randrange(3)] for _ in range(40)]
+    policy = build("random", 4, rng=random.Random(7))
+    assert chosen_ranks(decide(policy, Ranks([[]] * 4, closed=[1]), [5] * 40)) == drawn
+
+
+def test_power_of_two_draws_among_the_open_ranks_alone() -> None:
+    # The longest queue of the open ones never wins.
+    ranks = Ranks([[1], [], [1] * 9, [1, 1]], closed=[1])
+    policy = build("power-of-two", 4)
+    assert {chosen_ranks(decide(policy, ranks, [5]))[0] for _ in range(200)} == {0, 3}
+    alone = Ranks([[1], [], [1] * 9, [1, 1]], closed=[0, 1, 3])
+    assert chosen_ranks(decide(policy, alone, [5])) == [2]
+
+
+@pytest.mark.parametrize("name", ["jsq", "least-kv", "fifo", "br-0", "br-0-bypass", "br-h"])
+def test_the_best_rank_is_passed_over_while_it_is_closed(name: str) -> None:
+    bound = [[500, 500], [], [90]]
+    assert chosen_ranks(decide(build(name, 3), Ranks(bound), [5])) == [1]
+    assert chosen_ranks(decide(build(name, 3), Ranks(bound, closed=[1]), [5])) == [2]
+
+
+@variants
+def test_without_an_open_rank_nothing_is_admitted(name: str, paper: bool) -> None:
+    policy = build(name, 2, paper=paper, theta=0)
+    assert decide(policy, Ranks([[], []], closed=[0, 1]), [5, 5]) == []
+
+
+@variants
+@pytest.mark.parametrize("bound", [[[], []], [[900], []], [[], [900]]], ids=str)
+def test_a_rank_that_lost_a_request_does_not_get_it_again(
+    name: str, paper: bool, bound: list[list[int]]
+) -> None:
+    for lost_on in (0, 1):
+        policy = build(name, 2, paper=paper, theta=0)
+        again = entry(0, 5, lost_on=[lost_on])
+        assert decide_on(policy, Ranks(bound), again) == [(0, 1 - lost_on)]
+
+
+@variants
+def test_a_rank_that_lost_a_request_gets_it_again_when_it_is_the_only_open_one(
+    name: str, paper: bool
+) -> None:
+    policy = build(name, 3, paper=paper, theta=0)
+    ranks = Ranks([[9], [9], [9]], closed=[1, 2])
+    assert decide_on(policy, ranks, entry(0, 5, lost_on=[0])) == [(0, 0)]
+
+
+@variants
+def test_of_ranks_that_all_lost_a_request_the_first_that_did_gets_it_again(
+    name: str, paper: bool
+) -> None:
+    for lost_on in ([1, 0], [0, 1]):
+        policy = build(name, 2, paper=paper, theta=0)
+        assert decide_on(policy, Ranks([[9], [9]]), entry(0, 5, lost_on=lost_on)) == [
+            (0, lost_on[0])
+        ]
+
+
+@pytest.mark.parametrize(("name", "paper"), [(n, False) for n in BOUNDED] + [("br-0", True)])
+def test_a_request_waits_for_a_full_rank_rather_than_go_where_it_was_lost(
+    name: str, paper: bool
+) -> None:
+    policy = build(name, 2, paper=paper, theta=0, bypass_slots=0)
+    ranks = Ranks([[9], [9, 9]], batch_limit=2)
+    again, other = entry(0, 5, lost_on=[0]), entry(1, 5)
+    # But the one behind it need not wait for that.
+    assert decide_on(policy, ranks, again, other) == [(1, 0)]
+
+
+# Requests with several slots.
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_one_free_slot_is_enough_and_then_the_rank_is_full(name: str) -> None:
+    policy = build(name, 2, bypass_slots=0)
+    ranks = Ranks([[9, 9], [9]], batch_limit=2)
+    wide, next_one = entry(0, 1, slots=4), entry(1, 200)
+    assert decide_on(policy, ranks, wide, next_one) == [(0, 1)]
+
+
+@pytest.mark.parametrize("name", ["jsq", "power-of-two"])
+def test_the_shorter_queue_counts_slots(name: str) -> None:
+    wide = entry(0, 5, slots=4)
+    others = [entry(number, 5) for number in range(1, 6)]
+    admitted = decide_on(build(name, 2), Ranks([[], [1]]), wide, *others)
+    assert chosen_ranks(admitted) == [0, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["least-kv", "fifo", "br-0", "br-0-bypass", "br-h"])
+def test_the_load_of_a_request_is_its_prompt_once_per_slot(name: str) -> None:
+    ranks = Ranks([[100], [130]], batch_limit=9)
+    policy = build(name, 2, batch_limit=9)
+    wide, small = entry(0, 20, slots=3), entry(1, 10)
+    # With 60 tokens more rank 0 has more than rank 1; with 20 it had less.
+    assert decide_on(policy, ranks, wide, small) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "paper"),
+    [("least-kv", False), ("fifo", False), ("br-0", False), ("br-0-bypass", False), ("br-0", True)],
+)
+@given(
+    bound=st.lists(st.lists(st.integers(1, 300), max_size=4), min_size=1, max_size=5),
+    prompts=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 4)), min_size=1, max_size=12),
+)
+def test_with_slots_to_spare_only_the_load_of_a_request_counts(
+    name: str, paper: bool, bound: list[list[int]], prompts: list[tuple[int, int]]
+) -> None:
+    ranks = Ranks(bound, batch_limit=99)
+    wide = [entry(number, tokens, slots=slots) for number, (tokens, slots) in enumerate(prompts)]
+    long = [entry(number, tokens * slots) for number, (tokens, slots) in enumerate(prompts)]
+    policies = [build(name, len(bound), batch_limit=99, paper=paper) for _ in range(2)]
+    assert decide_on(policies[0], ranks, *wide) == decide_on(policies[1], ranks, *long)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_the_best_subset_and_the_best_single_one_are_chosen_by_load(paper: bool) -> None:
+    # One rank is 100 tokens behind and has four slots: 2 x 30 + 2 x 20 fit.
+    ranks = Ranks([[300] * 6, [850, 850]], batch_limit=6)
+    policy = build("br-0", 2, paper=paper, theta=9)
+    wide = [entry(2, 30, slots=2), entry(3, 20, slots=2)]
+    others = [entry(0, 70), entry(1, 35), entry(4, 10)]
+    admitted = decide_on(policy, ranks, *others[:2], *wide, others[2])
+    assert {request for request, _ in admitted} == {2, 3}
+    # With one slot 3 x 30 is closer to it than 70.
+    ranks = Ranks([[300] * 6, [340] * 5], batch_limit=6)
+    policy = build("br-0", 2, paper=paper, theta=9)
+    assert decide_on(policy, ranks, entry(0, 70), entry(1, 30, slots=3)) == [(1, 1)]
+
+
+def test_the_candidates_of_the_paper_are_the_largest_by_load() -> None:
+    policy = build("br-0", 2, paper=True, theta=9, window=1)
+    ranks = Ranks([[300] * 4, [1] * 3], batch_limit=4)
+    assert decide_on(policy, ranks, entry(0, 70), entry(1, 30, slots=3)) == [(1, 1)]
+
+
+def test_memory_is_needed_for_every_slot() -> None:
+    ranks = Ranks([[50]], kv_limit=100)
+    assert decide_on(build("fifo", 1), ranks, entry(0, 25, slots=3)) == []
+    assert decide_on(build("fifo", 1), ranks, entry(0, 25, slots=2)) == [(0, 0)]
+
+
+def test_the_slots_that_are_left_never_go_below_none() -> None:
+    fleet = Ranks([[9], []], batch_limit=2).fleet(build("fifo", 2))
+    fleet.bind(0, entry(0, 5, slots=4))
+    assert fleet.free_slots.tolist() == [0, 2]
+    assert (fleet.loads.tolist(), fleet.bound.tolist()) == ([29, 0], [5, 0])
+    assert fleet.free_kv_tokens.tolist() == [UNLIMITED - 20, UNLIMITED]
+
+
+def test_stage_1_leaves_stage_2_its_slots_though_each_request_wants_several() -> None:
+    # Of 8 slots 4 are left to stage 2, which takes one request; else the largest would be first.
+    policy = build("br-0", 2, theta=4)
+    entries = [entry(number, 10 * number + 10, slots=3) for number in range(4)]
+    assert decide_on(policy, Ranks([[], []]), *entries)[0].request == 0
+
+
+@pytest.mark.parametrize("theta", [0, 9])
+def test_br_h_expects_an_admitted_request_to_grow_in_every_slot(theta: int) -> None:
+    policy = build("br-h", 2, theta=theta, horizon_steps=3)
+    projection = policy.projection
+    assert projection is not None
+    seen: list[tuple[int, ...]] = []
+    newcomer = projection.newcomer
+
+    def spy(request: RequestId, kv_tokens: int, age: int, sequences: int) -> NDArray[np.float64]:
+        seen.append((request, kv_tokens, age, sequences))
+        return newcomer(request, kv_tokens, age, sequences)
+
+    projection.newcomer = spy  # type: ignore[assignment, method-assign]
+    decide_on(policy, Ranks([[], []]), entry(0, 20, slots=3), entry(1, 10))
+    assert seen == [(0, 60, 0, 3)]
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_a_subset_takes_no_more_entries_than_find_a_free_slot(paper: bool) -> None:
+    # All three fill the margin exactly, but after two of them no slot is left.
+    policy = build("br-0", 2, paper=paper, theta=9)
+    ranks = Ranks([[300] * 4, [500]], batch_limit=4)
+    wide = [entry(number, 100, slots=2) for number in range(3)]
+    admitted = decide_on(policy, ranks, *wide, *(entry(number, 1) for number in range(3, 9)))
+    taken = {request for request, _ in admitted}
+    assert len(taken & {0, 1, 2}) <= 2
+    assert sum(2 if request < 3 else 1 for request in taken) <= 4
+
+
+# What all have in common.
 
 
 @variants
@@ -250,38 +467,45 @@ def test_in_light_load_everything_is_admitted_at_once(
 @variants
 @given(
     bound=fleets,
-    prompts=st.lists(prompt, min_size=1, max_size=30),
+    prompts=st.lists(st.tuples(prompt, st.sampled_from([1, 1, 3])), min_size=1, max_size=30),
     kv_limit=st.none() | st.integers(50, 1_500),
+    closed=st.sets(st.integers(0, 4), max_size=2),
     window=st.integers(1, 20),
     theta=st.none() | st.integers(0, 8),
 )
-def test_no_round_goes_past_slots_or_memory_or_admits_twice(
+def test_no_round_goes_past_slots_or_memory_or_admits_twice_or_to_a_closed_rank(
     name: str,
     paper: bool,
     bound: list[list[int]],
-    prompts: list[int],
+    prompts: list[tuple[int, int]],
     kv_limit: int | None,
+    closed: set[int],
     window: int,
     theta: int | None,
 ) -> None:
     policy = build(name, len(bound), paper=paper, window=window, theta=theta)
-    ranks = Ranks(bound, kv_limit=kv_limit)
+    ranks = Ranks(bound, kv_limit=kv_limit, closed=closed)
     ranks.fill(policy)
-    pool = pool_of(prompts)
+    pool = Pool()
+    for number, (tokens, wanted) in enumerate(prompts):
+        pool.add(entry(number, tokens, slots=wanted))
     slots = ranks.fleet(policy).free_slots.tolist()
     room = ranks.fleet(policy).free_kv_tokens.tolist()
     residents = [len(on_rank) for on_rank in bound]
     admitted = policy.dispatch(ranks.fleet(policy), pool, 0)
     for request, rank in admitted:
+        tokens, wanted = prompts[request]
+        assert rank not in closed
         assert slots[rank] > 0
-        assert prompts[request] <= room[rank] or residents[rank] == 0
-        slots[rank] -= 1
-        room[rank] -= prompts[request]
+        assert tokens * wanted <= room[rank] or residents[rank] == 0
+        slots[rank] -= wanted
+        room[rank] -= tokens * wanted
         residents[rank] += 1
     left = [one.request for one in pool]
     assert sorted([*left, *(request for request, _ in admitted)]) == list(range(len(prompts)))
     if left:
-        assert all(residents), "a rank stays empty while requests wait"
+        open_residents = [held for rank, held in enumerate(residents) if rank not in closed]
+        assert all(open_residents), "a rank stays empty while requests wait"
         if kv_limit is None:
             assert not any(slot > 0 for slot in slots), "a slot stays empty while requests wait"
 

@@ -235,6 +235,47 @@ def test_the_queues_agree_with_a_look_at_every_entry(
                     pool.remove(one)
 
 
+def test_the_next_removal_is_the_earliest_expiry_or_lapse() -> None:
+    pool = Pool()
+    assert pool.next_removal_ns() is None
+    pool.add(entry(1, deadline_ns=1, expires_ns=50))
+    assert pool.next_removal_ns() == 50
+    pool.add(entry(2, lease_ends_ns=30))
+    assert pool.next_removal_ns() == 30
+    pool.add(entry(3, expires_ns=20, lease_ends_ns=40))
+    assert pool.next_removal_ns() == 20
+    pool.remove(RequestId(3))
+    pool.admit(RequestId(2))
+    assert pool.next_removal_ns() == 50
+    assert pool.expired(50) == [1]
+    assert pool.next_removal_ns() is None
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_replacing_an_entry_changes_its_times_and_nothing_else(clock: str) -> None:
+    pool = pool_of(1, 2)
+    pool.add(timed(3, clock, 10))
+    pool.add(entry(4))
+    pool.admit(RequestId(4))
+    pool.replace(timed(3, clock, 20))
+    assert numbers_of(pool) == [1, 2, 3]
+    assert [waiting.overtaken for waiting in pool] == [1, 1, 1]
+    assert due(pool, clock, 19) == []
+    assert due(pool, clock, 20) == [3]
+
+
+def test_the_slots_of_those_that_wait_are_counted() -> None:
+    pool = pool_of(1)
+    for number, slots in ((2, 4), (3, 2)):
+        wide = PoolEntry(RequestId(number), 10, 0, None, None, None, slots=slots)
+        assert wide.kv_tokens == 10 * slots
+        pool.add(wide)
+    assert pool.slots == 7
+    pool.admit(RequestId(2))
+    pool.remove(RequestId(1))
+    assert pool.slots == 2
+
+
 def test_the_mean_prompt_starts_at_the_first_and_leans_towards_the_later_ones() -> None:
     pool = Pool()
     pool.add(entry(0, prompt_tokens=100))

@@ -1,11 +1,16 @@
 """Prefiller budgets: the emptiest open prefiller takes the probe, and nothing is released twice."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.prefill import Prefillers
+
+A = RequestId(7)
+P0, P1, P2 = (PrefillerId(number) for number in range(3))
 
 
 def test_the_prefiller_with_the_fewest_held_tokens_is_chosen() -> None:
@@ -13,45 +18,45 @@ def test_the_prefiller_with_the_fewest_held_tokens_is_chosen() -> None:
     prefillers.begin_probe(PrefillerId(0), 50)
     prefillers.begin_probe(PrefillerId(1), 20)
     prefillers.begin_probe(PrefillerId(2), 30)
-    assert prefillers.choose(1) == 1
+    assert prefillers.choose(A, 1) == 1
 
 
 def test_ties_go_to_the_lowest_prefiller() -> None:
     prefillers = Prefillers(3)
-    assert prefillers.choose(10) == 0
+    assert prefillers.choose(A, 10) == 0
     prefillers.begin_probe(PrefillerId(0), 10)
-    assert prefillers.choose(10) == 1
+    assert prefillers.choose(A, 10) == 1
 
 
 def test_a_prefiller_at_its_probe_limit_is_closed_until_a_probe_ends() -> None:
     prefillers = Prefillers(2, probe_limit=1)
     prefillers.begin_probe(PrefillerId(0), 5)
-    assert prefillers.choose(5) == 1
+    assert prefillers.choose(A, 5) == 1
     prefillers.begin_probe(PrefillerId(1), 9)
-    assert prefillers.choose(5) is None
+    assert prefillers.choose(A, 5) is None
     prefillers.end_probe(PrefillerId(1))
     # Its tokens are still held, but it is the only open one.
     assert prefillers.held_tokens == [5, 9]
-    assert prefillers.choose(5) == 1
+    assert prefillers.choose(A, 5) == 1
 
 
 def test_a_prompt_goes_only_where_its_kv_tokens_fit() -> None:
     prefillers = Prefillers(2, kv_capacity_tokens=100)
     prefillers.begin_probe(PrefillerId(0), 60)
     prefillers.begin_probe(PrefillerId(1), 70)
-    assert prefillers.choose(40) == 0
-    assert prefillers.choose(41) is None
+    assert prefillers.choose(A, 40) == 0
+    assert prefillers.choose(A, 41) is None
     prefillers.release(PrefillerId(1), 70)
-    assert prefillers.choose(41) == 1
+    assert prefillers.choose(A, 41) == 1
 
 
 def test_an_oversized_prompt_goes_to_an_empty_prefiller_only() -> None:
     prefillers = Prefillers(2, kv_capacity_tokens=100)
     prefillers.begin_probe(PrefillerId(0), 1)
-    assert prefillers.choose(1_000) == 1
+    assert prefillers.choose(A, 1_000) == 1
     prefillers.begin_probe(PrefillerId(1), 1_000)
-    assert prefillers.choose(1_000) is None
-    assert prefillers.choose(99) == 0
+    assert prefillers.choose(A, 1_000) is None
+    assert prefillers.choose(A, 99) == 0
 
 
 def test_tokens_outlive_the_probe() -> None:
@@ -79,9 +84,105 @@ def test_a_second_end_of_a_probe_asserts() -> None:
         prefillers.end_probe(PrefillerId(0))
 
 
+def test_the_number_of_probes_that_run_is_kept() -> None:
+    prefillers = Prefillers(2)
+    for prefiller in (P0, P1, P1):
+        prefillers.begin_probe(prefiller, 1)
+    assert prefillers.probing == 3
+    prefillers.end_probe(P1)
+    assert (prefillers.probing, prefillers.probes) == (2, [1, 1])
+
+
+def test_a_closed_prefiller_takes_no_probe() -> None:
+    prefillers = Prefillers(2)
+    prefillers.is_open[0] = False
+    assert prefillers.choose(A, 1) == 1
+    prefillers.is_open[1] = False
+    assert prefillers.choose(A, 1) is None
+
+
+def test_a_prefiller_that_lost_the_request_is_avoided_though_the_others_are_full() -> None:
+    prefillers = Prefillers(2, probe_limit=1)
+    assert prefillers.choose(A, 1, [P0]) == 1
+    prefillers.begin_probe(P1, 1)
+    assert prefillers.choose(A, 1, [P0]) is None
+
+
+def test_a_prefiller_that_lost_the_request_takes_it_again_when_the_others_are_closed() -> None:
+    prefillers = Prefillers(3)
+    prefillers.begin_probe(P0, 1)
+    prefillers.is_open[1] = prefillers.is_open[2] = False
+    assert prefillers.choose(A, 1, [P0]) == 0
+    prefillers.is_open[2] = True
+    # Both open ones lost it: it goes to the one that did so longer ago, though that holds more.
+    assert prefillers.choose(A, 1, [P0, P2]) == 0
+    assert prefillers.choose(A, 1, [P2, P0]) == 2
+
+
+def test_new_prefillers_are_open_and_the_new_limits_hold() -> None:
+    prefillers = Prefillers(1, probe_limit=1)
+    prefillers.begin_probe(P0, 50)
+    prefillers.is_open[0] = False
+    prefillers.reshape(2, probe_limit=None, kv_capacity_tokens=60)
+    assert prefillers.is_open == [False, True]
+    assert (prefillers.probes, prefillers.held_tokens) == ([1, 0], [50, 0])
+    prefillers.begin_probe(P1, 55)
+    assert prefillers.choose(A, 10) is None
+    prefillers.is_open[0] = True
+    assert prefillers.choose(A, 10) == 0
+
+
+def test_prefillers_cannot_shrink() -> None:
+    with pytest.raises(AssertionError, match="cannot shrink"):
+        Prefillers(2).reshape(1, probe_limit=None, kv_capacity_tokens=None)
+
+
+class Scripted:
+    """Chooses as it is told, and keeps what it was asked."""
+
+    def __init__(self, answer: PrefillerId) -> None:
+        self.answer = answer
+        self.asked: list[tuple[int, int, list[int], list[int]]] = []
+
+    def choose(
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        candidates: Sequence[PrefillerId],
+        held_tokens: Sequence[int],
+    ) -> PrefillerId:
+        self.asked.append((request, prompt_tokens, list(candidates), list(held_tokens)))
+        return self.answer
+
+
+def test_another_choice_is_asked_among_the_prefillers_with_room() -> None:
+    choice = Scripted(P2)
+    prefillers = Prefillers(4, probe_limit=1, choice=choice)
+    prefillers.begin_probe(P0, 5)
+    prefillers.is_open[1] = False
+    assert prefillers.choose(A, 9) == 2
+    assert choice.asked == [(7, 9, [2, 3], [5, 0, 0, 0])]
+
+
+def test_nobody_is_asked_when_there_is_no_room() -> None:
+    choice = Scripted(P0)
+    prefillers = Prefillers(1, probe_limit=1, choice=choice)
+    prefillers.begin_probe(P0, 5)
+    assert prefillers.choose(A, 9) is None
+    assert choice.asked == []
+
+
+def test_a_choice_without_room_asserts() -> None:
+    prefillers = Prefillers(2, choice=Scripted(P1))
+    prefillers.is_open[1] = False
+    with pytest.raises(AssertionError, match="prefiller 1 has no room or is closed"):
+        prefillers.choose(A, 9)
+
+
 @given(
     held=st.lists(st.integers(0, 50), min_size=1, max_size=4),
     running=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    closed=st.sets(st.integers(0, 3), max_size=2),
     probe_limit=st.none() | st.integers(1, 3),
     capacity=st.none() | st.integers(1, 60),
     prompt_tokens=st.integers(1, 70),
@@ -89,6 +190,7 @@ def test_a_second_end_of_a_probe_asserts() -> None:
 def test_choose_is_the_first_minimum_over_the_open_prefillers(
     held: list[int],
     running: list[int],
+    closed: set[int],
     probe_limit: int | None,
     capacity: int | None,
     prompt_tokens: int,
@@ -96,10 +198,12 @@ def test_choose_is_the_first_minimum_over_the_open_prefillers(
     prefillers = Prefillers(len(held), probe_limit=probe_limit, kv_capacity_tokens=capacity)
     prefillers.held_tokens[:] = held
     prefillers.probes[:] = running[: len(held)]
+    prefillers.is_open[:] = [prefiller not in closed for prefiller in range(len(held))]
     open_ones = [
         (tokens, prefiller)
         for prefiller, tokens in enumerate(held)
-        if (probe_limit is None or running[prefiller] < probe_limit)
+        if prefiller not in closed
+        and (probe_limit is None or running[prefiller] < probe_limit)
         and (capacity is None or tokens == 0 or tokens + prompt_tokens <= capacity)
     ]
-    assert prefillers.choose(prompt_tokens) == (min(open_ones)[1] if open_ones else None)
+    assert prefillers.choose(A, prompt_tokens) == (min(open_ones)[1] if open_ones else None)

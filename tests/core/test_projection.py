@@ -56,10 +56,12 @@ class Fleet:
         self.rank: dict[RequestId, RankId] = {}
         self.started: set[RequestId] = set()
 
-    def bind(self, number: int, rank: int, kv_tokens: int, age: int = 0) -> RequestId:
+    def bind(
+        self, number: int, rank: int, kv_tokens: int, age: int = 0, sequences: int = 1
+    ) -> RequestId:
         request = RequestId(number)
-        self.ledger.bind(request, RankId(rank), kv_tokens)
-        self.projection.bind(request, RankId(rank), kv_tokens, age)
+        self.ledger.bind(request, RankId(rank), kv_tokens, slots=sequences)
+        self.projection.bind(request, RankId(rank), kv_tokens, age, sequences)
         self.age[request] = age
         self.rank[request] = RankId(rank)
         return request
@@ -115,19 +117,24 @@ def test_rows_equal_a_recount_in_every_order_of_events(
     operations: list[tuple[str, int, int]],
 ) -> None:
     fleet = Fleet(make_projection(form, make_predictor(name), refresh, horizon=horizon))
+    prompts: dict[RequestId, int] = {}
     for number, (operation, pick, amount) in enumerate(operations):
+        prompts[RequestId(number)] = amount
         present = sorted(fleet.rank)
         request = present[pick % len(present)] if present else None
         match operation:
             case "bind":
-                fleet.bind(number, pick % RANKS, amount, age=pick // 8)
+                sequences = 1 + amount % 3
+                fleet.bind(number, pick % RANKS, amount, age=pick // 8, sequences=sequences)
             case "start" if request is not None and request not in fleet.started:
                 fleet.start(request)
             case "step":
                 for _ in range(amount):
                     fleet.step()
             case "emit" if request in fleet.started:
-                fleet.emit(request, amount)
+                # Some were given too much by the steps.
+                spare = min(amount, fleet.ledger.kv_tokens(request) - prompts[request])
+                fleet.emit(request, amount if pick % 2 else -spare)
             case "unbind" if request is not None:
                 fleet.unbind(request)
             case "look":
@@ -323,18 +330,65 @@ def test_an_unstarted_request_does_not_grow(form: Form, refresh: int) -> None:
     assert late.ledger.kv_tokens(request) == 120
 
 
+# What is predicted has to be so at every token, so that it does not matter whose turn is when.
+@pytest.mark.parametrize(("name", "refresh"), [("survival", 1), ("none", 5)])
+def test_a_request_with_sequences_is_projected_like_as_many_requests(
+    name: str, refresh: int
+) -> None:
+    one = Fleet(make_projection(Form.POINT, make_predictor(name), refresh))
+    many = Fleet(make_projection(Form.POINT, make_predictor(name), refresh))
+    together = one.bind(0, 1, 3 * 40, age=1, sequences=3)
+    each = [many.bind(number, 1, 40, age=1) for number in range(3)]
+    for step in range(60):
+        if step == 2:
+            one.start(together)
+            for request in each:
+                many.start(request)
+        if step in {30, 33, 34}:
+            one.emit(together, 3 * 2)
+            for request in each:
+                many.emit(request, 2)
+        assert one.ahead().tolist() == many.ahead().tolist(), f"step {step}"
+        one.step()
+        many.step()
+        one.projection.check()
+
+
+def test_the_age_of_a_request_with_sequences_is_that_of_one_of_them() -> None:
+    spy = Spy()
+    fleet = Fleet(make_projection(Form.EXPECTED, spy, 20))
+    request = fleet.bind(0, 0, 30, age=4, sequences=3)
+    fleet.start(request)
+    for tokens, age in ((0, 4), (2, 4), (1, 5), (6, 7), (-1, 6), (-2, 6), (-3, 5)):
+        fleet.emit(request, tokens)
+        fleet.ahead()
+        assert spy.batches[-1] == [(request, age)]
+
+
+def test_tokens_taken_back_leave_the_projection() -> None:
+    fleet = Fleet(make_projection(Form.EXPECTED, NoPrediction(), 3))
+    request = fleet.bind(0, 1, 100)
+    fleet.start(request)
+    for _ in range(4):
+        fleet.step()
+    fleet.emit(request, -4)
+    assert fleet.ahead()[1].tolist() == list(range(100, 101 + HORIZON))
+    fleet.projection.check()
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("name", ["oracle", "survival", "none"])
 @pytest.mark.parametrize("form", Form)
-def test_newcomer_is_what_binding_adds(form: Form, name: str) -> None:
+def test_newcomer_is_what_binding_adds(form: Form, name: str, sequences: int) -> None:
     fleet = Fleet(make_projection(form, make_predictor(name), 3))
     for number in range(4):
         fleet.start(fleet.bind(number, 0, 50 + number))
     for number in range(4, 20):
         before = fleet.ahead()
-        adds = fleet.projection.newcomer(RequestId(number), 70 + number, 2)
+        adds = fleet.projection.newcomer(RequestId(number), 70 + number, 2, sequences)
         # Asking binds nothing.
         assert fleet.ahead().tolist() == before.tolist()
-        fleet.bind(number, number % 2, 70 + number, age=2)
+        fleet.bind(number, number % 2, 70 + number, age=2, sequences=sequences)
         gained = fleet.ahead() - before
         # Only deposits are whole tokens.
         assert gained[number % 2].tolist() == np.rint(adds).tolist()

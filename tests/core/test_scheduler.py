@@ -1,17 +1,17 @@
 """Directed cases of the scheduler: what each event releases, asks for, and refuses."""
 
-import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
 from balanceroute.proxy.core.events import (
     AbortDecode,
     AbortPrefill,
     Action,
     Admit,
+    DecodeLost,
     DecodeStarted,
     Event,
     Expire,
@@ -31,63 +31,19 @@ from balanceroute.proxy.core.events import (
     Tick,
     TokensEmitted,
 )
-from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from tests.core.conftest import Driver
 
 P0 = PrefillerId(0)
 RANK0 = RankId(0)
 A, B, C, D = (RequestId(number) for number in range(4))
-
-
-class Driver:
-    """Feeds one scheduler and keeps the time."""
-
-    def __init__(self, policy: str = "fifo", **limits: int | None) -> None:
-        config = SchedulerConfig(**{"ranks": 1, "batch_limit": 1, **limits})  # type: ignore[arg-type]
-        ingredients = Ingredients(
-            ranks=config.ranks,
-            batch_limit=config.batch_limit,
-            settings=PolicySettings(),
-            rng=random.Random(0),
-            predictor=NoPrediction(),
-        )
-        self.scheduler = Scheduler(config, make_policy(policy, ingredients))
-        self.now_ns = 0
-
-    def __call__(self, *events: Event) -> list[Action]:
-        """Feed the events; return the actions of the last one."""
-        actions: list[Action] = []
-        for event in events:
-            actions = self.scheduler.handle(event, now_ns=self.now_ns)
-            self.scheduler.check()
-        return actions
-
-    def at(self, now_ns: int, *events: Event) -> list[Action]:
-        self.now_ns = now_ns
-        return self(*events)
-
-    def to_pool(self, *requests: RequestId, prompt_tokens: int = 10) -> None:
-        for request in requests:
-            self(RequestArrived(request, prompt_tokens), PrefillDone(request, prompt_tokens))
-
-    def to_decode(self, request: RequestId, prompt_tokens: int = 10) -> None:
-        self.to_pool(request, prompt_tokens=prompt_tokens)
-        assert Admit(request, RANK0) in self(Tick())
-
-    def held(self) -> dict[str, list[int]]:
-        return {
-            "tokens": self.scheduler.prefillers.held_tokens,
-            "probes": self.scheduler.prefillers.probes,
-            "loads": self.scheduler.ledger.loads.tolist(),
-            "bound": self.scheduler.ledger.bound.tolist(),
-        }
-
-
 NOTHING = {"tokens": [0], "probes": [0], "loads": [0], "bound": [0]}
 
 
-def test_a_request_goes_from_arrival_to_its_last_token() -> None:
-    driver = Driver()
+def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P0, 10)]
     assert driver(Tick()) == []
     assert driver(PrefillDone(A, 12)) == []
@@ -100,8 +56,8 @@ def test_a_request_goes_from_arrival_to_its_last_token() -> None:
     assert driver.scheduler.requests == {}
 
 
-def test_the_first_token_releases_the_prefiller() -> None:
-    driver = Driver(prefiller_kv_tokens=10)
+def test_the_first_token_releases_the_prefiller(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefiller_kv_tokens=10)
     driver.to_decode(A)
     assert driver(RequestArrived(B, 5)) == []
     assert driver.held()["tokens"] == [10]
@@ -109,8 +65,8 @@ def test_the_first_token_releases_the_prefiller() -> None:
     assert driver.held()["tokens"] == [5]
 
 
-def test_the_realised_prompt_replaces_the_estimate() -> None:
-    driver = Driver(prefiller_kv_tokens=20)
+def test_the_realised_prompt_replaces_the_estimate(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefiller_kv_tokens=20)
     driver(RequestArrived(A, 18), RequestArrived(B, 10))
     assert driver(PrefillDone(A, 9)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [19]
@@ -118,8 +74,8 @@ def test_the_realised_prompt_replaces_the_estimate() -> None:
     assert driver.held()["loads"] == [9]
 
 
-def test_a_lost_prefill_is_tried_again_ahead_of_the_queue() -> None:
-    driver = Driver(probe_limit=1)
+def test_a_lost_prefill_is_tried_again_ahead_of_the_queue(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, 10), RequestArrived(B, 10))
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillDone(A, 10)) == [StartPrefill(B, P0, 10)]
@@ -130,16 +86,18 @@ def test_a_lost_prefill_is_tried_again_ahead_of_the_queue() -> None:
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
 
 
-def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back() -> None:
-    driver = Driver()
+def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver()
     driver.to_decode(A)
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_started_request_cannot_lose_its_prefill() -> None:
-    driver = Driver()
+def test_a_started_request_cannot_lose_its_prefill(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver.to_decode(A)
     driver(DecodeStarted(A))
     with pytest.raises(LifecycleError, match="request 0 has pulled"):
@@ -147,8 +105,8 @@ def test_a_started_request_cannot_lose_its_prefill() -> None:
     driver.scheduler.check()
 
 
-def test_a_recomputed_request_is_prefilled_with_what_it_emitted() -> None:
-    driver = Driver()
+def test_a_recomputed_request_is_prefilled_with_what_it_emitted(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver.to_decode(A)
     driver.to_pool(B, C)
     driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 1))
@@ -166,8 +124,10 @@ def test_a_recomputed_request_is_prefilled_with_what_it_emitted() -> None:
     assert next(iter(driver.scheduler.pool)).age == 4
 
 
-def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill() -> None:
-    driver = Driver(lease_margin_ns=5)
+def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(lease_margin_ns=5)
     driver.to_decode(A)
     driver(RequestArrived(B, 10), PrefillDone(B, 10, lease_expires_ns=100))
     assert driver.at(94, Tick()) == []
@@ -176,20 +136,22 @@ def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill() -> None:
     assert driver.at(194, Tick()) == [Admit(B, RANK0)]
 
 
-def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free() -> None:
-    driver = Driver(lease_margin_ns=5)
+def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(lease_margin_ns=5)
     driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver.at(95, Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
 
 
-def test_a_lease_shorter_than_the_margin_can_still_be_used() -> None:
-    driver = Driver(lease_margin_ns=5)
+def test_a_lease_shorter_than_the_margin_can_still_be_used(new_driver: "type[Driver]") -> None:
+    driver = new_driver(lease_margin_ns=5)
     driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=4))
     assert driver.at(1, Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_repeated_prefill_gains_no_time_to_live() -> None:
-    driver = Driver(ttl_ns=50)
+def test_a_repeated_prefill_gains_no_time_to_live(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ttl_ns=50)
     driver.to_decode(A)
     driver.to_pool(B)
     driver.at(30, PrefillLost(B))
@@ -197,8 +159,8 @@ def test_a_repeated_prefill_gains_no_time_to_live() -> None:
     assert driver.at(50, Tick()) == [ReleasePrefill(B, P0), Expire(B)]
 
 
-def test_a_recomputed_request_has_its_whole_time_to_live() -> None:
-    driver = Driver(ttl_ns=50)
+def test_a_recomputed_request_has_its_whole_time_to_live(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ttl_ns=50)
     driver.to_decode(A)
     driver(DecodeStarted(A), StepCompleted())
     driver.at(100, RequestRecomputed(A))
@@ -206,15 +168,15 @@ def test_a_recomputed_request_has_its_whole_time_to_live() -> None:
     assert driver.at(149, Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_dispatched_request_has_no_lease_to_lapse() -> None:
-    driver = Driver(lease_margin_ns=5)
+def test_a_dispatched_request_has_no_lease_to_lapse(new_driver: "type[Driver]") -> None:
+    driver = new_driver(lease_margin_ns=5)
     driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver(Tick()) == [Admit(A, RANK0)]
     assert driver.at(1_000, Tick()) == []
 
 
-def test_a_request_that_outlives_the_pool_expires() -> None:
-    driver = Driver(ttl_ns=50)
+def test_a_request_that_outlives_the_pool_expires(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ttl_ns=50)
     driver.to_decode(A)
     driver.at(10)
     driver.to_pool(B)
@@ -224,14 +186,16 @@ def test_a_request_that_outlives_the_pool_expires() -> None:
         driver(RequestCancelled(B))
 
 
-def test_expiry_beats_a_lapsed_lease_and_a_free_slot() -> None:
-    driver = Driver(ttl_ns=50, lease_margin_ns=1)
+def test_expiry_beats_a_lapsed_lease_and_a_free_slot(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ttl_ns=50, lease_margin_ns=1)
     driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=40))
     assert driver.at(60, Tick()) == [ReleasePrefill(A, P0), Expire(A)]
 
 
-def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once() -> None:
-    driver = Driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
+def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
     driver.to_decode(A)
     driver(RequestArrived(B, 10), RequestArrived(C, 10))
     for request in (B, C):
@@ -257,10 +221,10 @@ LIVES: dict[str, tuple[list[Event], list[Action]]] = {
 @pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
 @pytest.mark.parametrize("state", LIVES)
 def test_giving_up_releases_everything_exactly_once(
-    state: str, event: Callable[[RequestId], Event]
+    new_driver: "type[Driver]", state: str, event: Callable[[RequestId], Event]
 ) -> None:
     life, expected = LIVES[state]
-    driver = Driver()
+    driver = new_driver()
     driver(*life)
     assert driver.held() != NOTHING
     assert driver(event(A)) == expected
@@ -273,16 +237,19 @@ def test_giving_up_releases_everything_exactly_once(
 
 @pytest.mark.parametrize("event", [RequestCancelled, RequestFailed])
 def test_giving_up_in_the_queue_leaves_the_others_their_turn(
+    new_driver: "type[Driver]",
     event: Callable[[RequestId], Event],
 ) -> None:
-    driver = Driver(probe_limit=1)
+    driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, 10), RequestArrived(B, 10), RequestArrived(C, 10))
     assert driver(event(B)) == []
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
 
 
-def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible() -> None:
-    driver = Driver(probe_limit=1)
+def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(probe_limit=1)
     driver.to_decode(A)
     driver(DecodeStarted(A), RequestArrived(B, 10))
     assert driver(RequestRecomputed(A)) == []
@@ -291,21 +258,21 @@ def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible() -> None:
     assert driver.held() == NOTHING
 
 
-def test_a_request_that_the_prefiller_answered_in_full_is_done() -> None:
-    driver = Driver(probe_limit=1)
+def test_a_request_that_the_prefiller_answered_in_full_is_done(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, 10), RequestArrived(B, 10))
     assert driver(RequestFinished(A)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [10]
 
 
-def test_a_cancelled_request_makes_room_at_once() -> None:
-    driver = Driver(probe_limit=1)
+def test_a_cancelled_request_makes_room_at_once(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, 10), RequestArrived(B, 10))
     assert driver(RequestCancelled(A)) == [AbortPrefill(A, P0), StartPrefill(B, P0, 10)]
 
 
-def test_the_pool_limit_holds_requests_before_prefill() -> None:
-    driver = Driver(pool_limit=2)
+def test_the_pool_limit_holds_requests_before_prefill(new_driver: "type[Driver]") -> None:
+    driver = new_driver(pool_limit=2)
     driver.to_decode(A)
     assert driver(RequestArrived(B, 10)) == [StartPrefill(B, P0, 10)]
     assert driver(RequestArrived(C, 10)) == [StartPrefill(C, P0, 10)]
@@ -316,8 +283,10 @@ def test_the_pool_limit_holds_requests_before_prefill() -> None:
     assert driver(Tick()) == [Admit(B, RANK0), StartPrefill(D, P0, 10)]
 
 
-def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit() -> None:
-    driver = Driver(prefiller_kv_tokens=20)
+def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(prefiller_kv_tokens=20)
     driver(RequestArrived(A, 15))
     assert driver(RequestArrived(B, 10)) == []
     assert driver(RequestArrived(C, 1)) == []
@@ -326,8 +295,10 @@ def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit() -> Non
 
 @pytest.mark.parametrize("policy", ["br-0", "br-h"])
 @pytest.mark.parametrize(("now_ns", "is_late"), [(109, False), (110, True)])
-def test_an_overdue_request_goes_first(policy: str, now_ns: int, is_late: bool) -> None:
-    driver = Driver(policy, ranks=2, batch_limit=2, deadline_ns=100)
+def test_an_overdue_request_goes_first(
+    new_driver: "type[Driver]", policy: str, now_ns: int, is_late: bool
+) -> None:
+    driver = new_driver(policy, ranks=2, batch_limit=2, deadline_ns=100)
     # 1,050 tokens on each rank; then 50 of them leave, so that a prompt of 40 just fits.
     driver.to_pool(A, B, prompt_tokens=50)
     driver(Tick())
@@ -345,9 +316,129 @@ def test_an_overdue_request_goes_first(policy: str, now_ns: int, is_late: bool) 
     assert (admission.request == large) == is_late
 
 
+# Requests that run several sequences.
+
+
+def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence(new_driver: "type[Driver]") -> None:
+    driver = new_driver(batch_limit=4)
+    assert driver(RequestArrived(A, 10, slots=3)) == [StartPrefill(A, P0, 10)]
+    # The prompt is computed once.
+    assert driver.held()["tokens"] == [10]
+    driver(PrefillDone(A, 12))
+    assert driver.held()["tokens"] == [12]
+    assert driver(Tick()) == [Admit(A, RANK0)]
+    assert driver.held() == {"tokens": [12], "probes": [0], "loads": [36], "bound": [3]}
+    driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 1))
+    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [43], "bound": [3]}
+    assert driver(RequestFinished(A)) == []
+    assert driver.held() == NOTHING
+
+
+def test_one_free_slot_is_enough_and_the_rank_is_full_until_all_are_free(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(batch_limit=3)
+    driver.to_decode(A)
+    driver(RequestArrived(B, 10, slots=4), PrefillDone(B, 10))
+    driver.to_pool(C, D)
+    assert driver(Tick()) == [Admit(B, RANK0)]
+    assert driver.held()["bound"] == [5]
+    # Four of three slots are still taken.
+    driver(RequestFinished(A))
+    assert driver(Tick()) == []
+    driver(RequestFinished(B))
+    assert driver(Tick()) == [Admit(C, RANK0), Admit(D, RANK0)]
+
+
+def test_what_several_sequences_emitted_is_prefilled_again_as_their_mean(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(batch_limit=4)
+    driver(RequestArrived(A, 10, slots=3), PrefillDone(A, 10), Tick(), DecodeStarted(A))
+    driver(StepCompleted(), TokensEmitted(A, 2))
+    assert driver.held()["loads"] == [35]
+    assert driver(RequestRecomputed(A)) == [StartPrefill(A, P0, 12)]
+    driver(PrefillDone(A, 12))
+    assert next(iter(driver.scheduler.pool)).age == 2
+    driver(Tick())
+    assert driver.held()["loads"] == [36]
+
+
+# Requests without prefill.
+
+
+def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(pool_limit=1, probe_limit=1)
+    driver.to_pool(A)
+    assert driver(RequestArrived(B, 10, prefill=False)) == []
+    assert driver.held()["tokens"] == [10]
+    assert [entry.request for entry in driver.scheduler.pool] == [A, B]
+    assert driver(RequestFailed(A)) == [ReleasePrefill(A, P0)]
+    assert driver(Tick()) == [Admit(B, RANK0)]
+    assert driver(DecodeStarted(B), StepCompleted()) == []
+    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [11], "bound": [1]}
+    assert driver(RequestCancelled(B)) == [AbortDecode(B, RANK0)]
+    assert driver.held() == NOTHING
+
+
+def test_a_request_without_prefill_counts_towards_the_pool_limit(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(pool_limit=1)
+    driver(RequestArrived(A, 10, prefill=False))
+    assert driver(RequestArrived(B, 10)) == []
+    assert driver(Tick()) == [Admit(A, RANK0), StartPrefill(B, P0, 10)]
+
+
+def test_a_request_without_prefill_has_its_times_from_its_arrival(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(ttl_ns=50)
+    driver.to_decode(A)
+    driver.at(10, RequestArrived(B, 10, prefill=False))
+    assert driver.at(59, Tick()) == []
+    assert driver.at(60, Tick()) == [Expire(B)]
+
+
+def test_a_recomputed_request_without_prefill_goes_straight_back_to_the_pool(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(ttl_ns=50)
+    driver(RequestArrived(A, 10, prefill=False), Tick(), DecodeStarted(A), StepCompleted())
+    assert driver.at(100, RequestRecomputed(A)) == []
+    (entry,) = driver.scheduler.pool
+    assert (entry.prompt_tokens, entry.age, entry.expires_ns) == (11, 1, 150)
+    assert driver(Tick()) == [Admit(A, RANK0)]
+
+
+def test_a_request_without_prefill_goes_back_to_the_pool_when_the_rank_never_took_it(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver()
+    driver(RequestArrived(A, 10, prefill=False), Tick())
+    assert driver(DecodeLost(A)) == []
+    assert driver.held() == NOTHING
+    assert driver(Tick()) == [Admit(A, RANK0)]
+
+
+@pytest.mark.parametrize("events", [(), (Tick(),)], ids=["pooled", "bound"])
+def test_a_request_without_prefill_has_none_to_lose(
+    new_driver: "type[Driver]", events: tuple[Event, ...]
+) -> None:
+    driver = new_driver()
+    driver(RequestArrived(A, 10, prefill=False), *events)
+    before = driver.held()
+    with pytest.raises(LifecycleError, match="request 0 has no prefill to lose"):
+        driver(PrefillLost(A))
+    assert driver.held() == before
+
+
 UNKNOWN_EVENTS: list[Event] = [
     PrefillDone(B, 1),
     PrefillLost(B),
+    DecodeLost(B),
     DecodeStarted(B),
     TokensEmitted(B, 1),
     RequestRecomputed(B),
@@ -358,8 +449,10 @@ UNKNOWN_EVENTS: list[Event] = [
 
 
 @pytest.mark.parametrize("event", UNKNOWN_EVENTS, ids=lambda event: type(event).__name__)
-def test_an_unknown_request_is_refused_and_nothing_changes(event: Event) -> None:
-    driver = Driver()
+def test_an_unknown_request_is_refused_and_nothing_changes(
+    new_driver: "type[Driver]", event: Event
+) -> None:
+    driver = new_driver()
     driver(RequestArrived(A, 10))
     with pytest.raises(LifecycleError, match="request 1 is unknown or has ended"):
         driver(event)
@@ -367,31 +460,65 @@ def test_an_unknown_request_is_refused_and_nothing_changes(event: Event) -> None
     assert list(driver.scheduler.requests) == [A]
 
 
-def test_a_second_arrival_of_a_live_request_is_refused() -> None:
-    driver = Driver()
+def test_a_second_arrival_of_a_live_request_is_refused(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver(RequestArrived(A, 10))
     with pytest.raises(LifecycleError, match="request 0 has arrived already"):
         driver(RequestArrived(A, 10))
     assert driver.held()["tokens"] == [10]
 
 
-def test_a_prompt_without_tokens_is_refused() -> None:
-    driver = Driver()
+def test_a_prompt_without_tokens_is_refused(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     with pytest.raises(LifecycleError, match="0 prompt tokens"):
         driver(RequestArrived(A, 0))
+    with pytest.raises(LifecycleError, match="0 slots"):
+        driver(RequestArrived(A, 1, slots=0))
     assert driver.scheduler.requests == {}
 
 
-def test_tokens_before_the_first_are_refused() -> None:
-    driver = Driver()
+def test_tokens_before_the_first_are_refused(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver.to_decode(A)
     with pytest.raises(LifecycleError, match="cannot emit 1 tokens now"):
         driver(TokensEmitted(A, 1))
     assert driver.held()["loads"] == [10]
 
 
-def test_a_second_start_is_refused() -> None:
-    driver = Driver()
+def test_tokens_are_taken_back_down_to_the_prompt_and_no_further(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver("br-h", batch_limit=2)
+    driver(RequestArrived(A, 10, slots=2), PrefillDone(A, 10), Tick(), DecodeStarted(A))
+    driver(StepCompleted(), StepCompleted(), TokensEmitted(A, -3))
+    assert driver.held()["loads"] == [21]
+    with pytest.raises(LifecycleError, match="has not emitted the 2 tokens to take back"):
+        driver(TokensEmitted(A, -2))
+    assert driver.held()["loads"] == [21]
+    driver(TokensEmitted(A, -1))
+    assert driver.held()["loads"] == [20]
+    driver(StepCompleted())
+    assert driver.held()["loads"] == [22]
+
+
+def test_a_recomputed_request_keeps_what_it_emitted_before(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
+    driver.to_decode(A)
+    driver(DecodeStarted(A), StepCompleted(), StepCompleted(), RequestRecomputed(A))
+    driver(PrefillDone(A, 12), Tick(), DecodeStarted(A))
+    with pytest.raises(LifecycleError, match="has not emitted the 1 tokens to take back"):
+        driver(TokensEmitted(A, -1))
+
+
+def test_a_request_may_finish_before_it_was_seen_to_start(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
+    driver.to_decode(A)
+    assert driver(RequestFinished(A)) == []
+    assert driver.held() == NOTHING
+
+
+def test_a_second_start_is_refused(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver.to_decode(A)
     driver(DecodeStarted(A))
     with pytest.raises(LifecycleError, match="cannot start"):
@@ -412,6 +539,7 @@ def test_a_second_start_is_refused() -> None:
         "pool_limit",
         "deadline_ns",
         "ttl_ns",
+        "queue_ttl_ns",
     ],
 )
 def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
@@ -421,16 +549,16 @@ def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("counter", ["held_tokens", "probes"])
-def test_check_notices_a_leaked_budget(counter: str) -> None:
-    driver = Driver()
+def test_check_notices_a_leaked_budget(new_driver: "type[Driver]", counter: str) -> None:
+    driver = new_driver()
     driver.to_decode(A)
     getattr(driver.scheduler.prefillers, counter)[0] += 1
     with pytest.raises(AssertionError):
         driver.scheduler.check()
 
 
-def test_check_notices_a_leaked_slot() -> None:
-    driver = Driver()
+def test_check_notices_a_leaked_slot(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
     driver.scheduler.ledger.bind(A, RANK0, 1)
     with pytest.raises(AssertionError):
         driver.scheduler.check()

@@ -1,12 +1,14 @@
 """Random legal event orders against a naive model of what every request holds.
 
 The model performs the actions (probes end or are lost, requests join, step, end, come back, or are
-given up in any state) and says of each action whether the scheduler was free to ask for it.
+given up in any state; instances close and open; the deployment grows) and says of each action
+whether the scheduler was free to ask for it.
 """
 
+import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -28,13 +30,18 @@ from balanceroute.proxy.core.events import (
     AbortPrefill,
     Action,
     Admit,
+    DecodeLost,
     DecodeStarted,
     Event,
     Expire,
     PrefillDone,
+    PrefillerClosed,
     PrefillerId,
+    PrefillerOpened,
     PrefillLost,
+    RankClosed,
     RankId,
+    RankOpened,
     ReleasePrefill,
     RequestArrived,
     RequestCancelled,
@@ -47,7 +54,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     TokensEmitted,
 )
-from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 CONFIGS = st.builds(
@@ -62,6 +69,7 @@ CONFIGS = st.builds(
     deadline_ns=st.none() | st.integers(1, 30),
     ttl_ns=st.none() | st.integers(1, 60),
     lease_margin_ns=st.integers(0, 5),
+    queue_ttl_ns=st.none() | st.integers(1, 60),
 )
 KNOBS = st.fixed_dictionaries(
     {
@@ -76,18 +84,27 @@ KNOBS = st.fixed_dictionaries(
 )
 INDEX = st.integers(0, 1_000)
 LIVE = ("queued", "prefilling", "pooled", "decoding")
-BEFALLS = ("lose", "emit", "finish", "recompute", "cancel", "fail")
+# Prompt tokens, slots, and whether it is prefilled.
+NEWCOMER = st.tuples(st.integers(1, 60), st.sampled_from([1, 1, 1, 3]), st.sampled_from([1, 1, 0]))
+BEFALLS = ("lose", "bounce", "emit", "finish", "recompute", "cancel", "fail")
+SWITCHES = ("close rank", "open rank", "close prefiller", "open prefiller")
 KINDS: tuple[Callable[..., Event], ...] = (
     RequestArrived,
     PrefillDone,
     PrefillLost,
+    DecodeLost,
     DecodeStarted,
     TokensEmitted,
     RequestRecomputed,
     RequestFinished,
     RequestFailed,
     RequestCancelled,
+    RankClosed,
+    RankOpened,
+    PrefillerClosed,
+    PrefillerOpened,
 )
+OF_INSTANCES = KINDS[-4:]
 STAGES = ("prefill", "admit", "join", "step")
 
 
@@ -97,16 +114,25 @@ class Known:
 
     number: RequestId
     prompt_tokens: int
+    slots: int
+    prefill: bool
+    since_ns: int  # It arrived, or came back from being served.
     phase: str = "queued"
     emitted_before: int = 0
     prefiller: PrefillerId | None = None  # Whose budget it holds.
+    lost_on_prefillers: list[int] = field(default_factory=list)
     pooled_ns: int | None = None  # First time in the pool since it last decoded.
-    expires_ns: int | None = None
-    overdue_ns: int | None = None
-    lapses_ns: int | None = None
+    prefilled_ns: int = 0
+    lease_ns: int | None = None
     rank: RankId | None = None
     started: bool = False
     kv_tokens: int = 0
+    lost_on_ranks: list[int] = field(default_factory=list)
+
+    @property
+    def floor_tokens(self) -> int:
+        """What it holds in decode before it emits anything."""
+        return self.prompt_tokens * self.slots
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -126,10 +152,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=CONFIGS, knobs=KNOBS)
     def build(self, config: SchedulerConfig, knobs: dict[str, float]) -> None:
         self.config = config
+        self.knobs = knobs
         self.predictor = Survival()
+        self.policy = self.make_policy(config)
+        self.scheduler = Scheduler(config, self.policy)
+        self.open_ranks = [True] * config.ranks
+        self.open_prefillers = [True] * config.prefillers
+
+    def make_policy(self, config: SchedulerConfig) -> Policy:
         base, _, paper = self.name.partition(" ")
-        chosen = PolicySettings(**knobs, paper=bool(paper))  # type: ignore[arg-type]
-        self.policy = make_policy(
+        chosen = PolicySettings(**self.knobs, paper=bool(paper))  # type: ignore[arg-type]
+        return make_policy(
             base,
             Ingredients(
                 ranks=config.ranks,
@@ -139,7 +172,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 predictor=self.predictor,
             ),
         )
-        self.scheduler = Scheduler(config, self.policy)
 
     # What the model counts.
 
@@ -159,11 +191,41 @@ class SchedulerMachine(RuleBasedStateMachine):
     def load(self, rank: int) -> int:
         return sum(known.kv_tokens for known in self.on_rank(rank))
 
+    def bound(self, rank: int) -> int:
+        return sum(known.slots for known in self.on_rank(rank))
+
     def free_slots(self, rank: int) -> float:
         beyond = self.policy.slots_beyond_batch
         if beyond is None:
             return float("inf")
-        return self.config.batch_limit + beyond - len(self.on_rank(rank))
+        return self.config.batch_limit + beyond - self.bound(rank)
+
+    def may_go(self, is_open: Sequence[bool], lost_on: list[int]) -> list[int]:
+        """Return the open instances that did not lose it, or else the one that did so first."""
+        opened = [number for number, takes in enumerate(is_open) if takes]
+        others = [number for number in opened if number not in lost_on]
+        return others or sorted(opened, key=lost_on.index)[:1]
+
+    def queue_end_ns(self, known: Known) -> int | None:
+        ttl_ns = self.config.queue_ttl_ns
+        return None if ttl_ns is None else known.since_ns + ttl_ns
+
+    def pool_end_ns(self, known: Known) -> int | None:
+        if known.pooled_ns is None or self.config.ttl_ns is None:
+            return None
+        return known.pooled_ns + self.config.ttl_ns
+
+    def overdue_ns(self, known: Known) -> int | None:
+        if known.pooled_ns is None or self.config.deadline_ns is None:
+            return None
+        return known.pooled_ns + self.config.deadline_ns
+
+    def lapse_ns(self, known: Known) -> int | None:
+        if known.lease_ns is None:
+            return None
+        left_ns = max(0, known.lease_ns)
+        margin_ns = min(self.config.lease_margin_ns, left_ns // 2)
+        return known.prefilled_ns + known.lease_ns - margin_ns
 
     def next_probe(self) -> StartPrefill | None:
         """Return the one probe that may start now."""
@@ -175,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return None
         open_ones = [
             (self.held(prefiller), prefiller)
-            for prefiller in range(config.prefillers)
+            for prefiller in self.may_go(self.open_prefillers, known.lost_on_prefillers)
             if config.probe_limit is None or self.probes(prefiller) < config.probe_limit
         ]
         if config.prefiller_kv_tokens is not None:
@@ -208,7 +270,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if known.number in line:
                 line.remove(known.number)
         known.prefiller = known.rank = None
-        known.expires_ns = known.overdue_ns = known.lapses_ns = None
         known.started, known.kv_tokens = False, 0
 
     def end(self, known: Known, how: str) -> None:
@@ -219,8 +280,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def send_back(self, known: Known) -> None:
         self.drop(known)
-        known.phase = "queued"
-        self.returned.append(known.number)
+        if known.prefill:
+            known.phase = "queued"
+            self.returned.append(known.number)
+        else:
+            self.to_pool(known)
+
+    def to_pool(self, known: Known) -> None:
+        known.phase = "pooled"
+        if known.pooled_ns is None:
+            known.pooled_ns = self.now_ns
 
     def cleaning(self, known: Known) -> list[Action]:
         """Return what must be asked for when a request is given up in its phase."""
@@ -235,11 +304,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             case _:
                 return []
 
-    @rule(prompts=st.lists(st.integers(1, 60), max_size=6), last=st.sampled_from(STAGES))
-    def serve(self, prompts: list[int], last: str) -> None:
+    @rule(newcomers=st.lists(NEWCOMER, max_size=6), last=st.sampled_from(STAGES))
+    def serve(self, newcomers: list[tuple[int, int, int]], last: str) -> None:
         """Take requests in and bring everyone on, so that every state is visited often."""
-        for prompt_tokens in prompts:
-            self.arrive(prompt_tokens)
+        for prompt_tokens, slots, prefill in newcomers:
+            self.arrive(prompt_tokens, slots, prefill=bool(prefill))
         for stage in STAGES[: STAGES.index(last) + 1]:
             match stage:
                 case "prefill":
@@ -253,29 +322,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case _:
                     self.step(1)
 
-    def arrive(self, prompt_tokens: int) -> None:
+    def arrive(self, prompt_tokens: int, slots: int, *, prefill: bool) -> None:
         number = RequestId(self.arrived)
         self.arrived += 1
-        self.live[number] = Known(number, prompt_tokens)
-        self.queue.append(number)
-        self.feed(RequestArrived(number, prompt_tokens))
+        known = Known(number, prompt_tokens, slots, prefill, self.now_ns)
+        self.live[number] = known
+        if prefill:
+            self.queue.append(number)
+        else:
+            self.to_pool(known)
+        self.feed(RequestArrived(number, prompt_tokens, slots, prefill))
 
     @precondition(lambda self: self.phase("prefilling"))
     @rule(index=INDEX, error=st.integers(-2, 3), lease=st.none() | st.integers(-3, 60))
     def end_probe(self, index: int, error: int, lease: int | None) -> None:
         known = self.choose(index, self.phase("prefilling"))
-        config, now_ns = self.config, self.now_ns
-        known.phase = "pooled"
         known.prompt_tokens = max(1, known.prompt_tokens + error)
-        if known.pooled_ns is None:
-            known.pooled_ns = now_ns
-        since_ns = known.pooled_ns
-        known.expires_ns = None if config.ttl_ns is None else since_ns + config.ttl_ns
-        known.overdue_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
-        ends_ns = None if lease is None else now_ns + lease
-        known.lapses_ns = None
-        if lease is not None:
-            known.lapses_ns = now_ns + lease - min(config.lease_margin_ns, max(0, lease) // 2)
+        self.to_pool(known)
+        known.lost_on_prefillers.clear()
+        known.prefilled_ns, known.lease_ns = self.now_ns, lease
+        ends_ns = None if lease is None else self.now_ns + lease
         self.feed(PrefillDone(known.number, known.prompt_tokens, ends_ns))
 
     @precondition(lambda self: self.live)
@@ -289,8 +355,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         match kind:
             case "lose" if self.losable():
                 self.lose_prefill(index, phase)
+            case "bounce" if self.bound_only():
+                self.bounce(index)
             case "emit" if self.running():
-                self.emit(index, tokens=index % 5)
+                self.emit(index, tokens=index % 9 - 4)
             case "finish" if self.phase("prefilling", "decoding"):
                 self.finish(index)
             case "recompute" if self.phase("decoding"):
@@ -304,40 +372,59 @@ class SchedulerMachine(RuleBasedStateMachine):
         losable = self.losable()
         known = self.choose(index, [one for one in losable if one.phase == phase] or losable)
         expected = self.cleaning(known) if known.phase == "pooled" else []
+        elsewhere = index % 3 > 0
+        if elsewhere and known.prefiller is not None:
+            self.note_loss(known.lost_on_prefillers, known.prefiller)
         self.send_back(known)
-        self.feed(PrefillLost(known.number), *expected)
+        self.feed(PrefillLost(known.number, elsewhere), *expected)
+
+    def bounce(self, index: int) -> None:
+        known = self.choose(index, self.bound_only())
+        assert known.rank is not None
+        self.note_loss(known.lost_on_ranks, known.rank)
+        known.rank, known.kv_tokens = None, 0
+        self.to_pool(known)
+        self.feed(DecodeLost(known.number))
+
+    def note_loss(self, lost_on: list[int], instance: int) -> None:
+        if instance in lost_on:
+            lost_on.remove(instance)
+        lost_on.append(instance)
 
     @precondition(lambda self: self.joinable())
     @rule(index=INDEX)
     def join(self, index: int) -> None:
         known = self.choose(index, self.joinable())
         known.started, known.prefiller = True, None
+        known.lost_on_ranks.clear()
         self.feed(DecodeStarted(known.number))
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
             for known in self.live.values():
-                known.kv_tokens += known.started
+                known.kv_tokens += known.slots * known.started
             assert self.scheduler.handle(StepCompleted(), now_ns=self.now_ns) == []
 
     def emit(self, index: int, tokens: int) -> None:
         known = self.choose(index, self.running())
+        tokens = max(tokens, known.floor_tokens - known.kv_tokens)
         known.kv_tokens += tokens
         self.feed(TokensEmitted(known.number, tokens))
 
     def finish(self, index: int) -> None:
         known = self.choose(index, self.phase("prefilling", "decoding"))
-        output_tokens = known.emitted_before + known.kv_tokens - known.prompt_tokens
+        output_tokens = known.emitted_before + known.kv_tokens - known.floor_tokens
         self.predictor.observe(known.number, max(1, output_tokens))
         self.end(known, "finished")
         self.feed(RequestFinished(known.number))
 
     def recompute(self, index: int) -> None:
         known = self.choose(index, self.phase("decoding"))
-        known.emitted_before += known.kv_tokens - known.prompt_tokens
-        known.prompt_tokens = known.kv_tokens
-        known.pooled_ns = None
+        emitted = math.ceil((known.kv_tokens - known.floor_tokens) / known.slots)
+        known.emitted_before += emitted
+        known.prompt_tokens += emitted
+        known.since_ns, known.pooled_ns = self.now_ns, None
         self.send_back(known)
         self.feed(RequestRecomputed(known.number))
 
@@ -348,18 +435,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         event = RequestCancelled if by_client else RequestFailed
         self.feed(event(known.number), *expected)
 
+    @rule(kind=st.sampled_from(SWITCHES), index=INDEX)
+    def switch(self, kind: str, index: int) -> None:
+        rank = index % self.config.ranks
+        prefiller = index % self.config.prefillers
+        match kind:
+            case "close rank":
+                self.open_ranks[rank] = False
+                self.feed(RankClosed(RankId(rank)))
+            case "open rank":
+                self.open_ranks[rank] = True
+                self.feed(RankOpened(RankId(rank)))
+            case "close prefiller":
+                self.open_prefillers[prefiller] = False
+                self.feed(PrefillerClosed(PrefillerId(prefiller)))
+            case _:
+                self.open_prefillers[prefiller] = True
+                self.feed(PrefillerOpened(PrefillerId(prefiller)))
+
+    @rule(config=CONFIGS)
+    def reshape(self, config: SchedulerConfig) -> None:
+        """Take over the limits of another deployment, and be no smaller than it."""
+        ranks, prefillers = self.config.ranks, self.config.prefillers
+        self.config = replace(
+            config,
+            ranks=max(config.ranks, ranks),
+            prefillers=max(config.prefillers, prefillers),
+        )
+        self.open_ranks += [True] * (self.config.ranks - ranks)
+        self.open_prefillers += [True] * (self.config.prefillers - prefillers)
+        self.policy = self.make_policy(self.config)
+        self.scheduler.reshape(self.config, self.policy)
+        self.nothing_leaked()
+        self.tick(0)
+
     @rule(passed_ns=st.integers(0, 15))
     def tick(self, passed_ns: int) -> None:
         self.now_ns += passed_ns
-        late = {known.number for known in self.phase("pooled") if self.is_past(known.overdue_ns)}
+        pooled = self.phase("pooled")
+        late = {known.number for known in pooled if self.is_past(self.overdue_ns(known))}
+        given_up = self.phase("queued")
+        given_up = [known for known in given_up if self.is_past(self.queue_end_ns(known))]
         admitted = []
         for action in self.scheduler.handle(Tick(), now_ns=self.now_ns):
             match action:
                 case ReleasePrefill(number, prefiller):
                     self.take_release(self.live[number], prefiller)
                 case Expire(number):
-                    assert self.live[number].phase == "expiring"
-                    self.end(self.live[number], "expired")
+                    known = self.live[number]
+                    assert known in given_up or self.pool_time_is_over(known)
+                    self.end(known, "expired")
                 case Admit(number, rank):
                     self.take_admission(self.live[number], rank)
                     admitted.append(number)
@@ -367,41 +492,52 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.take_probe(action)
                 case _:
                     raise AssertionError(f"a tick asked for {action}")
+        assert not any(known.number in self.live for known in given_up)
         self.check_after_tick(late, admitted)
+
+    def pool_time_is_over(self, known: Known) -> bool:
+        """Return whether it may expire from the pool: what it held there is released by now."""
+        if known.phase == "pooled" and not known.prefill:
+            return self.is_past(self.pool_end_ns(known))
+        return known.phase == "expiring"
 
     def take_release(self, known: Known, prefiller: PrefillerId) -> None:
         assert (known.phase, known.prefiller) == ("pooled", prefiller)
-        if self.is_past(known.expires_ns):
+        if self.is_past(self.pool_end_ns(known)):
             self.drop(known)
             known.phase = "expiring"
         else:
-            assert self.is_past(known.lapses_ns), "the lease still holds"
+            assert self.is_past(self.lapse_ns(known)), "the lease still holds"
             self.send_back(known)
 
     def take_admission(self, known: Known, rank: RankId) -> None:
         assert known.phase == "pooled"
-        assert not self.is_past(known.expires_ns)
-        assert not self.is_past(known.lapses_ns)
+        assert not self.is_past(self.pool_end_ns(known))
+        assert not self.is_past(self.lapse_ns(known))
+        assert rank in self.may_go(self.open_ranks, known.lost_on_ranks)
         assert self.free_slots(rank) > 0
         limit = self.config.rank_kv_tokens
         if limit is not None and self.policy.slots_beyond_batch is not None:
-            assert self.load(rank) + known.prompt_tokens <= limit or not self.on_rank(rank)
-        known.phase, known.rank, known.kv_tokens = "decoding", rank, known.prompt_tokens
+            assert self.load(rank) + known.floor_tokens <= limit or not self.on_rank(rank)
+        known.phase, known.rank, known.kv_tokens = "decoding", rank, known.floor_tokens
 
     def check_after_tick(self, late: set[RequestId], admitted: list[RequestId]) -> None:
         assert not self.phase("expiring")
         assert self.next_probe() is None
         waiting = self.phase("pooled")
         for known in waiting:
-            assert not self.is_past(known.expires_ns)
-            assert not self.is_past(known.lapses_ns)
-        if not waiting:
+            assert not self.is_past(self.pool_end_ns(known))
+            assert not self.is_past(self.lapse_ns(known))
+        if not waiting or ("--paper" in self.name and any(one.lost_on_ranks for one in waiting)):
             return
-        ranks = range(self.config.ranks)
+        # The paper's candidates are the largest: those that avoid a rank may keep the others off it.
+        oldest = min(waiting, key=lambda known: known.number)
+        ranks = self.may_go(self.open_ranks, oldest.lost_on_ranks)
         assert all(self.on_rank(rank) for rank in ranks), "a rank stays empty while requests wait"
         if self.config.rank_kv_tokens is None:
             assert all(self.free_slots(rank) <= 0 for rank in ranks), "a free slot stays empty"
-            if self.name in {"br-0", "br-h"} and any(known.number in late for known in waiting):
+            passed_over = [known for known in waiting if known.number in late]
+            if self.name in {"br-0", "br-h"} and not all(one.lost_on_ranks for one in passed_over):
                 assert late.issuperset(admitted), "an overdue request was passed over"
 
     @rule(
@@ -409,16 +545,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS),
     )
     def feed_what_is_not_allowed(self, index: int, kind: Callable[..., Event]) -> None:
+        if kind in OF_INSTANCES:
+            self.refuse(kind([-1, 9][index % 2]))
+            return
         with_tokens = kind in {RequestArrived, PrefillDone, TokensEmitted}
         # Half of them live, the others ended or unknown.
         numbers = [*self.live] if self.live and index % 2 else [*self.ended, RequestId(-1)]
         request = numbers[index // 2 % len(numbers)]
         if kind is RequestArrived and request not in self.live:
-            event: Event = RequestArrived(RequestId(self.arrived), 0)
-        elif kind in self.allowed(request):
-            return
-        else:
-            event = kind(request, 3) if with_tokens else kind(request)
+            self.refuse(RequestArrived(RequestId(self.arrived), index % 2, slots=(index + 1) % 2))
+        elif kind is TokensEmitted and kind in self.allowed(request):
+            known = self.live[request]
+            self.refuse(TokensEmitted(request, known.floor_tokens - known.kv_tokens - 1))
+        elif kind not in self.allowed(request):
+            self.refuse(kind(request, 3) if with_tokens else kind(request))
+
+    def refuse(self, event: Event) -> None:
         before = self.snapshot()
         with pytest.raises(LifecycleError):
             self.scheduler.handle(event, now_ns=self.now_ns)
@@ -429,14 +571,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return set()
         known = self.live[number]
         always: set[object] = {RequestFailed, RequestCancelled}
+        losable: set[object] = {PrefillLost} if known.prefill else set()
         match known.phase, known.started:
             case "prefilling", _:
-                return always | {PrefillDone, PrefillLost, RequestFinished}
+                return always | losable | {PrefillDone, RequestFinished}
             case "pooled", _:
-                return always | {PrefillLost}
+                return always | losable
             case "decoding", False:
-                started = {DecodeStarted, PrefillLost, RequestRecomputed, RequestFinished}
-                return always | started
+                bound = {DecodeStarted, DecodeLost, RequestRecomputed, RequestFinished}
+                return always | losable | bound
             case "decoding", True:
                 return always | {TokensEmitted, RequestRecomputed, RequestFinished}
             case _:
@@ -446,9 +589,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         parts: list[object] = [
             *scheduler.requests.values(),
-            list(scheduler._queue),
-            list(scheduler._returned),
+            vars(scheduler._queue),
             list(scheduler.pool),
+            scheduler.next_deadline_ns(),
+            scheduler.waiting,
+            scheduler.prefillers.is_open,
+            scheduler._open_ranks,
             scheduler.prefillers.held_tokens,
             scheduler.prefillers.probes,
             scheduler.ledger.loads,
@@ -465,7 +611,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         return among[index % len(among)]
 
     def losable(self) -> list[Known]:
-        return [known for known in self.phase(*LIVE[1:]) if not known.started]
+        some = [known for known in self.phase(*LIVE[1:]) if not known.started]
+        return [known for known in some if known.prefill]
+
+    def bound_only(self) -> list[Known]:
+        return [known for known in self.phase("decoding") if not known.started]
 
     def running(self) -> list[Known]:
         return [known for known in self.phase("decoding") if known.started]
@@ -476,8 +626,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             rank: self.config.batch_limit - sum(known.started for known in self.on_rank(rank))
             for rank in range(self.config.ranks)
         }
-        waiting = [known for known in self.phase("decoding") if not known.started]
-        return [known for known in waiting if known.rank is not None and free[known.rank] > 0]
+        return [
+            known for known in self.bound_only() if known.rank is not None and free[known.rank] > 0
+        ]
 
     def is_past(self, time_ns: int | None) -> bool:
         return time_ns is not None and time_ns <= self.now_ns
@@ -492,7 +643,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted([*self.live, *self.ended]) == list(range(self.arrived))
         ranks, prefillers = range(config.ranks), range(config.prefillers)
         assert scheduler.ledger.loads.tolist() == [self.load(rank) for rank in ranks]
-        assert scheduler.ledger.bound.tolist() == [len(self.on_rank(rank)) for rank in ranks]
+        assert scheduler.ledger.bound.tolist() == [self.bound(rank) for rank in ranks]
         assert scheduler.prefillers.held_tokens == [self.held(p) for p in prefillers]
         assert scheduler.prefillers.probes == [self.probes(p) for p in prefillers]
         pooled = sorted(known.number for known in self.phase("pooled"))
@@ -501,9 +652,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = self.live[entry.request]
             assert entry.prompt_tokens == known.prompt_tokens
             assert entry.age == known.emitted_before
+            assert entry.slots == known.slots
+        assert scheduler.waiting == len(self.phase("queued", "prefilling", "pooled"))
+        ends = [self.queue_end_ns(known) for known in self.phase("queued")]
+        for known in self.phase("pooled"):
+            ends += [self.pool_end_ns(known), self.lapse_ns(known)]
+        earliest = min((end_ns for end_ns in ends if end_ns is not None), default=None)
+        assert scheduler.next_deadline_ns() == earliest
 
     def teardown(self) -> None:
         """Let everything end; then nothing is held."""
+        for index in range(max(self.config.ranks, self.config.prefillers)):
+            self.switch("open rank", index)
+            self.switch("open prefiller", index)
         rounds = 10 * len(self.live)
         while self.live and rounds:
             rounds -= 1
@@ -543,6 +704,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         deadline_ns=some(rng, 1, 30),
         ttl_ns=some(rng, 20, 100),
         lease_margin_ns=rng.randrange(6),
+        queue_ttl_ns=some(rng, 20, 100),
     )
 
 
@@ -556,6 +718,13 @@ def random_knobs(rng: random.Random) -> dict[str, float]:
     }
 
 
+def random_newcomers(rng: random.Random) -> list[tuple[int, int, int]]:
+    return [
+        (rng.randint(1, 60), rng.choice([1, 1, 1, 3]), rng.choice([1, 1, 0]))
+        for _ in range(rng.randrange(4))
+    ]
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", POLICIES_DRIVEN)
 def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) -> None:
@@ -566,10 +735,9 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
     machine.build(random_config(rng), random_knobs(rng))
     for _ in range(150):
         index = rng.randrange(1_000)
-        match rng.randrange(10):
+        match rng.randrange(12):
             case 0 | 1 | 2:
-                prompts = [rng.randint(1, 60) for _ in range(rng.randrange(4))]
-                machine.serve(prompts, rng.choice(STAGES))
+                machine.serve(random_newcomers(rng), rng.choice(STAGES))
             case 3 if machine.phase("prefilling"):
                 machine.end_probe(index, rng.randint(-2, 3), some(rng, -3, 60))
             case 4 if machine.joinable():
@@ -580,6 +748,10 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
                 machine.step(rng.randint(1, 4))
             case 7:
                 machine.feed_what_is_not_allowed(index, rng.choice(KINDS))
+            case 8:
+                machine.switch(rng.choice(SWITCHES), index)
+            case 9 if index % 5 == 0:
+                machine.reshape(random_config(rng))
             case _ if machine.live:
                 machine.befall(rng.choice(BEFALLS), rng.choice(LIVE), index)
             case _:

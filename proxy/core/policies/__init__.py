@@ -5,7 +5,7 @@
 | `random` | early | a rank drawn uniformly |
 | `round-robin` | early | the ranks in turn |
 | `power-of-two` | early | the shorter queue of two drawn ranks |
-| `jsq` | early | the rank with the fewest requests |
+| `jsq` | early | the rank with the fewest slots taken |
 | `least-kv` | early | the rank with the fewest KV tokens |
 | `fifo` | late | the oldest request to the least-loaded rank with a free slot |
 | `br-0` | late | two-stage rule on the present step |

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
@@ -22,39 +23,70 @@ UNLIMITED = 1 << 62
 
 @dataclass(slots=True)
 class Fleet:
-    """The decode ranks as a policy sees them. The policy owns this copy and may write to it.
+    """The decode ranks as a policy sees them.
+
+    The policy owns this copy and may write to it, but for `is_open`.
 
     Attributes:
+        is_open: bool[G], whether each rank takes new requests at all.
         loads: int64[G], KV tokens of the bound requests.
-        bound: int64[G], requests bound.
-        free_slots: int64[G], requests that may still be bound.
+        bound: int64[G], slots of the bound requests.
+        free_slots: int64[G], slots that may still be taken, at least 0; 0 if the rank is closed.
         free_kv_tokens: int64[G], KV tokens that still fit.
     """
 
+    is_open: NDArray[np.bool_]
     loads: NDArray[np.int64]
     bound: NDArray[np.int64]
     free_slots: NDArray[np.int64]
     free_kv_tokens: NDArray[np.int64]
 
     def room(self, rank: int) -> int:
-        """Return the KV tokens of the largest request that `rank` can take, slots aside.
+        """Return the KV tokens of the largest request that `rank` can hold, slots aside.
 
         A request larger than a whole rank may go to an empty one: it fails there with the engine's
         own error instead of waiting forever.
         """
         return int(self.free_kv_tokens[rank]) if self.bound[rank] else UNLIMITED
 
-    def open_to(self, kv_tokens: int) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank has a slot and room for a request."""
-        room = (self.free_kv_tokens >= kv_tokens) | (self.bound == 0)
-        return np.asarray((self.free_slots > 0) & room)
+    def allowed(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is open and need not be avoided; room aside.
 
-    def bind(self, rank: int, kv_tokens: int) -> None:
+        Not to be written to.
+        """
+        if not entry.lost_on:
+            return self.is_open
+        return np.array(allowed(self.is_open.tolist(), entry.lost_on))
+
+    def has_room(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is open and has a slot and memory for an entry.
+
+        One slot is enough: what a request runs beyond it waits in the engine.
+        """
+        memory = (self.free_kv_tokens >= entry.kv_tokens) | (self.bound == 0)
+        return np.asarray((self.free_slots > 0) & memory)
+
+    def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank has room for an entry that need not avoid it."""
+        if not entry.lost_on:
+            return self.has_room(entry)
+        return self.has_room(entry) & self.allowed(entry)
+
+    def bind(self, rank: int, entry: PoolEntry) -> None:
         """Account for one more request."""
-        self.loads[rank] += kv_tokens
-        self.bound[rank] += 1
-        self.free_slots[rank] -= 1
-        self.free_kv_tokens[rank] -= kv_tokens
+        self.loads[rank] += entry.kv_tokens
+        self.bound[rank] += entry.slots
+        self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
+        self.free_kv_tokens[rank] -= entry.kv_tokens
+
+
+def lowest(values: NDArray[np.int64], among: NDArray[np.bool_]) -> int | None:
+    """Return the rank with the lowest value among some, on a tie the lowest; None if there is none."""
+    if among.all():
+        return int(values.argmin())
+    if not among.any():
+        return None
+    return int(np.where(among, values, UNLIMITED).argmin())
 
 
 class Assignment(NamedTuple):
@@ -69,7 +101,7 @@ class Policy(Protocol):
 
     @property
     def slots_beyond_batch(self) -> int | None:
-        """How many requests beyond its batch limit a rank may be sent; None for any number.
+        """How many slots beyond its batch limit a rank may be sent; None for any number.
 
         0 means late binding: a request stays in the pool until a slot is free. None means early
         binding: a request is sent at once and queues in the engine.
@@ -84,7 +116,8 @@ class Policy(Protocol):
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Return the admissions to make now, taking each admitted entry out of `pool`.
 
-        Called whenever the pool is not empty. May return nothing.
+        Called whenever the pool is not empty. May return nothing. An entry may only go to a rank
+        that is open to it (`Fleet.open_to`, which takes account of earlier admissions).
         """
         ...
 
@@ -109,15 +142,22 @@ class OldestFirst:
         self._choose = choose
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind entries in order of arrival until one has to wait."""
+        """Bind entries in order of arrival until one has to wait.
+
+        One that waits only because it avoids the ranks that lost it is passed over.
+        """
         del now_ns
         assignments: list[Assignment] = []
-        while len(pool):
-            entry = pool.oldest(1)[0]
+        passed_over = 0
+        while passed_over < len(pool):
+            entry = pool.oldest(passed_over + 1)[-1]
             rank = self._choose(fleet, entry)
-            if rank is None:
+            if rank is not None:
+                pool.admit(entry.request)
+                fleet.bind(rank, entry)
+                assignments.append(Assignment(entry.request, RankId(rank)))
+            elif fleet.has_room(entry).any():
+                passed_over += 1
+            else:
                 break
-            pool.admit(entry.request)
-            fleet.bind(rank, entry.prompt_tokens)
-            assignments.append(Assignment(entry.request, RankId(rank)))
         return assignments

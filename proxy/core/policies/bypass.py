@@ -15,9 +15,9 @@ from balanceroute.proxy.core.pool import PoolEntry
 
 def best_score(fleet: Fleet, entry: PoolEntry) -> int | None:
     """Return the rank with room where BR-0's F is best."""
-    open_ranks = fleet.open_to(entry.prompt_tokens)
+    open_ranks = fleet.open_to(entry)
     if not open_ranks.any():
         return None
     weights = Weights(np.ones(1), alpha=1.0, beta=float(len(fleet.loads)))
     balance = Balance(fleet.loads.astype(np.float64)[:, None], weights, np.ones(1))
-    return balance.best_rank(entry.prompt_tokens, open_ranks)
+    return balance.best_rank(entry.kv_tokens, open_ranks)

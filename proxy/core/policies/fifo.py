@@ -4,15 +4,10 @@ It has the pool of BR-0 and its view of the loads, but takes the requests as the
 wins over it is the value of choosing.
 """
 
-import numpy as np
-
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
+from balanceroute.proxy.core.policies.base import Fleet, lowest
 from balanceroute.proxy.core.pool import PoolEntry
 
 
 def least_kv_with_room(fleet: Fleet, entry: PoolEntry) -> int | None:
     """Return the rank with the least load of those that can take the entry, on a tie the lowest."""
-    open_ranks = fleet.open_to(entry.prompt_tokens)
-    if not open_ranks.any():
-        return None
-    return int(np.where(open_ranks, fleet.loads, UNLIMITED).argmin())
+    return lowest(fleet.loads, fleet.open_to(entry))

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from balanceroute.proxy.core.policies.base import Fleet
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -10,14 +12,13 @@ if TYPE_CHECKING:
 
 
 class PowerOfTwo:
-    """Draws two different ranks and takes the one with fewer requests, on a tie the lower."""
+    """Draws two different ranks and takes the one with fewer slots taken, on a tie the lower."""
 
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng
 
-    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int:
-        """Return the rank with fewer requests of two."""
-        del entry
-        ranks = range(len(fleet.bound))
+    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
+        """Return the rank with the shorter queue of two; None if all are closed."""
+        ranks: list[int] = np.flatnonzero(fleet.allowed(entry)).tolist()
         drawn = self._rng.sample(ranks, min(2, len(ranks)))
-        return min(drawn, key=lambda rank: (int(fleet.bound[rank]), rank))
+        return min(drawn, key=lambda rank: (int(fleet.bound[rank]), rank), default=None)

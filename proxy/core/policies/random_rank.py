@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from balanceroute.proxy.core.policies.base import Fleet
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -15,7 +17,7 @@ class RandomRank:
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng
 
-    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int:
-        """Return a rank."""
-        del entry
-        return self._rng.randrange(len(fleet.loads))
+    def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
+        """Return a rank; None if all are closed."""
+        ranks = np.flatnonzero(fleet.allowed(entry))
+        return int(ranks[self._rng.randrange(len(ranks))]) if len(ranks) else None

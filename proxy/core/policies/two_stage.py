@@ -19,7 +19,7 @@ What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives th
 * An entry past its deadline goes first, to the rank where it hurts least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,19 +135,27 @@ class _Round:
     def place_all(self) -> None:
         """Stage 1: admit the oldest entries, the largest of them first."""
         free = int(self._fleet.free_slots.sum())
-        waiting = len(self._pool)
-        count = waiting if waiting <= free else max(0, free - self._settings.theta)
-        entries = self._pool.oldest(count)
-        entries.sort(key=lambda entry: (-entry.prompt_tokens, entry.request))
+        wanted = self._pool.slots
+        entries = self._oldest(free if wanted <= free else max(0, free - self._settings.theta))
+        entries.sort(key=lambda entry: (-entry.kv_tokens, entry.request))
         self._place(entries)
+
+    def _oldest(self, slots: int) -> list[PoolEntry]:
+        """Return the oldest entries that want no more than so many slots."""
+        entries: list[PoolEntry] = []
+        for entry in self._pool.oldest(slots):
+            slots -= entry.slots
+            if slots < 0:
+                break
+            entries.append(entry)
+        return entries
 
     def fill_longest_queues(self) -> None:
         """Stage 1 of the paper: the rank with most free slots takes the request that fits best."""
         fleet = self._fleet
         while len(self._pool) and fleet.free_slots.sum() > self._settings.theta:
             rank = int(fleet.free_slots.argmax())
-            room = fleet.room(rank)
-            candidates = [e for e in self._pool if e.prompt_tokens <= room]
+            candidates = self._fitting(self._pool, rank)
             if not candidates:
                 return
             scores = self._balance.scores(rank, _sizes(candidates))
@@ -159,10 +167,11 @@ class _Round:
         open_ranks = fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
             rank = self._roomiest(open_ranks)
-            room = fleet.room(rank)
-            candidates = [e for e in self._candidates() if e.prompt_tokens <= room]
+            candidates = self._fitting(self._candidates(), rank)
             for entry in self._choose(rank, candidates):
-                self._admit(entry, rank)
+                # Several entries with many slots each may want more than there are.
+                if fleet.free_slots[rank] > 0:
+                    self._admit(entry, rank)
             open_ranks[rank] = bool(candidates) and fleet.free_slots[rank] > 0
 
     def _roomiest(self, open_ranks: NDArray[np.bool_]) -> int:
@@ -177,7 +186,16 @@ class _Round:
         window = self._settings.window
         if not self._settings.paper:
             return self._pool.oldest(window)
-        return sorted(self._pool, key=lambda entry: (-entry.prompt_tokens, entry.request))[:window]
+        return sorted(self._pool, key=lambda entry: (-entry.kv_tokens, entry.request))[:window]
+
+    def _fitting(self, entries: Iterable[PoolEntry], rank: int) -> list[PoolEntry]:
+        """Return the entries that `rank` has the memory for, and that need not avoid it."""
+        room = self._fleet.room(rank)
+        return [
+            entry
+            for entry in entries
+            if entry.kv_tokens <= room and (not entry.lost_on or self._fleet.allowed(entry)[rank])
+        ]
 
     def _choose(self, rank: int, candidates: list[PoolEntry]) -> list[PoolEntry]:
         """Return what `rank` takes: the best subset, else the best single entry."""
@@ -186,7 +204,7 @@ class _Round:
         fleet = self._fleet
         slots = min(int(fleet.free_slots[rank]), len(candidates))
         room = int(fleet.free_kv_tokens[rank])
-        if slots > 1 and room >= max(entry.prompt_tokens for entry in candidates):
+        if slots > 1 and room >= max(entry.kv_tokens for entry in candidates):
             chosen = self._best_subset(rank, candidates, slots, room)
             if chosen:
                 return chosen
@@ -203,7 +221,7 @@ class _Round:
         oldest entry has been overtaken at least as often as any other, so it is enough to ask twice:
         for the best subset, and for the best one around the oldest entry and its credit.
         """
-        sizes = [entry.prompt_tokens for entry in candidates]
+        sizes = [entry.kv_tokens for entry in candidates]
         peak = self._balance.peak(rank)
 
         def score(total: int) -> float:
@@ -234,22 +252,24 @@ class _Round:
     def _place(self, entries: list[PoolEntry]) -> None:
         fleet = self._fleet
         for entry in entries:
-            tokens = entry.prompt_tokens
-            open_ranks = fleet.open_to(tokens)
+            open_ranks = fleet.open_to(entry)
             if open_ranks.any():
-                self._admit(entry, self._balance.best_rank(tokens, open_ranks))
+                self._admit(entry, self._balance.best_rank(entry.kv_tokens, open_ranks))
 
     def _admit(self, entry: PoolEntry, rank: int) -> None:
-        tokens = entry.prompt_tokens
         self._pool.admit(entry.request)
-        self._fleet.bind(rank, tokens)
-        if self._projection is None:
-            contribution = np.array([tokens], np.float64)
-        else:
-            contribution = self._projection.newcomer(entry.request, tokens, entry.age)
-        self._balance.admit(rank, contribution)
+        self._fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
+        if len(self._pool) == 0:
+            return  # Nobody is left to weigh against it.
+        if self._projection is None:
+            contribution = np.array([entry.kv_tokens], np.float64)
+        else:
+            contribution = self._projection.newcomer(
+                entry.request, entry.kv_tokens, entry.age, entry.slots
+            )
+        self._balance.admit(rank, contribution)
 
 
 def _sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
-    return np.array([entry.prompt_tokens for entry in entries], np.float64)
+    return np.array([entry.kv_tokens for entry in entries], np.float64)

@@ -1,0 +1,59 @@
+"""The shape of a deployment and its limits: what a `Scheduler` is made for."""
+
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The shape of the deployment and the pool's limits.
+
+    Attributes:
+        ranks: G, decode ranks.
+        batch_limit: B, slots of a rank's batch.
+        rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
+        prefillers: P, at least 1.
+        probe_limit: Probes that run on one prefiller at a time; None for no limit.
+        prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
+        pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
+            where they hold no KV cache. None for no limit. Requests without prefill count, but
+            do not wait.
+        deadline_ns: Time in the pool after which an entry goes first; None for never.
+        ttl_ns: Time in the pool after which an entry is given up; None for never.
+        lease_margin_ns: How long before its lease ends an entry's KV cache counts as lost; at most
+            half of what is left of the lease, so that a short lease can be used at all.
+        queue_ttl_ns: Time since its arrival (or since it came back from being served) after which
+            a request that waits before prefill is given up; None for never.
+    """
+
+    ranks: int
+    batch_limit: int
+    rank_kv_tokens: int | None = None
+    prefillers: int = 1
+    probe_limit: int | None = None
+    prefiller_kv_tokens: int | None = None
+    pool_limit: int | None = None
+    deadline_ns: int | None = None
+    ttl_ns: int | None = None
+    lease_margin_ns: int = 5_000_000_000
+    queue_ttl_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "ranks",
+            "batch_limit",
+            "rank_kv_tokens",
+            "prefillers",
+            "probe_limit",
+            "prefiller_kv_tokens",
+            "pool_limit",
+            "deadline_ns",
+            "ttl_ns",
+            "queue_ttl_ns",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, must be at least 1")
+        if self.lease_margin_ns < 0:
+            raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")

@@ -1,0 +1,187 @@
+"""What waits before prefill: in which order, for how long, and who is told."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import (
+    Admit,
+    DecodeStarted,
+    Expire,
+    PrefillDone,
+    PrefillerId,
+    PrefillLost,
+    RankId,
+    ReleasePrefill,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    Tick,
+)
+
+if TYPE_CHECKING:
+    from tests.core.conftest import Driver
+
+P0, P1 = PrefillerId(0), PrefillerId(1)
+RANK0 = RankId(0)
+A, B, C, D = (RequestId(number) for number in range(4))
+
+
+def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+    driver(RequestArrived(A, 10))
+    driver.at(10, RequestArrived(B, 10), RequestArrived(C, 10))
+    assert driver.at(59, Tick()) == []
+    # Its own wait ended with its probe.
+    assert driver.at(60, Tick()) == [Expire(B), Expire(C)]
+    assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
+    with pytest.raises(LifecycleError, match="unknown or has ended"):
+        driver(RequestCancelled(B))
+
+
+def test_who_is_given_up_makes_way_for_the_next_one(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefiller_kv_tokens=20, queue_ttl_ns=50)
+    driver(RequestArrived(A, 10), RequestArrived(B, 15))
+    driver.at(10, RequestArrived(C, 10))
+    assert driver.at(50, Tick()) == [Expire(B), StartPrefill(C, P0, 10)]
+
+
+def test_a_lost_prefill_gains_no_time_in_the_queue(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+    driver(RequestArrived(A, 10), PrefillDone(A, 10), RequestArrived(B, 10))
+    driver.at(80, PrefillLost(A))
+    assert driver(Tick()) == [Expire(A)]
+
+
+def test_a_lapsed_lease_has_one_chance_of_a_probe_though_its_time_in_the_queue_is_over(
+    new_driver: "type[Driver]",
+) -> None:
+    for busy in (False, True):
+        driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+        driver.to_decode(C)
+        driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=70))
+        if busy:
+            driver.at(60, RequestArrived(B, 10))
+        probes = [] if busy else [StartPrefill(A, P0, 10)]
+        assert driver.at(70, Tick()) == [ReleasePrefill(A, P0), *probes]
+        assert driver(Tick()) == ([Expire(A)] if busy else [])
+
+
+def test_a_recomputed_request_has_its_whole_time_in_the_queue(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+    driver.to_decode(A)
+    driver(DecodeStarted(A))
+    driver.at(100, RequestArrived(B, 10), RequestRecomputed(A))
+    assert driver.at(149, Tick()) == []
+    assert driver.at(150, Tick()) == [Expire(A)]
+
+
+def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(
+        probe_limit=1, queue_ttl_ns=100, ttl_ns=70, deadline_ns=1, lease_margin_ns=5
+    )
+    deadline_ns = driver.scheduler.next_deadline_ns
+    assert deadline_ns() is None
+    driver.to_decode(A)
+    assert deadline_ns() is None
+    driver(RequestArrived(B, 10))
+    assert deadline_ns() is None
+    driver.at(10, RequestArrived(C, 10))
+    assert deadline_ns() == 110
+    driver.at(20, PrefillDone(B, 10, lease_expires_ns=60))
+    assert deadline_ns() == 55
+    assert driver.at(55, Tick()) == [ReleasePrefill(B, P0)]
+    driver.at(56, PrefillDone(C, 10))
+    assert deadline_ns() == 126
+    driver.at(57, PrefillDone(B, 10))
+    assert deadline_ns() == 90
+    assert driver.at(90, Tick()) == [ReleasePrefill(B, P0), Expire(B)]
+    assert deadline_ns() == 126
+    driver(RequestFinished(A), Tick())
+    assert deadline_ns() is None
+
+
+def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1)
+    counts = []
+    for event in (
+        RequestArrived(A, 10),
+        RequestArrived(B, 10),
+        PrefillDone(A, 10),
+        RequestArrived(C, 10, prefill=False),
+        Tick(),
+        RequestCancelled(C),
+        RequestFinished(A),
+        RequestFailed(B),
+    ):
+        driver(event)
+        counts.append(driver.scheduler.waiting)
+    assert counts == [1, 2, 2, 3, 2, 1, 1, 0]
+
+
+class LargestFirst:
+    """A queue that takes the largest prompt first."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[RequestId, int] = {}
+        self.returned: list[RequestId] = []
+
+    def add(self, request: RequestId, prompt_tokens: int, *, returned: bool) -> None:
+        self.prompts[request] = prompt_tokens
+        if returned:
+            self.returned.append(request)
+
+    def remove(self, request: RequestId) -> None:
+        del self.prompts[request]
+
+    def first(self) -> RequestId | None:
+        return max(self.prompts, key=self.prompts.__getitem__, default=None)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __contains__(self, request: RequestId, /) -> bool:
+        return request in self.prompts
+
+
+def test_another_queue_order_says_who_is_probed_next(new_driver: "type[Driver]") -> None:
+    order = LargestFirst()
+    driver = new_driver(probe_limit=1, queue_order=order)
+    driver(
+        RequestArrived(A, 10), RequestArrived(B, 20), RequestArrived(C, 30), RequestArrived(D, 5)
+    )
+    assert driver(PrefillLost(A)) == [StartPrefill(C, P0, 30)]
+    assert order.returned == [A]
+    assert driver(PrefillDone(C, 30)) == [StartPrefill(B, P0, 20)]
+    assert driver(PrefillDone(B, 20)) == [StartPrefill(A, P0, 10)]
+    assert driver.scheduler.waiting == 4
+
+
+class TheLast:
+    """Takes the candidate with the highest number."""
+
+    def choose(
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        candidates: Sequence[PrefillerId],
+        held_tokens: Sequence[int],
+    ) -> PrefillerId:
+        del request, prompt_tokens, held_tokens
+        return candidates[-1]
+
+
+def test_another_prefill_choice_says_who_takes_the_probe(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast())
+    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P1, 10)]
+    assert driver(RequestArrived(B, 10)) == [StartPrefill(B, P0, 10)]
