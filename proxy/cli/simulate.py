@@ -10,14 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
+from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import (
-    BETA_PER_RANK,
-    PATIENCE_PER_SLOT,
-    POLICIES,
-    PolicySettings,
-)
-from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PredictorKind, run_experiment
 from balanceroute.proxy.sim.plots import require_matplotlib, write_plots
@@ -29,10 +24,10 @@ from balanceroute.traces import FORMATS, read_trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from balanceroute.proxy.core.policies import PolicySettings
     from balanceroute.proxy.sim.experiment import PolicyResult
     from balanceroute.proxy.sim.workload import Workload
 
-_DEFAULTS = PolicySettings()
 # The range of every number. The upper ends keep memory and virtual time in bounds.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "--rate": (1 / MAX_RATE, MAX_RATE),
@@ -48,13 +43,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "--prefill-servers": (1, 1e4),
     "--prefill-base-ms": (0, 1e6),
     "--prefill-us-per-token": (0, 1e6),
-    "--horizon": (0, 1e4),
-    "--gamma": (1e-9, 1),
-    "--alpha": (1e-9, 1e9),
-    "--beta": (1e-9, 1e9),
-    "--theta": (0, 1e9),
-    "--window": (1, 1e9),
-    "--patience": (1e-9, inf),
     "--deadline": (0.001, 1e6),
 }
 
@@ -135,59 +123,10 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         choices=[kind.value for kind in PredictorKind],
         help="for br-h",
     )
-    group.add_argument(
-        "--projection",
-        choices=[form.value for form in Form],
-        help="how br-h uses a prediction (default: expected; point with --paper)",
-    )
-    group.add_argument(
-        "--horizon",
-        type=int,
-        default=_DEFAULTS.horizon_steps,
-        metavar="H",
-        help="steps that br-h looks ahead",
-    )
-    group.add_argument(
-        "--gamma",
-        type=float,
-        default=_DEFAULTS.gamma,
-        metavar="γ",
-        help="br-h's discount of each step ahead",
-    )
-    group.add_argument(
-        "--alpha",
-        type=float,
-        default=_DEFAULTS.alpha,
-        metavar="α",
-        help="br-h's reward per token that fills a margin",
-    )
-    group.add_argument(
-        "--beta",
-        type=float,
-        metavar="β",
-        help=f"br-h's penalty per token beyond a margin (default: {BETA_PER_RANK:g} G)",
-    )
-    group.add_argument(
-        "--theta", type=int, metavar="θ", help="free slots left to stage 2 (default: G)"
-    )
-    group.add_argument(
-        "--window",
-        type=int,
-        default=_DEFAULTS.window,
-        metavar="K",
-        help="candidates that stage 2 chooses from",
-    )
-    group.add_argument(
-        "--patience",
-        type=float,
-        metavar="N",
-        help="overtakings that forgive a request one mean prompt of overflow; inf for never "
-        f"(default: {PATIENCE_PER_SLOT:g} G B)",
-    )
+    add_policy_flags(group)
     group.add_argument(
         "--deadline", type=float, metavar="S", help="pool wait after which a request goes first"
     )
-    group.add_argument("--paper", action="store_true", help="the paper's exact two-stage rule")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -204,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown or not policies:
         raise ConfigError(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
     deployment = _deployment(arguments)
-    settings = _settings(arguments)
+    settings = settings_from_flags(arguments)
     workloads, dropped = _workloads(arguments)
     _check_outputs(arguments)
     results = _simulate(arguments, deployment, workloads, policies, settings)
@@ -265,20 +204,6 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
     )
 
 
-def _settings(arguments: argparse.Namespace) -> PolicySettings:
-    return PolicySettings(
-        horizon_steps=arguments.horizon,
-        gamma=arguments.gamma,
-        alpha=arguments.alpha,
-        beta=arguments.beta,
-        theta=arguments.theta,
-        window=arguments.window,
-        patience=arguments.patience,
-        form=None if arguments.projection is None else Form(arguments.projection),
-        paper=arguments.paper,
-    )
-
-
 def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
     trace = read_trace(arguments.trace, arguments.format)
     if arguments.requests is not None:
@@ -296,7 +221,7 @@ def _simulate(
     deployment: Deployment,
     workloads: "Sequence[Workload]",
     policies: "Sequence[str]",
-    settings: PolicySettings,
+    settings: "PolicySettings",
 ) -> "list[PolicyResult]":
     columns = (
         TextColumn("{task.description:12}"),
@@ -336,7 +261,7 @@ def _title(arguments: argparse.Namespace, workloads: "Sequence[Workload]") -> st
 def _config(
     arguments: argparse.Namespace,
     policies: "Sequence[str]",
-    settings: PolicySettings,
+    settings: "PolicySettings",
     workloads: "Sequence[Workload]",
     dropped: int,
 ) -> dict[str, object]:
@@ -347,10 +272,17 @@ def _config(
     assert used.form is not None
     return chosen | {
         "rate": workloads[0].rate if arguments.backlog is None else None,
+        "horizon": used.horizon_steps,
+        "gamma": used.gamma,
+        "alpha": used.alpha,
         "beta": used.beta,
         "theta": used.theta,
+        "window": used.window,
         "patience": "inf" if used.patience == inf else used.patience,  # JSON has no infinity.
         "projection": used.form.value,
+        "refresh_tokens": used.refresh_tokens,
+        "bypass_slots": used.bypass_slots,
+        "paper": used.paper,
         "trace": str(arguments.trace),
         "policy": list(policies),
         "version": __version__,

@@ -60,13 +60,40 @@ class DecodeFleet:
         self._rank_kv_tokens = rank_kv_tokens
         self._step = 0
         self._ends: defaultdict[int, list[_Job]] = defaultdict(list)
+        self._jobs: dict[RequestId, _Job] = {}
 
     def submit(
         self, request: RequestId, rank: RankId, *, kv_tokens: int, output_tokens: int
     ) -> None:
         """Queue a request on `rank`; it joins the batch between two steps."""
         assert output_tokens > 0, f"request {request} has nothing to decode"
-        self._ranks[rank].queue.append(_Job(request, rank, kv_tokens, output_tokens))
+        job = self._jobs[request] = _Job(request, rank, kv_tokens, output_tokens)
+        self._ranks[rank].queue.append(job)
+
+    def withdraw(self, request: RequestId) -> None:
+        """Take out a request that is queued or running, between two steps or before `end_step`.
+
+        It emits nothing more. One that finished, was dropped or was withdrawn is left alone.
+        """
+        job = self._jobs.pop(request, None)
+        if job is None:
+            return
+        if job.joined_step < 0:
+            self._ranks[job.rank].queue.remove(job)
+            return
+        end = job.joined_step + job.output_tokens
+        self._ends[end].remove(job)
+        if not self._ends[end]:
+            del self._ends[end]
+        self._leave(job)
+
+    def running_on(self, rank: RankId) -> int:
+        """Return the number of running requests of a rank."""
+        return len(self._ranks[rank].running)
+
+    def queued_on(self, rank: RankId) -> int:
+        """Return the number of requests that wait to join a rank's batch."""
+        return len(self._ranks[rank].queue)
 
     def join(self) -> list[RequestId]:
         """Let queued requests join where there is room; return them by rank, then in order."""
@@ -93,9 +120,9 @@ class DecodeFleet:
             self.loads[number] += len(rank.running)
         finished: list[RequestId] = []
         for job in self._ends.pop(self._step, ()):
-            if job.joined_step >= 0:  # Else it was dropped in the meantime.
-                self._leave(job)
-                finished.append(job.request)
+            del self._jobs[job.request]
+            self._leave(job)
+            finished.append(job.request)
         return finished, self._drop_overflow()
 
     def _has_room(self, rank: _Rank, number: int) -> bool:
@@ -112,10 +139,9 @@ class DecodeFleet:
         for number, rank in enumerate(self._ranks):
             # The last one is never dropped: it could not run anywhere else either.
             while self.loads[number] > self._rank_kv_tokens and len(rank.running) > 1:
-                job = next(reversed(rank.running.values()))
-                self._leave(job)
-                job.joined_step = -1
-                dropped.append(job.request)
+                request = next(reversed(rank.running))
+                self.withdraw(request)
+                dropped.append(request)
         return dropped
 
     def _leave(self, job: _Job) -> None:

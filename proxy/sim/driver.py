@@ -2,7 +2,8 @@
 
 One run is one policy on one workload. An instant is settled in this order: everything due happens;
 the scheduler decides; requests join the batches if no step is running; in a saturated run each one
-that joined is replaced in the backlog; and once nothing changes any more the next step begins.
+that joined is replaced in the backlog; and once nothing changes any more the next step begins. In a
+closed loop each request that finishes is replaced.
 """
 
 import time
@@ -45,6 +46,8 @@ class Deployment:
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
         prefill: The prefill servers; None prefills at once.
         deadline_ns: Pool wait after which a request goes first; None for never.
+        pool_limit: Requests in prefill or in the pool, beyond which others wait before prefill; None
+            for no limit.
     """
 
     ranks: int
@@ -54,6 +57,7 @@ class Deployment:
     rank_kv_tokens: int | None = None
     prefill: PrefillModel | None = None
     deadline_ns: int | None = None
+    pool_limit: int | None = None
 
 
 class Simulation:
@@ -87,6 +91,7 @@ class Simulation:
                 prefillers=1 if prefill is None else prefill.servers,
                 probe_limit=None if prefill is None else 1,
                 deadline_ns=deployment.deadline_ns,
+                pool_limit=deployment.pool_limit,
             ),
             policy,
         )
@@ -113,11 +118,11 @@ class Simulation:
 
     def run(self) -> Recorder:
         """Replay the whole workload; return what was measured."""
-        if self._workload.backlog is None:
+        if self._workload.open_loop:
             for time_ns in self._workload.arrivals_ns():
                 self._loop.call_at(time_ns, self._arrive)
         else:
-            self._loop.call_at(0, self._fill_backlog)
+            self._loop.call_at(0, self._fill)
         self._loop.run(self._settle)
         finished, total = self.recorder.finished, len(self._workload.requests)
         assert finished == total, f"{finished} of {total} requests finished"
@@ -160,9 +165,8 @@ class Simulation:
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival()
 
-    def _fill_backlog(self) -> None:
-        assert self._workload.backlog is not None
-        for _ in range(min(self._workload.backlog, len(self._workload.requests))):
+    def _fill(self) -> None:
+        for _ in range(self._workload.backlog or self._workload.concurrency or 0):
             self._arrive_next()
 
     def _arrive_next(self) -> None:
@@ -214,6 +218,8 @@ class Simulation:
             self._feed(RequestFinished(request))
             self._predictor.observe(request, output_tokens)
             self.recorder.finish(request, output_tokens, now_ns)
+            if self._workload.concurrency is not None:
+                self._loop.call_at(now_ns, self._arrive_next)
         for request in dropped:
             held = self.scheduler.ledger.kv_tokens(request)
             self._emitted[request] = held - self._workload.requests[request].prompt_tokens

@@ -21,13 +21,21 @@ class Workload:
         requests: In order of arrival, each with at least one output token.
         history: Output lengths of the requests before this segment, for predictors.
         rate: Open loop: the trace's times divided by this.
-        backlog: Saturated: the number of requests that always wait for decode; None for open loop.
+        backlog: Saturated: the number of requests that always wait for decode; None if not.
+        concurrency: Closed loop: the number of requests that are always under way, as a load
+            generator keeps them; None if not. Without either the loop is open.
     """
 
     requests: Sequence[TraceRequest]
     history: Sequence[int]
     rate: float = 1.0
     backlog: int | None = None
+    concurrency: int | None = None
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests come at the trace's times."""
+        return self.backlog is None and self.concurrency is None
 
     def arrivals_ns(self) -> list[int]:
         """Return the open-loop arrival times, the first at 0."""
@@ -54,21 +62,23 @@ def split(
     segments: int,
     rate: float | None = None,
     backlog: int | None = None,
+    concurrency: int | None = None,
 ) -> list[Workload]:
     """Cut a trace into `segments` consecutive parts of equal size, in order of time.
 
     `requests` must be playable. What does not fill a whole segment is left over at the end.
 
     Raises:
-        ConfigError: A setting is out of range, both or neither of `rate` and `backlog` are given,
-            or the trace is too short.
+        ConfigError: A setting is out of range, not exactly one of `rate`, `backlog` and
+            `concurrency` is given, or the trace is too short.
     """
-    if (rate is None) == (backlog is None):
-        raise ConfigError("give either a rate or a backlog")
+    if sum(pace is not None for pace in (rate, backlog, concurrency)) != 1:
+        raise ConfigError("give one of a rate, a backlog and a concurrency")
     if rate is not None and not 1 / MAX_RATE <= rate <= MAX_RATE:
         raise ConfigError(f"rate is {rate}, must be from {1 / MAX_RATE:g} to {MAX_RATE:g}")
-    if backlog is not None and backlog < 1:
-        raise ConfigError(f"backlog is {backlog}, must be at least 1")
+    for name, pace in (("backlog", backlog), ("concurrency", concurrency)):
+        if pace is not None and pace < 1:
+            raise ConfigError(f"{name} is {pace}, must be at least 1")
     if segments < 1:
         raise ConfigError(f"segments is {segments}, must be at least 1")
     size = len(requests) // segments
@@ -80,6 +90,6 @@ def split(
     outputs = [request.output_tokens for request in requests]
     bounds = range(0, (segments + 1) * size, size)
     return [
-        Workload(requests[begin:end], outputs[:begin], rate or 1.0, backlog)
+        Workload(requests[begin:end], outputs[:begin], rate or 1.0, backlog, concurrency)
         for begin, end in pairwise(bounds)
     ]

@@ -178,6 +178,41 @@ def test_a_request_without_output_is_a_mistake_of_the_caller() -> None:
         submit(fleet(), 0, 0, kv=10, output=0)
 
 
+def test_a_withdrawn_request_frees_its_slot_and_its_load_at_once() -> None:
+    engine = fleet(batch_limit=1)
+    submit(engine, 0, 0, kv=100, output=5)
+    submit(engine, 1, 0, kv=30, output=2)
+    engine.join()
+    engine.end_step()
+    assert (engine.running_on(RankId(0)), engine.queued_on(RankId(0))) == (1, 1)
+    engine.withdraw(RequestId(0))
+    assert (engine.loads, engine.running) == ([0, 0], 0)
+    assert engine.join() == [1]
+    assert [engine.end_step() for _ in range(5)] == [([], []), ([1], [])] + 3 * [([], [])]
+
+
+def test_a_request_withdrawn_from_a_queue_never_joins() -> None:
+    engine = fleet(batch_limit=1)
+    for request in range(3):
+        submit(engine, request, 0, kv=10, output=1)
+    engine.join()
+    engine.withdraw(RequestId(1))
+    assert engine.queued_on(RankId(0)) == 1
+    engine.end_step()
+    assert engine.join() == [2]
+
+
+def test_withdrawing_what_has_left_changes_nothing() -> None:
+    engine = fleet(ranks=1, kv=100)
+    submit(engine, 0, 0, kv=60, output=20)
+    submit(engine, 1, 0, kv=40, output=3)
+    engine.join()
+    assert engine.end_step() == ([], [1])
+    for request in (1, 7):
+        engine.withdraw(RequestId(request))
+    assert (engine.loads, engine.running) == ([61], 1)
+
+
 @dataclass
 class NaiveRank:
     """One rank as lists of [request, tokens held, tokens to go], oldest member first."""
@@ -196,6 +231,10 @@ class NaiveRank:
             self.batch.append(self.queue.pop(0))
             joined.append(self.batch[-1][0])
         return joined
+
+    def withdraw(self, request: int) -> None:
+        self.queue = [job for job in self.queue if job[0] != request]
+        self.batch = [job for job in self.batch if job[0] != request]
 
     def step(self, kv: int | None) -> tuple[list[int], list[int]]:
         for job in self.batch:
@@ -218,14 +257,18 @@ SUBMISSIONS = st.lists(
     rounds=st.lists(SUBMISSIONS, min_size=1, max_size=15),
     batch_limit=st.integers(1, 4),
     kv=st.one_of(st.none(), st.integers(20, 60)),
+    withdrawn=st.lists(st.integers(0, 40), max_size=15),
 )
 def test_the_fleet_does_what_a_naive_model_does(
-    rounds: list[list[tuple[int, int, int]]], batch_limit: int, kv: int | None
+    rounds: list[list[tuple[int, int, int]]],
+    batch_limit: int,
+    kv: int | None,
+    withdrawn: list[int],
 ) -> None:
     engine = fleet(ranks=3, batch_limit=batch_limit, kv=kv)
     model = [NaiveRank() for _ in range(3)]
     submitted = 0
-    for submissions in [*rounds, *([[]] * 20)]:
+    for number, submissions in enumerate([*rounds, *([[]] * 20)]):
         for rank, tokens, output in submissions:
             submit(engine, submitted, rank, kv=tokens, output=output)
             model[rank].queue.append([submitted, tokens, output])
@@ -236,6 +279,10 @@ def test_the_fleet_does_what_a_naive_model_does(
         assert engine.loads == [rank.load() for rank in model]
         assert engine.running == sum(len(rank.batch) for rank in model)
         assert engine.step_ns() == 1_000 + round(2.5 * max(rank.load() for rank in model))
+        if number < len(withdrawn):
+            engine.withdraw(RequestId(withdrawn[number]))
+            for naive in model:
+                naive.withdraw(withdrawn[number])
         finished, dropped = engine.end_step()
         ends = [rank.step(kv) for rank in model]
         assert sorted(finished) == sorted(request for done, _ in ends for request in done)

@@ -253,6 +253,29 @@ def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
     assert steps > 25
 
 
+@every_policy
+@every_deployment
+def test_a_closed_loop_keeps_its_requests_under_way_until_the_trace_ends(
+    name: str, deployment: Deployment
+) -> None:
+    concurrency = 11
+    workload = replace(synthetic(60, backlog=None), concurrency=concurrency)
+    arrived = steps = 0
+
+    def count(_: Scheduler, item: Event | Action) -> None:
+        nonlocal arrived
+        arrived += isinstance(item, RequestArrived)
+
+    def compare(scheduler: Scheduler, _loads: list[int], _running: int) -> None:
+        nonlocal steps
+        if arrived < len(workload.requests):
+            assert len(scheduler.requests) == concurrency
+            steps += 1
+
+    watched(name, deployment, workload, at_step=compare, on_event=count)
+    assert steps > 25
+
+
 @dataclass
 class Wait:
     """What a request waited for: the barrier that was next when it arrived, and its start."""

@@ -71,8 +71,8 @@ def test_requests_without_output_are_not_playable_and_empty_prompts_count_as_one
 @pytest.mark.parametrize(
     ("segments", "rate", "backlog", "message"),
     [
-        (1, None, None, "give either a rate or a backlog"),
-        (1, 1.0, 8, "give either a rate or a backlog"),
+        (1, None, None, "give one of a rate, a backlog and a concurrency"),
+        (1, 1.0, 8, "give one of a rate, a backlog and a concurrency"),
         (1, 0.0, None, "rate is 0.0, must be"),
         (1, -1.0, None, "rate is -1.0, must be"),
         (1, math.nan, None, "rate is nan, must be"),
