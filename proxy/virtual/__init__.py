@@ -1,0 +1,1 @@
+"""An asyncio event loop with virtual time and an in-memory network, for seeded fault runs."""

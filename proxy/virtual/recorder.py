@@ -1,0 +1,94 @@
+"""A protocol that writes down its callbacks and lets a coroutine wait for them."""
+
+import asyncio
+from collections.abc import Callable
+
+
+class Recorder(asyncio.Protocol):
+    """Records what a transport calls, on a virtual or a real loop.
+
+    Attributes:
+        calls: Names of the callbacks, with their arguments where they say more: "data" once for
+            data_received calls that follow each other, "lost None" or "lost ConnectionResetError".
+        received: The bytes of all data_received calls.
+        sizes: Of each data_received call.
+        transport: The transport, from connection_made on; it is kept after connection_lost.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        *,
+        keep_open: bool = False,
+        on_data: Callable[["Recorder", bytes], None] | None = None,
+    ) -> None:
+        """Make a recorder.
+
+        Args:
+            keep_open: What eof_received returns.
+            on_data: Called after each data_received is recorded.
+        """
+        self.calls: list[str] = []
+        self.received = bytearray()
+        self.sizes: list[int] = []
+        self._keep_open = keep_open
+        self._on_data = on_data
+        self._changed = asyncio.Event()
+
+    async def until(self, reached: Callable[["Recorder"], bool]) -> None:
+        """Wait until something holds of this recorder; it is looked at after each callback."""
+        while not reached(self):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_called(self, call: str) -> None:
+        """Wait for a callback, recorded as `call`."""
+        await self.until(lambda recorder: call in recorder.calls)
+
+    async def until_lost(self) -> None:
+        """Wait for connection_lost."""
+        await self.until(lambda recorder: recorder.is_lost)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether connection_lost was called."""
+        return bool(self.calls) and self.calls[-1].startswith("lost")
+
+    def _record(self, call: str) -> None:
+        self.calls.append(call)
+        self._changed.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Record the call and keep the transport."""
+        # Both loops' stream transports are asyncio.Transport, or look like it (uvloop's).
+        self.transport = transport  # type: ignore[assignment]
+        self._record("made")
+
+    def data_received(self, data: bytes) -> None:
+        """Record the call and the bytes."""
+        self.received += data
+        self.sizes.append(len(data))
+        if self.calls[-1] == "data":
+            self._changed.set()
+        else:
+            self._record("data")
+        if self._on_data is not None:
+            self._on_data(self, data)
+
+    def eof_received(self) -> bool:
+        """Record the call."""
+        self._record("eof")
+        return self._keep_open
+
+    def pause_writing(self) -> None:
+        """Record the call."""
+        self._record("pause")
+
+    def resume_writing(self) -> None:
+        """Record the call."""
+        self._record("resume")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Record the call and the kind of error."""
+        self._record(f"lost {None if exc is None else type(exc).__name__}")

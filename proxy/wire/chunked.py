@@ -1,0 +1,134 @@
+"""The chunked transfer coding (RFC 9112 §7.1): a strict decoder without IO.
+
+An engine that streams writes one chunk per event, and it mostly arrives as one segment: that case is
+a find, a look-up and a slice. Everything else goes through a small state machine.
+
+llhttp decodes a chunk in less (0.11 against 0.25 µs), but httptools does not say where in a segment
+the body ended, and what follows it is either the next request or an attack.
+"""
+
+import re
+from enum import Enum, auto
+
+from balanceroute.proxy.wire.messages import MalformedError
+
+# The size lines of small chunks as other programs write them: int() takes +, _, 0x and blanks too.
+_SIZES = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%X")}
+_LONGEST_KEY = 3
+# At most 15 digits: 2**60 overflows nowhere. Extensions are skipped; a control byte in one is not.
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*+;[\t\x20-\x7e\x80-\xff]*+)?\r\n")
+_SIZE_LINE_START = re.compile(
+    rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?\r?|))?"
+)
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
+_TRAILER_START = re.compile(
+    rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++(?::[\t\x20-\x7e\x80-\xff]*+\r?)?|\r)?"
+)
+_MAX_LINE_BYTES = 4096
+_MAX_TRAILER_BYTES = 16384
+
+
+class _State(Enum):
+    SIZE = auto()
+    PAYLOAD = auto()
+    PAYLOAD_END = auto()
+    TRAILER = auto()
+    END = auto()
+
+
+class ChunkedDecoder:
+    """Takes the framing off one body.
+
+    Attributes:
+        finished: The body is complete; feed no more.
+        rest: What came after it, once it is finished.
+        expected: Payload bytes of the present chunk that are still to come.
+    """
+
+    __slots__ = ("_held", "_state", "_trailer_bytes", "expected", "finished", "rest")
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.rest = b""
+        self.expected = 0
+        self._state = _State.SIZE
+        self._held = b""  # The start of a line; never payload.
+        self._trailer_bytes = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the payload in the next bytes of the body.
+
+        Raises:
+            MalformedError: The framing is broken. Feed no more.
+        """
+        if self._state is _State.SIZE and not self._held:
+            end = data.find(b"\r\n", 0, _LONGEST_KEY + 2)
+            size = _SIZES.get(data[:end])
+            if size is not None and end + size + 4 == len(data) and data.endswith(b"\r\n"):
+                return data[end + 2 : -2]
+        return self._feed(data)
+
+    def _feed(self, data: bytes) -> bytes:
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        payload: list[bytes] = []
+        at = 0
+        while at < len(data):
+            match self._state:
+                case _State.PAYLOAD:
+                    piece = data[at : at + self.expected]
+                    payload.append(piece)
+                    at += len(piece)
+                    self.expected -= len(piece)
+                    if not self.expected:
+                        self._state = _State.PAYLOAD_END
+                case _State.PAYLOAD_END:
+                    end = data[at : at + 2]
+                    if end == b"\r\n":
+                        self._state = _State.SIZE
+                    elif end == b"\r":
+                        self._held = end
+                    else:
+                        raise MalformedError("a chunk does not end where its size says")
+                    at += 2
+                case _State.SIZE:
+                    at = self._read_size(data, at)
+                case _State.TRAILER:
+                    at = self._read_trailer(data, at)
+                case _State.END:
+                    self.rest = data[at:]
+                    break
+        return payload[0] if len(payload) == 1 else b"".join(payload)
+
+    def _read_size(self, data: bytes, at: int) -> int:
+        line = _SIZE_LINE.match(data, at)
+        if line is None:
+            start = data[at : at + _MAX_LINE_BYTES]
+            if len(start) == _MAX_LINE_BYTES or not _SIZE_LINE_START.fullmatch(start):
+                raise MalformedError("a chunk has no valid size line")
+            self._held = start
+            return len(data)
+        if line.end() - at > _MAX_LINE_BYTES:
+            raise MalformedError("a chunk's extensions are too long")
+        self.expected = int(line[1], 16)
+        self._state = _State.PAYLOAD if self.expected else _State.TRAILER
+        return line.end()
+
+    def _read_trailer(self, data: bytes, at: int) -> int:
+        end = data.find(b"\r\n", at)
+        line = data[at:] if end < 0 else data[at:end]
+        if len(line) > _MAX_LINE_BYTES or self._trailer_bytes > _MAX_TRAILER_BYTES:
+            raise MalformedError("the trailer section is too long", 431)
+        if end < 0:
+            if not _TRAILER_START.fullmatch(line):
+                raise MalformedError("a trailer line is malformed")
+            self._held = line
+            return len(data)
+        if not line:
+            self._state = _State.END
+            self.finished = True
+        elif not _TRAILER.fullmatch(line):
+            raise MalformedError("a trailer line is malformed")
+        self._trailer_bytes += len(line) + 2
+        return end + 2

@@ -1,0 +1,206 @@
+"""An endpoint: the keep-alive connections to one engine address."""
+
+import asyncio
+from ssl import SSLContext
+
+from balanceroute.proxy.wire.client_connection import Call, ClientConnection, ResponseHandler
+from balanceroute.proxy.wire.heads import encode_request_head
+from balanceroute.proxy.wire.messages import Headers, WireFault
+
+__all__ = ["Call", "Endpoint", "ResponseHandler"]
+
+
+class Endpoint:
+    """The keep-alive pool of one host and port.
+
+    One connection per exchange in flight, without a limit: who may send how much is the scheduler's
+    business. The connection used last is taken first, so that a burst's extra ones grow old and close.
+    A request costs O(1) whatever the number of connections.
+
+    A reused connection that closes before any byte of the response is retried once on a fresh one,
+    whatever the method: an engine that closes idle connections does so without looking, and a request
+    that raced it was not read.
+
+    Args:
+        host: A name or an address.
+        port: Of the engine.
+        loop: By default the running one.
+        ssl: For TLS; its settings decide how the engine is verified.
+        host_header: By default the host and port.
+        connect_timeout_s: Until a connection is open, TLS included.
+        max_idle: Connections kept; more are closed.
+        idle_timeout_s: How long. Below the 5 s of uvicorn, which serves vLLM, so that it rarely closes
+            first.
+        max_head_bytes: A response's head, interim ones included.
+
+    Attributes:
+        name: The URL, for logs and metrics.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        ssl: SSLContext | None = None,
+        host_header: bytes | None = None,
+        connect_timeout_s: float = 5.0,
+        max_idle: int = 1024,
+        idle_timeout_s: float = 4.0,
+        max_head_bytes: int = 65_536,
+    ) -> None:
+        bracketed = f"[{host}]" if ":" in host else host
+        self.name = f"{'http' if ssl is None else 'https'}://{bracketed}:{port}"
+        self._host = host
+        self._port = port
+        self._loop = loop or asyncio.get_running_loop()
+        self._ssl = ssl
+        self._host_header = host_header or f"{bracketed}:{port}".encode()
+        self._connect_timeout_s = connect_timeout_s
+        self._max_idle = max_idle
+        self._idle_timeout_s = idle_timeout_s
+        self._max_head_bytes = max_head_bytes
+        self._open = 0
+        self._connecting = 0
+        # Since when each is idle; the longest first.
+        self._idle: dict[ClientConnection, float] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def connections(self) -> int:
+        """Connections open or being opened."""
+        return self._open + self._connecting
+
+    @property
+    def idle(self) -> int:
+        """Connections open and unused."""
+        return len(self._idle)
+
+    def request(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: bytes,
+        handler: ResponseHandler,
+    ) -> Call:
+        """Begin an exchange.
+
+        Args:
+            method: As it is written.
+            target: In origin form, encoded.
+            headers: Without Host; those that frame the message are the endpoint's own and are dropped.
+            body: Possibly empty.
+            handler: Gets the response, later.
+
+        Raises:
+            UnsafeHeaderError: A header, the method or the target cannot be written.
+        """
+        head = encode_request_head(method, target, self._host_header, headers, body)
+        call = Call(head, body, handler, head_only=method == b"HEAD")
+        connection = self._take_idle()
+        if connection is None:
+            self._connect(call)
+        else:
+            connection.begin(call)
+        return call
+
+    def close(self) -> None:
+        """Close idle connections; those in use close when their exchange ends."""
+        self._closed = True
+        self._close_idle(len(self._idle))
+
+    # What a connection calls.
+
+    def opened(self) -> None:
+        """Count a connection."""
+        self._open += 1
+
+    def lost(self, connection: ClientConnection) -> None:
+        """Forget a connection."""
+        self._open -= 1
+        self._idle.pop(connection, None)
+        self._rest()
+
+    def release(self, connection: ClientConnection) -> None:
+        """Keep a connection for another exchange, or close it."""
+        if self._closed or len(self._idle) >= self._max_idle:
+            connection.drop()
+            return
+        self._idle[connection] = self._loop.time()
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
+
+    def retry(self, call: Call) -> None:
+        """Begin a call again on a fresh connection."""
+        self._connect(call)
+
+    # Idle connections.
+
+    @property
+    def _sweep_s(self) -> float:
+        return min(1.0, self._idle_timeout_s / 4)
+
+    def _take_idle(self) -> ClientConnection | None:
+        while self._idle:
+            connection, since_s = self._idle.popitem()
+            if self._loop.time() - since_s >= self._idle_timeout_s:
+                # The others are older still.
+                connection.drop()
+                self._close_idle(len(self._idle))
+            elif connection.usable:
+                return connection
+        return None
+
+    def _close_idle(self, count: int) -> None:
+        """Close the connections that were idle longest."""
+        for connection in list(self._idle)[:count]:
+            del self._idle[connection]
+            connection.drop()
+        self._rest()
+
+    def _sweep(self) -> None:
+        self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
+        expired_s = self._loop.time() - self._idle_timeout_s
+        count = 0
+        for since_s in self._idle.values():
+            if since_s > expired_s:
+                break
+            count += 1
+        self._close_idle(count)
+
+    def _rest(self) -> None:
+        """Leave no timer behind when there is nothing to close."""
+        if not self._idle and self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+
+    # Connecting.
+
+    def _connect(self, call: Call) -> None:
+        self._connecting += 1
+        task = self._loop.create_task(self._open_for(call))
+        task.add_done_callback(self._connected)  # Also runs if it is cancelled before it started.
+        call.connect_with(task)
+
+    def _connected(self, _: "asyncio.Task[None]") -> None:
+        self._connecting -= 1
+
+    async def _open_for(self, call: Call) -> None:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: ClientConnection(self, self._max_head_bytes),
+                    self._host,
+                    self._port,
+                    ssl=self._ssl,
+                )
+        except TimeoutError:
+            call.fail(WireFault.CONNECT_TIMEOUT, f"no connection to {self.name} in time")
+            return
+        except (OSError, UnicodeError) as error:  # The latter for a name that DNS cannot hold.
+            call.fail(WireFault.CONNECT, f"no connection to {self.name}: {error}", error)
+            return
+        connection.begin(call)

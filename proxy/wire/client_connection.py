@@ -1,0 +1,381 @@
+"""One connection to an engine, and the exchange it carries.
+
+Rules:
+1. The response is read strictly (RFC 9112 §6): what is ambiguous is an error and ends the connection.
+2. A connection is offered for reuse only in a known state: the response complete and nothing after it,
+   the request wholly written, and neither side about to close.
+3. A handler may abort its call, or make another one, from within any callback.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol, cast
+
+from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.heads import (
+    WITHOUT_BODY,
+    ResponseHead,
+    check_partial_head,
+    parse_response_head,
+)
+from balanceroute.proxy.wire.messages import Headers, MalformedError, WireError, WireFault
+
+_VERSION = b"HTTP/1."
+_SWITCHING_PROTOCOLS = 101
+# A larger body is handed over as it is: copying it behind its head would cost more than a write.
+_JOIN_BYTES = 65_536
+
+
+class ResponseHandler(Protocol):
+    """Receives one response. Nothing is called within `Endpoint.request`, nor after an abort."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Take the head of the final response."""
+
+    def on_data(self, data: bytes) -> None:
+        """Take payload without its framing, once per segment that brought some."""
+
+    def on_end(self) -> None:
+        """Note that the response is complete; the last call."""
+
+    def on_error(self, error: WireError) -> None:
+        """Note that the exchange failed; the last call."""
+
+
+class Pool(Protocol):
+    """What a connection needs of the pool it belongs to."""
+
+    def opened(self) -> None:
+        """Count a connection."""
+
+    def lost(self, connection: "ClientConnection") -> None:
+        """Forget a connection."""
+
+    def release(self, connection: "ClientConnection") -> None:
+        """Keep a connection for another exchange, or close it."""
+
+    def retry(self, call: "Call") -> None:
+        """Begin a call again on a fresh connection."""
+
+
+class Call:
+    """One exchange in flight."""
+
+    __slots__ = (
+        "_connecting",
+        "answered",
+        "body",
+        "connection",
+        "done",
+        "handler",
+        "head",
+        "head_only",
+        "paused",
+        "sent",
+    )
+
+    def __init__(
+        self, head: bytes, body: bytes, handler: ResponseHandler, *, head_only: bool
+    ) -> None:
+        self.head = head
+        self.body = body
+        self.handler = handler
+        self.head_only = head_only
+        self.sent = False
+        self.answered = False
+        self.done = False
+        self.paused = False
+        self.connection: ClientConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    def abort(self) -> None:
+        """Close the connection at once. No callback follows. Does nothing after the end."""
+        if self.done:
+            return
+        self.done = True
+        if self.connection is not None:
+            self.connection.drop()
+            self.connection = None
+        elif self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+
+    def pause(self) -> None:
+        """Stop reading the response: the engine will be slowed down by TCP."""
+        if not self.paused and not self.done:
+            self.paused = True
+            if self.connection is not None:
+                self.connection.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.paused and not self.done:
+            self.paused = False
+            if self.connection is not None:
+                self.connection.resume_reading()
+
+    def connect_with(self, task: "asyncio.Task[None]") -> None:
+        """Hold the task that opens this call's connection."""
+        self.connection = None
+        self._connecting = task
+
+    def connected(self, connection: "ClientConnection") -> None:
+        """Take the connection that carries this call from now on."""
+        self._connecting = None
+        self.connection = connection
+
+    def fail(self, kind: WireFault, message: str, cause: Exception | None = None) -> None:
+        """End with an error, which names the system's error as its cause if there is one."""
+        self.done = True
+        self.connection = self._connecting = None
+        error = WireError(kind, message, sent=self.sent, answered=self.answered)
+        error.__cause__ = cause
+        self.handler.on_error(error)
+
+    def finish(self) -> None:
+        """End with a complete response."""
+        self.done = True
+        self.connection = None
+        self.handler.on_end()
+
+
+class _Stage(Enum):
+    HEAD = auto()
+    CHUNKED = auto()
+    LENGTH = auto()
+    UNTIL_CLOSE = auto()
+
+
+_CHUNKED = _Stage.CHUNKED  # One look-up less for every segment.
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection to an engine."""
+
+    __slots__ = (
+        "_buffer",
+        "_call",
+        "_checked",
+        "_decoder",
+        "_head_bytes",
+        "_keep_alive",
+        "_left",
+        "_max_head_bytes",
+        "_on_data",
+        "_pool",
+        "_reused",
+        "_stage",
+        "_transport",
+    )
+
+    _transport: asyncio.Transport
+    _on_data: Callable[[bytes], None]
+
+    def __init__(self, pool: Pool, max_head_bytes: int) -> None:
+        # The connection's life.
+        self._pool = pool
+        self._max_head_bytes = max_head_bytes
+        self._reused = False
+        # The present exchange.
+        self._call: Call | None = None
+        self._stage = _Stage.HEAD
+        self._buffer = b""
+        self._checked = 0
+        self._head_bytes = 0
+        self._keep_alive = False
+        self._decoder = ChunkedDecoder()
+        self._left = 0
+
+    # What the pool and the call use.
+
+    @property
+    def usable(self) -> bool:
+        """An exchange can begin."""
+        return not self._transport.is_closing()
+
+    def begin(self, call: Call) -> None:
+        """Send a request and wait for its response."""
+        self._call = call
+        call.connected(self)
+        self._on_data = call.handler.on_data
+        self._stage = _Stage.HEAD
+        self._checked = self._head_bytes = 0
+        call.sent = True
+        if len(call.body) > _JOIN_BYTES:
+            self._transport.write(call.head)
+            self._transport.write(call.body)
+        else:
+            self._transport.write(call.head + call.body)
+        if call.paused:
+            self._transport.pause_reading()
+
+    def drop(self) -> None:
+        """Close at once and tell nobody."""
+        self._call = None
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """Stop reading."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        self._transport.resume_reading()
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count this connection."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._pool.opened()
+
+    def data_received(self, data: bytes) -> None:
+        """Take the next bytes of the response."""
+        if self._stage is _CHUNKED:
+            self._read_chunked(data)
+        elif self._call is None:
+            self.drop()  # Nothing was asked: whatever this is, a later response must not begin with it.
+        elif self._stage is _Stage.HEAD:
+            self._read_head(data)
+        elif self._stage is _Stage.LENGTH:
+            self._read_length(data)
+        else:
+            self._on_data(data)
+
+    def eof_received(self) -> None:
+        """Take the engine's FIN: the end of a body that has no other, or an error."""
+        if self._call is None:
+            return
+        if self._stage is _Stage.UNTIL_CLOSE:
+            self._finish(b"")
+        else:
+            self._fail(
+                WireFault.RESET, "the connection was closed before the response was complete"
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection; an exchange that it carried has failed."""
+        self._pool.lost(self)
+        if self._call is not None:
+            reason = "" if exc is None else f": {exc}"
+            self._fail(WireFault.RESET, f"the connection was lost{reason}", exc)
+
+    # Reading.
+
+    def _read_chunked(self, data: bytes) -> None:
+        decoder = self._decoder
+        try:
+            payload = decoder.feed(data)
+        except MalformedError as error:
+            self._fail(WireFault.PROTOCOL, str(error))
+            return
+        if payload:
+            self._on_data(payload)
+        if decoder.finished and self._call is not None:
+            self._finish(decoder.rest)
+
+    def _read_length(self, data: bytes) -> None:
+        left = self._left - len(data)
+        if left > 0:
+            self._left = left
+            self._on_data(data)
+            return
+        size = self._left
+        self._on_data(data[:size])
+        if self._call is not None:
+            self._finish(data[size:])
+
+    def _read_head(self, data: bytes) -> None:
+        call = self._call
+        assert call is not None
+        if not call.answered:
+            call.answered = True
+            call.head = call.body = b""  # No retry any more, and a stream may last for minutes.
+        if self._buffer:
+            data = self._buffer + data
+            self._buffer = b""
+        try:
+            head, rest = self._take_head(data)
+        except MalformedError as error:
+            self._fail(WireFault.PROTOCOL, str(error))
+            return
+        if head is not None:
+            self._begin_body(call, head, rest)
+
+    def _take_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
+        """Return the final response's head and what follows it; None if it is not complete."""
+        while True:
+            end = data.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
+            complete = end >= 4
+            if self._head_bytes + (end if complete else len(data)) > self._max_head_bytes:
+                raise MalformedError("the response's head is too long")
+            if not complete:
+                if not data.startswith(_VERSION[: len(data)]):
+                    raise MalformedError("the response is not HTTP/1")
+                check_partial_head(data, self._checked)
+                self._checked = len(data)
+                self._buffer = data
+                return None, b""
+            head = parse_response_head(data[:end])
+            data = data[end:]
+            if head.status >= 200:
+                return head, data
+            if head.status == _SWITCHING_PROTOCOLS:
+                raise MalformedError("the engine switched protocols without being asked")
+            # An interim response; all of them together must fit the limit.
+            self._head_bytes += end
+            self._checked = 0
+
+    def _begin_body(self, call: Call, head: ResponseHead, rest: bytes) -> None:
+        self._keep_alive = head.keep_alive
+        call.handler.on_head(head.status, head.headers)
+        if self._call is None:
+            return
+        if call.head_only or head.status in WITHOUT_BODY or head.content_length == 0:
+            self._finish(rest)
+        elif head.chunked:
+            self._decoder = ChunkedDecoder()
+            self._stage = _CHUNKED
+        elif head.content_length is not None:
+            self._left = head.content_length
+            self._stage = _Stage.LENGTH
+        else:
+            self._keep_alive = False
+            self._stage = _Stage.UNTIL_CLOSE
+        if rest and self._call is not None:
+            self.data_received(rest)
+
+    # Ending.
+
+    def _finish(self, rest: bytes) -> None:
+        call = self._call
+        assert call is not None
+        self._call = None
+        self._stage = _Stage.HEAD
+        transport = self._transport
+        if (
+            not self._keep_alive
+            or rest
+            or transport.get_write_buffer_size()  # It answered before it had read the request.
+            or transport.is_closing()
+        ):
+            transport.abort()
+        else:
+            if call.paused:
+                transport.resume_reading()
+            self._reused = True
+            self._pool.release(self)
+        call.finish()
+
+    def _fail(self, kind: WireFault, message: str, cause: Exception | None = None) -> None:
+        call = self._call
+        assert call is not None
+        self._call = None
+        self._stage = _Stage.HEAD
+        self._transport.abort()
+        if kind is WireFault.RESET and self._reused and not call.answered:
+            # The engine closed an idle connection just when it was taken again (RFC 9112 §9.3.1).
+            self._pool.retry(call)
+        else:
+            call.fail(kind, message, cause)

@@ -1,0 +1,80 @@
+"""One small exchange as a coroutine: probes, scrapes, health checks, admin calls."""
+
+import asyncio
+from io import BytesIO
+
+from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault
+
+
+class _Collector:
+    """Puts a response together."""
+
+    __slots__ = ("_body", "_max_bytes", "_status", "call", "headers", "result")
+
+    call: Call
+
+    def __init__(self, result: "asyncio.Future[Response]", max_bytes: int) -> None:
+        self.result = result
+        self.headers: Headers = []
+        self._status = 0
+        self._body = BytesIO()
+        self._max_bytes = max_bytes
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+        self.headers = headers
+
+    def on_data(self, data: bytes) -> None:
+        self._body.write(data)
+        if self._body.tell() > self._max_bytes:
+            self.call.abort()
+            message = f"a response is larger than {self._max_bytes} bytes"
+            self.on_error(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
+
+    def on_end(self) -> None:
+        if not self.result.done():
+            self.result.set_result(Response(self._status, self.headers, self._body.getvalue()))
+
+    def on_error(self, error: WireError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+async def fetch(
+    endpoint: Endpoint,
+    method: bytes,
+    target: bytes,
+    headers: Headers,
+    body: bytes,
+    *,
+    timeout_s: float,
+    max_bytes: int,
+) -> Response:
+    """Make one exchange and return its response, whatever its status.
+
+    Args:
+        endpoint: Where.
+        method: As for `Endpoint.request`.
+        target: As for `Endpoint.request`.
+        headers: As for `Endpoint.request`.
+        body: As for `Endpoint.request`.
+        timeout_s: Until the response is complete, connecting included.
+        max_bytes: Of the response's body.
+
+    Raises:
+        WireError: There was no complete response (TIMEOUT: not in time).
+        UnsafeHeaderError: The request cannot be written.
+    """
+    collector = _Collector(asyncio.get_running_loop().create_future(), max_bytes)
+    call = collector.call = endpoint.request(method, target, headers, body, collector)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await collector.result
+    except TimeoutError:
+        message = f"no complete response from {endpoint.name} within {timeout_s} s"
+        raise WireError(
+            WireFault.TIMEOUT, message, sent=call.sent, answered=call.answered
+        ) from None
+    finally:
+        call.abort()

@@ -1,0 +1,246 @@
+"""The head of a message: its grammar (RFC 9112 §2-6), and what it says about the body.
+
+One pattern per kind of head is the grammar: what it does not match is refused, so there is no lenient
+path. Against llhttp it costs the same (2.6 against 2.1 µs for ten headers, before the checks that
+llhttp lacks), and the tests hold it to accept only what llhttp accepts, with the same result.
+"""
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from balanceroute.proxy.wire.messages import Headers, MalformedError, UnsafeHeaderError
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
+_REQUEST_HEAD = re.compile(
+    rb"(" + _TOKEN + rb") ([\x21\x22\x24-\x7e]++) HTTP/1\.([01])\r\n" + _FIELDS
+)
+_RESPONSE_HEAD = re.compile(
+    rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [\t\x20-\x7e\x80-\xff]*+)?\r\n" + _FIELDS
+)
+_REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([^ \r\n]++) HTTP/([0-9])\.([0-9])\r\n")
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_HOST = re.compile(rb"[0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]*+")
+_SAFE_FIELDS = re.compile(rb"(?:" + _TOKEN + rb": [\t\x20-\x7e\x80-\xff]*+\r\n)*+")
+_SAFE_REQUEST_LINE = re.compile(_TOKEN + rb" [\x21-\x7e]++ HTTP/1\.1\r\n")
+_BARE_LINE_END = re.compile(rb"\r[^\n]|(?<!\r)\n")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+# Read while parsing; all other headers are the application's.
+_READ = frozenset({b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"})
+# Who writes a message decides its framing, and how long its connection lives.
+_OWN = frozenset(
+    {b"connection", b"content-length", b"keep-alive", b"transfer-encoding", b"upgrade"}
+)
+# A body is expected with these, so its absence is said (RFC 9110 §8.6).
+_WITH_LENGTH = frozenset({b"PATCH", b"POST", b"PUT"})
+# Never a body after these, whatever the headers say (RFC 9112 §6.3).
+WITHOUT_BODY = frozenset({204, 304})
+STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """A request without its body.
+
+    Attributes:
+        content_length: Of a body; None without the header.
+        keep_alive: The client will reuse the connection.
+        expects_continue: The client waits for a 100 before it sends the body.
+    """
+
+    method: bytes
+    target: bytes
+    http_1_0: bool
+    headers: Headers
+    content_length: int | None
+    chunked: bool
+    keep_alive: bool
+    expects_continue: bool
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """A response without its body."""
+
+    status: int
+    headers: Headers
+    content_length: int | None
+    chunked: bool
+    keep_alive: bool
+
+
+def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) -> RequestHead:
+    """Read a request's head, from the request line to the blank line.
+
+    Raises:
+        MalformedError: With the status to answer.
+    """
+    match = _REQUEST_HEAD.fullmatch(head)
+    if match is None:
+        raise _reason(head, max_target_bytes)
+    method, target, minor, fields = match.groups()
+    if len(target) > max_target_bytes:
+        raise MalformedError("the request target is too long", 414)
+    if method in (b"CONNECT", b"TRACE"):
+        raise MalformedError(f"{method.decode()} is not served", 405)
+    if target[0] != 0x2F and (target, method) != (b"*", b"OPTIONS"):
+        raise MalformedError("the request target is no absolute path")
+    headers, read = _split(fields)
+    if len(headers) > max_headers:
+        raise MalformedError("the request has too many headers", 431)
+    http_1_0 = minor == b"0"
+    hosts = read.get(b"host", ())
+    if len(hosts) > 1 or (not hosts and not http_1_0):
+        raise MalformedError("the request needs exactly one Host header")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise MalformedError("the Host header is malformed")
+    content_length, chunked = _framing(read, http_1_0=http_1_0)
+    expects_continue = False
+    if b"expect" in read and not http_1_0:
+        if [value.lower() for value in read[b"expect"]] != [b"100-continue"]:
+            raise MalformedError("the only expectation served is 100-continue", 417)
+        expects_continue = True
+    return RequestHead(
+        method,
+        target,
+        http_1_0,
+        headers,
+        content_length,
+        chunked,
+        _keeps_alive(read, http_1_0=http_1_0),
+        expects_continue,
+    )
+
+
+def parse_response_head(head: bytes) -> ResponseHead:
+    """Read a response's head, from the status line to the blank line.
+
+    Raises:
+        MalformedError: It breaks the grammar, or its framing is ambiguous.
+    """
+    match = _RESPONSE_HEAD.fullmatch(head)
+    if match is None:
+        raise MalformedError("the response's head is malformed")
+    minor, status, fields = match.groups()
+    headers, read = _split(fields)
+    http_1_0 = minor == b"0"
+    content_length, chunked = _framing(read, http_1_0=http_1_0)
+    keep_alive = _keeps_alive(read, http_1_0=http_1_0)
+    return ResponseHead(int(status), headers, content_length, chunked, keep_alive)
+
+
+def check_partial_head(data: bytes, checked: int) -> None:
+    """Refuse the start of a head that no further byte can make valid.
+
+    Without it a client that ends its lines with LF alone, or that speaks TLS to a plain port, would
+    wait for the header timeout.
+
+    Args:
+        data: What came of the head.
+        checked: How much of it was checked before.
+
+    Raises:
+        MalformedError: A control byte, or a line end other than CRLF.
+    """
+    if _CONTROL.search(data, checked):
+        raise MalformedError("the head holds a control byte")
+    if _BARE_LINE_END.search(data, max(0, checked - 1)):
+        raise MalformedError("a line of the head does not end with CRLF")
+
+
+def encode_fields(headers: Headers) -> bytes:
+    """Return header lines to send, without those that frame the message.
+
+    Raises:
+        UnsafeHeaderError: A name is no token, or a value holds a control byte.
+    """
+    lines = [b"%b: %b\r\n" % field for field in headers if field[0] not in _OWN]
+    block = b"".join(lines)
+    # A value with a line end matches too, as two lines: hence the count.
+    if not _SAFE_FIELDS.fullmatch(block) or block.count(b"\n") != len(lines):
+        raise UnsafeHeaderError(f"a header cannot be written: {headers!r:.200}")
+    return block
+
+
+def encode_request_head(
+    method: bytes, target: bytes, host: bytes, headers: Headers, body: bytes
+) -> bytes:
+    """Return a request's head to send, with the headers that frame it.
+
+    Args:
+        method: As it is written.
+        target: In origin form, encoded.
+        host: The value of the Host header, which `headers` must not hold.
+        headers: Written in order, without those that frame the message.
+        body: What will follow.
+
+    Raises:
+        UnsafeHeaderError: A header, the method or the target cannot be written.
+    """
+    line = b"%b %b HTTP/1.1\r\n" % (method, target)
+    if not _SAFE_REQUEST_LINE.fullmatch(line):
+        raise UnsafeHeaderError(f"a request line cannot be written: {line!r:.200}")
+    length = b"content-length: %d\r\n" % len(body) if body or method in _WITH_LENGTH else b""
+    return b"%bhost: %b\r\n%b%b\r\n" % (line, host, encode_fields(headers), length)
+
+
+def _split(fields: bytes) -> tuple[Headers, dict[bytes, list[bytes]]]:
+    headers: Headers = []
+    read: dict[bytes, list[bytes]] = {}
+    lines = fields.split(b"\r\n")
+    lines.pop()  # What follows the last CRLF: nothing.
+    for line in lines:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        value = value.strip(b" \t")
+        headers.append((name, value))
+        if name in _READ:
+            read.setdefault(name, []).append(value)
+    return headers, read
+
+
+def _framing(read: dict[bytes, list[bytes]], *, http_1_0: bool) -> tuple[int | None, bool]:
+    """Return the content length, and whether the body is chunked.
+
+    Two parties that frame a message differently is what request smuggling needs, so anything that
+    RFC 9112 §6 lets a recipient repair is refused.
+    """
+    lengths = read.get(b"content-length")
+    codings = read.get(b"transfer-encoding")
+    if codings is not None:
+        if lengths is not None:
+            raise MalformedError("Content-Length together with Transfer-Encoding")
+        if http_1_0:
+            raise MalformedError("Transfer-Encoding in HTTP/1.0")
+        if len(codings) != 1 or codings[0].lower() != b"chunked":
+            raise MalformedError("the only transfer coding served is chunked")
+        return None, True
+    if lengths is None:
+        return None, False
+    if len(lengths) != 1 or not _DIGITS.fullmatch(lengths[0]):
+        raise MalformedError("the Content-Length header is malformed or repeated")
+    return int(lengths[0]), False
+
+
+def _keeps_alive(read: dict[bytes, list[bytes]], *, http_1_0: bool) -> bool:
+    values = read.get(b"connection")
+    if values is None:
+        return not http_1_0
+    options = {option.strip(b" \t").lower() for option in b",".join(values).split(b",")}
+    return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
+
+
+def _reason(head: bytes, max_target_bytes: int) -> MalformedError:
+    """Say why a request's head does not match its grammar."""
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        return MalformedError("the request line is malformed")
+    if line[3] != b"1" or line[4] not in b"01":
+        return MalformedError("the HTTP version is not served", 505)
+    if len(line[2]) > max_target_bytes:
+        return MalformedError("the request target is too long", 414)
+    if _BARE_LINE_END.search(head):
+        return MalformedError("a line of the head does not end with CRLF")
+    return MalformedError("a header line is malformed")

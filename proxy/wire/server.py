@@ -1,0 +1,122 @@
+"""An HTTP/1.1 server for one application: listening, draining, closing."""
+
+import asyncio
+import json
+from ssl import SSLContext
+
+from balanceroute.proxy.wire.messages import Headers, ServerLimits
+from balanceroute.proxy.wire.reply import Application, Reply
+from balanceroute.proxy.wire.server_connection import ServerConnection
+from balanceroute.proxy.wire.service import Refuse, Service
+
+__all__ = ["Application", "Refuse", "Reply", "Server"]
+
+
+def plain_refusal(status: int, message: str) -> tuple[Headers, bytes]:
+    """Render a protocol error as plain JSON."""
+    body = json.dumps({"error": {"code": status, "message": message}}).encode()
+    return [(b"content-type", b"application/json")], body
+
+
+class Server:
+    """Serves an application on one port.
+
+    Args:
+        application: Called with each complete request and its reply. It answers whenever it likes, and
+            must not raise: if it does, the client gets a 500 and the error is logged.
+        limits: What is accepted from a client.
+        refuse: Renders the headers and body of a protocol error, from its status and message.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        *,
+        limits: ServerLimits | None = None,
+        refuse: Refuse = plain_refusal,
+    ) -> None:
+        self._application = application
+        self._limits = limits or ServerLimits()
+        self._refuse = refuse
+        self._service: Service | None = None
+        self._listener: asyncio.Server | None = None
+        self._addresses: list[tuple[str, int]] = []
+        self._drained: asyncio.Future[None] | None = None
+
+    async def start(
+        self, host: str, port: int, *, ssl: SSLContext | None = None, backlog: int = 2048
+    ) -> None:
+        """Listen.
+
+        Args:
+            host: An address or a name; all of its addresses are listened on.
+            port: 0 for a free one.
+            ssl: For TLS.
+            backlog: Connections that the kernel completes before they are accepted.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        assert self._service is None, "already started"
+        loop = asyncio.get_running_loop()
+        service = Service(loop, self._application, self._limits, self._refuse)
+        # A handshake is to the sweep what a head is, but asyncio keeps its time.
+        handshake_s = None if ssl is None else self._limits.header_timeout_s
+        self._listener = await loop.create_server(
+            lambda: ServerConnection(service),
+            host,
+            port,
+            ssl=ssl,
+            backlog=backlog,
+            ssl_handshake_timeout=handshake_s,
+        )
+        self._service = service
+        self._addresses = [listening.getsockname()[:2] for listening in self._listener.sockets]
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each listening socket, also after it was closed."""
+        return self._addresses
+
+    @property
+    def port(self) -> int:
+        """The port of the first listening socket."""
+        return self._addresses[0][1]
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return 0 if self._service is None else len(self._service.connections)
+
+    def stop_accepting(self) -> None:
+        """Close the listeners and idle connections; the others close after their present answer."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._service is not None:
+            self._service.stopping = True
+            for connection in list(self._service.connections):
+                connection.close_if_idle()
+
+    async def drain(self) -> None:
+        """Wait until no connection is left."""
+        service = self._service
+        if service is None:
+            return
+        while service.connections:
+            if self._drained is None:
+                self._drained = service.loop.create_future()
+                service.on_empty = self._empty
+            await asyncio.shield(self._drained)
+
+    def close(self) -> None:
+        """Abort everything now. The connections are gone in the loop's next round; see `drain`."""
+        self.stop_accepting()
+        if self._service is not None:
+            for connection in list(self._service.connections):
+                connection.drop()
+
+    def _empty(self) -> None:
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None

@@ -1,0 +1,89 @@
+"""What the connections of one server share, and the sweep that keeps their deadlines."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from balanceroute.proxy.wire.messages import Headers, ServerLimits
+from balanceroute.proxy.wire.reply import Application
+
+Refuse = Callable[[int, str], tuple[Headers, bytes]]
+
+
+class Member(Protocol):
+    """One of the connections.
+
+    Attributes:
+        deadline_s: When the sweep calls `expire`, on the loop's clock.
+    """
+
+    deadline_s: float
+
+    def expire(self, now_s: float) -> None:
+        """Act on a deadline that has passed."""
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being read or answered."""
+
+    def drop(self) -> None:
+        """Abort now."""
+
+
+class Service:
+    """The state of a server that serves.
+
+    One coarse timer serves every deadline: a timer per connection or per request would cost more than
+    the deadlines are worth. It rests while there is no connection.
+
+    Attributes:
+        connections: The open ones.
+        stopping: Every connection closes after its present answer.
+        on_empty: Called when the last connection is gone.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        application: Application,
+        limits: ServerLimits,
+        refuse: Refuse,
+    ) -> None:
+        self.loop = loop
+        self.application = application
+        self.limits = limits
+        self.refuse = refuse
+        self.connections: set[Member] = set()
+        self.stopping = False
+        self.on_empty: Callable[[], None] | None = None
+        shortest_s = min(
+            limits.header_timeout_s,
+            limits.body_timeout_s,
+            limits.idle_timeout_s,
+            limits.write_timeout_s,
+        )
+        self._sweep_s = min(1.0, shortest_s / 4)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: Member) -> None:
+        """Count a new connection."""
+        self.connections.add(connection)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._sweep_s, self._sweep)
+
+    def remove(self, connection: Member) -> None:
+        """Forget a connection that is lost."""
+        self.connections.discard(connection)
+        if self.connections:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.on_empty is not None:
+            self.on_empty()
+
+    def _sweep(self) -> None:
+        self._timer = self.loop.call_later(self._sweep_s, self._sweep)
+        now_s = self.loop.time()
+        for connection in list(self.connections):
+            if connection.deadline_s <= now_s:
+                connection.expire(now_s)

@@ -1,0 +1,98 @@
+"""Server-sent events: where each event ends, without touching a byte.
+
+The format is the HTML standard's (https://html.spec.whatwg.org/multipage/server-sent-events.html):
+lines end with LF, CRLF or CR, and a blank line ends an event. Every blank line ends one here, so that
+the events joined are what was fed, wherever it was cut.
+"""
+
+import re
+
+from balanceroute.proxy.wire.messages import WireError, WireFault
+
+_LF = 0x0A
+_CR = 0x0D
+_BOM = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
+_BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
+# All but the last byte of the longest blank line.
+_OVERLAP = 3
+
+
+class EventScanner:
+    """Cuts a byte stream into events.
+
+    A stream that ends its lines with a lone CR shows an event when the byte after it arrives: it may
+    be the LF of a CRLF.
+    """
+
+    __slots__ = ("_max_event_bytes", "_tail")
+
+    def __init__(self, *, max_event_bytes: int = 16 << 20) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._tail = bytearray()
+
+    @property
+    def tail(self) -> bytes:
+        """What was fed and is no complete event yet."""
+        return bytes(self._tail)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the events that these bytes complete, each with its terminator.
+
+        Raises:
+            WireError: An event, or the start of one, is past the limit (TOO_LARGE).
+        """
+        if not self._tail and b"\r" not in data and len(data) <= self._max_event_bytes:
+            if 0 < data.find(b"\n\n") == len(data) - 2 and data[0] != _LF:
+                return [data]
+            if data.endswith(b"\n\n") and data[0] != _LF and b"\n\n\n" not in data:
+                return [event + b"\n\n" for event in data[:-2].split(b"\n\n")]
+        return self._feed(data)
+
+    def _feed(self, data: bytes) -> list[bytes]:
+        tail = self._tail
+        searched = max(0, len(tail) - _OVERLAP)
+        tail += data
+        events: list[bytes] = []
+        start = 0
+        while end := self._event_end(start, searched):
+            self._check(end - start)
+            events.append(bytes(tail[start:end]))
+            start = end
+        self._check(len(tail) - start)
+        del tail[:start]
+        return events
+
+    def _event_end(self, start: int, searched: int) -> int:
+        """Return where the event at `start` ends; 0 if that is not known yet."""
+        tail = self._tail
+        if start == len(tail):
+            return 0
+        if tail[start] in b"\r\n":
+            found = _LINE_END.match(tail, start)
+        else:
+            found = _BLANK_LINE.search(tail, max(start, searched))
+        if found is None or (found.end() == len(tail) and tail[-1] == _CR):
+            return 0
+        return found.end()
+
+    def _check(self, size: int) -> None:
+        if size > self._max_event_bytes:
+            raise WireError(
+                WireFault.TOO_LARGE,
+                f"an event is larger than {self._max_event_bytes} bytes",
+                sent=True,
+                answered=True,
+            )
+
+
+def event_data(event: bytes) -> bytes:
+    """Return the values of an event's `data` fields, joined by LF; empty if it has none."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[6:-2]
+    values = []
+    for line in _LINE_END.split(event.removeprefix(_BOM)):
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            values.append(value.removeprefix(b" "))
+    return b"\n".join(values)

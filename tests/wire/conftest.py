@@ -1,0 +1,246 @@
+"""Both event loops, a served application, and clients and engines that speak in raw bytes."""
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.proxy.wire.server import Application, Server
+
+HOST = "127.0.0.1"
+PATIENCE_S = 10.0  # Only ever waited for by a test that fails.
+# Made for tests: localhost, and a key that protects nothing.
+CERT = """-----BEGIN CERTIFICATE-----
+MIIBnDCCAUGgAwIBAgIUCFIRJ44SDaYGjpB/f8pUXwMtR8AwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMTA3MjQwNloYDzIxMjYxMDI4
+MDcyNDA2WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAAQODdpDWI+38XlLGSHTmNU8Lqa7nkQrj05LCg1ujpH3zwb/hWAnVc5e
+e6PoIdbpOdmRtU/zC42vb34gicECzHQro28wbTAdBgNVHQ4EFgQUaWTh93Llh41j
+3LLR04/sxbv5kvowHwYDVR0jBBgwFoAUaWTh93Llh41j3LLR04/sxbv5kvowDwYD
+VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARgglsb2NhbGhvc3SHBH8AAAEwCgYIKoZI
+zj0EAwIDSQAwRgIhAJ5dtrAzKmMN+UsStvAGlDd47kAKUU9WRWa4m/ocTiLeAiEA
+u6QAuW5JbTdUrAl25AcT9iVZZrlzV8K1Qks+ZBGg80k=
+-----END CERTIFICATE-----
+"""
+KEY = """-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgZ2MNJUbWudxCr+1V
+xn2eDYaVeif2ccmb7/7YTCiu/U6hRANCAAQODdpDWI+38XlLGSHTmNU8Lqa7nkQr
+j05LCg1ujpH3zwb/hWAnVc5ee6PoIdbpOdmRtU/zC42vb34gicECzHQr
+-----END PRIVATE KEY-----
+"""
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a coroutine; nothing may be left behind or reported to the loop's exception handler."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def run_silently(main: Coroutine[Any, Any, None]) -> None:
+        reported: list[dict[str, Any]] = []
+
+        async def guarded() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda _, context: reported.append(context))
+            async with asyncio.timeout(PATIENCE_S):
+                await main
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left
+
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(guarded())
+        assert not reported
+
+    return run_silently
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response as a client sees it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class RawConnection:
+    """One end of a connection, in bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def send_each(self, pieces: list[bytes]) -> None:
+        """Send pieces that arrive one by one."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+            await asyncio.sleep(0)
+
+    async def until(self, end: bytes) -> bytes:
+        """Read up to and including some bytes."""
+        return await self.reader.readuntil(end)
+
+    async def exactly(self, size: int) -> bytes:
+        return await self.reader.readexactly(size)
+
+    async def rest(self) -> bytes:
+        """Read to the end of the connection."""
+        return await self.reader.read()
+
+    async def answer(self, *, to_head: bool = False) -> Answer:
+        """Read one response."""
+        line, *fields = (await self.until(b"\r\n\r\n")).decode().split("\r\n")[:-2]
+        version, status, _ = line.split(" ", 2)
+        assert version == "HTTP/1.1"
+        headers = dict(field.split(": ", 1) for field in fields)
+        assert len(headers) == len(fields)
+        body = b""
+        if to_head:
+            pass
+        elif "transfer-encoding" in headers:
+            assert headers["transfer-encoding"] == "chunked"
+            chunks = []
+            while size := int(await self.until(b"\r\n"), 16):
+                chunks.append(await self.exactly(size))
+                assert await self.exactly(2) == b"\r\n"
+            assert await self.exactly(2) == b"\r\n"
+            body = b"".join(chunks)
+        else:
+            body = await self.exactly(int(headers.get("content-length", "0")))
+        return Answer(int(status), headers, body)
+
+    def finish(self) -> None:
+        """Send a FIN and go on reading."""
+        self.writer.write_eof()
+
+    def reset(self) -> None:
+        """Close with an RST."""
+        raw = self.writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def close(self) -> None:
+        self.writer.close()
+        with suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+Connect = Callable[[int], AbstractAsyncContextManager[RawConnection]]
+
+
+@pytest.fixture
+def connect() -> Connect:
+    """Open a raw connection to a port."""
+
+    @asynccontextmanager
+    async def connected(port: int) -> AsyncIterator[RawConnection]:
+        connection = RawConnection(*await asyncio.open_connection(HOST, port))
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+    return connected
+
+
+Serving = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """Serve an application with the given limits; in the end no connection may be left."""
+
+    @asynccontextmanager
+    async def served(application: Application, **limits: Any) -> AsyncIterator[Server]:
+        server = Server(application, limits=ServerLimits(**limits))
+        await server.start(HOST, 0)
+        try:
+            yield server
+            server.stop_accepting()
+            await server.drain()
+            assert server.connections == 0
+        finally:
+            server.close()
+            await server.drain()
+
+    return served
+
+
+Script = Callable[[RawConnection], Awaitable[None]]
+
+
+class RawEngine:
+    """Runs the next script for each connection it accepts.
+
+    Attributes:
+        endpoint: The subject, connected to this engine.
+        accepted: Connections so far.
+    """
+
+    def __init__(self, scripts: list[Script]) -> None:
+        self._scripts = scripts
+        self.accepted = 0
+        self.errors: list[BaseException] = []
+        self.endpoint: Endpoint
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        script = self._scripts[self.accepted]
+        self.accepted += 1
+        connection = RawConnection(reader, writer)
+        try:
+            with suppress(ConnectionError):
+                await script(connection)
+        except Exception as error:
+            self.errors.append(error)
+        await connection.close()
+
+
+Engine = Callable[..., AbstractAsyncContextManager[RawEngine]]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """Serve scripts, one per connection, to an endpoint; in the end it may have no connection."""
+
+    @asynccontextmanager
+    async def served(*scripts: Script, **options: Any) -> AsyncIterator[RawEngine]:
+        raw = RawEngine(list(scripts))
+        listener = await asyncio.start_server(raw.serve, HOST, 0)
+        raw.endpoint = Endpoint(HOST, listener.sockets[0].getsockname()[1], **options)
+        try:
+            yield raw
+        finally:
+            raw.endpoint.close()
+            listener.close()
+            await listener.wait_closed()
+        while raw.endpoint.connections or len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert raw.endpoint.idle == 0
+        assert not raw.errors
+
+    return served
+
+
+@pytest.fixture
+def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return TLS contexts of a server and of a client that trusts it."""
+    path = tmp_path / "localhost.pem"
+    path.write_text(CERT + KEY)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(path)
+    return server, ssl.create_default_context(cadata=CERT)

@@ -1,0 +1,175 @@
+"""The chunked decoder: any split gives the same, and nothing but the grammar passes."""
+
+import contextlib
+import itertools
+
+import httptools
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.messages import MalformedError
+
+END = b"0\r\n\r\n"
+
+
+def decode(segments: list[bytes]) -> tuple[bytes, bool, bytes]:
+    """Return the payload, whether it is complete, and what followed."""
+    decoder = ChunkedDecoder()
+    payload = b""
+    rest = b""
+    for segment in segments:
+        if decoder.finished:
+            rest += segment
+        else:
+            payload += decoder.feed(segment)
+    return payload, decoder.finished, decoder.rest + rest
+
+
+def encode(chunks: list[bytes], form: bytes = b"%x", extension: bytes = b"") -> bytes:
+    return b"".join(form % len(c) + extension + b"\r\n" + c + b"\r\n" for c in chunks) + END
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    bounds = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+    return [data[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def test_a_segment_of_one_whole_chunk_is_its_payload() -> None:
+    decoder = ChunkedDecoder()
+    assert decoder.feed(b"c\r\ndata: token\n\r\n") == b"data: token\n"
+    assert decoder.feed(b"1A4\r\n%b\r\n" % bytes(420)) == bytes(420)
+    assert not decoder.finished
+
+
+def test_the_payloads_of_several_chunks_in_a_segment_come_joined() -> None:
+    assert ChunkedDecoder().feed(encode([b"one", b"two", b"three"])) == b"onetwothree"
+
+
+def test_payload_is_given_as_it_comes() -> None:
+    decoder = ChunkedDecoder()
+    assert decoder.feed(b"a\r\n0123") == b"0123"
+    assert decoder.expected == 6
+    assert decoder.feed(b"45") == b"45"
+    assert decoder.feed(b"6789\r") == b"6789"
+    assert decoder.feed(b"\n0\r\n\r") == b""
+    assert not decoder.finished
+    assert decoder.feed(b"\n") == b""
+    assert decoder.finished
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=300)),
+    st.sampled_from([b"%x", b"%X", b"%05x"]),
+    st.sampled_from([b"", b";a", b";a=b", b' ; a="b;c"', b";"]),
+    st.binary(max_size=8),
+    st.lists(st.integers(min_value=0)),
+)
+def test_every_split_decodes_alike(
+    chunks: list[bytes], form: bytes, extension: bytes, rest: bytes, places: list[int]
+) -> None:
+    coded = encode(chunks, form, extension) + rest
+    assert decode(cut(coded, places)) == (b"".join(chunks), True, rest)
+
+
+def test_every_byte_may_come_alone() -> None:
+    coded = b"5;x=y\r\nhello\r\nB\r\n, \r\nworld!\n\r\n0\r\nx-checksum: 1\r\ny:\r\n\r\nGET"
+    alone = [coded[i : i + 1] for i in range(len(coded))]
+    assert decode(alone) == (b"hello, \r\nworld!\n", True, b"GET")
+
+
+MALFORMED = {
+    "no digit": b"\r\n",
+    "white space before the size": b" 5\r\nhello\r\n",
+    "white space after the size": b"5 \r\nhello\r\n",
+    "a sign": b"+5\r\nhello\r\n",
+    "a minus": b"-5\r\nhello\r\n",
+    "a hexadecimal prefix": b"0x5\r\nhello\r\n",
+    "an underscore": b"0_5\r\nhello\r\n",
+    "sixteen digits": b"0000000000000005\r\nhello\r\n",
+    "an overflow": b"fffffffffffffffff\r\n",
+    "a size line that ends with LF": b"5\nhello\r\n",
+    "a size line that ends with CR": b"5\rhello\r\n",
+    "LF in an extension": b"5;a\nb\r\nhello\r\n",
+    "CR in an extension": b"5;a\rb\r\nhello\r\n",
+    "NUL in an extension": b"5;a\0\r\nhello\r\n",
+    "an endless extension": b"5;" + b"a" * 5000,
+    "a long extension in one segment": b"5;" + b"a" * 5000 + b"\r\nhello\r\n",
+    "a chunk longer than its size": b"5\r\nhello!\r\n",
+    "a chunk shorter than its size": b"5\r\nhell\r\n0\r\n\r\n",
+    "a chunk that ends with LF": b"5\r\nhello\n",
+    "a blank line between chunks": b"5\r\nhello\r\n\r\n",
+    "a last chunk that ends with LF": b"0\n\r\n",
+    "a trailer without a colon": b"0\r\nno trailer\r\n\r\n",
+    "a trailer that ends with LF": b"0\r\na: b\n\r\n",
+    "a trailer with NUL": b"0\r\na: \0\r\n\r\n",
+    "a folded trailer": b"0\r\na: b\r\n c\r\n\r\n",
+    "endless trailers": b"0\r\n" + b"a: b\r\n" * 5000,
+    "an endless trailer": b"0\r\na: " + b"b" * 20000,
+}
+
+
+@pytest.mark.parametrize("coded", MALFORMED.values(), ids=MALFORMED)
+def test_it_is_refused_whole_or_byte_by_byte(coded: bytes) -> None:
+    with pytest.raises(MalformedError):
+        decode([coded])
+    with pytest.raises(MalformedError):
+        decode([coded[i : i + 1] for i in range(len(coded))])
+
+
+def test_garbage_is_refused_before_its_line_ends() -> None:
+    with pytest.raises(MalformedError):
+        ChunkedDecoder().feed(b"<")
+
+
+class _Llhttp:
+    def __init__(self) -> None:
+        self.payload = b""
+        self.finished = False
+
+    def on_body(self, body: bytes) -> None:
+        self.payload += body
+
+    def on_message_complete(self) -> None:
+        self.finished = True
+
+
+def llhttp(coded: bytes) -> tuple[bytes, bool] | None:
+    """Return payload and whether it is complete, as llhttp decodes; None if it refuses."""
+    seen = _Llhttp()
+    parser = httptools.HttpResponseParser(seen)
+    parser.feed_data(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    try:
+        parser.feed_data(coded)
+    except httptools.HttpParserError:
+        if not seen.finished:
+            return None
+    return seen.payload, seen.finished
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"5", b"a", b"0", b"\r\n", b"\r", b"\n", b";", b"x=1", b" ", b"hello", b"a: b", b"\0"]
+        ),
+        max_size=14,
+    ).map(b"".join)
+)
+def test_what_it_accepts_llhttp_decodes_alike(coded: bytes) -> None:
+    with contextlib.suppress(MalformedError):
+        payload, finished, _ = decode([coded])
+        assert llhttp(coded) == (payload, finished)
+
+
+@given(st.binary(max_size=100), st.lists(st.integers(min_value=0)))
+def test_garbage_is_decoded_or_refused_alike_however_it_is_split(
+    garbage: bytes, places: list[int]
+) -> None:
+    def outcome(segments: list[bytes]) -> tuple[bytes, bool, bytes] | None:
+        try:
+            return decode(segments)
+        except MalformedError:
+            return None
+
+    assert outcome(cut(garbage, places)) == outcome([garbage])
