@@ -1,0 +1,154 @@
+"""What both APIs share in how an answer is written: its head, its usage, its end.
+
+Field order, spacing and nulls are those of vLLM 0.32.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from balanceroute.proxy.emulate.choice import Choice, Delta
+from balanceroute.proxy.emulate.request import GenerationRequest
+from balanceroute.proxy.emulate.tokens import SAYINGS
+from balanceroute.proxy.wire.messages import Headers
+
+DONE = b"data: [DONE]\n\n"
+# What each token says, escaped for the inside of a JSON string.
+SAYINGS_JSON = tuple(json.dumps(said, ensure_ascii=False)[1:-1].encode() for said in SAYINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of an answer repeats.
+
+    Attributes:
+        id: "chatcmpl-…" or "cmpl-…".
+        created: Unix time, seconds.
+        model: The served model.
+        fingerprint: `system_fingerprint`.
+        tell_cached: Tell the cached prompt tokens in usage.
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    tell_cached: bool
+
+    def opening(self, kind: str) -> str:
+        """Return the first members of an object, without the closing brace."""
+        name, model = quoted(self.id), quoted(self.model)
+        return f'{{"id":{name},"object":"{kind}","created":{self.created},"model":{model}'
+
+
+class AnswerFormat(Protocol):
+    """How one API writes an answer."""
+
+    def opening(self, choice: Choice) -> bytes:
+        """Return the event that comes before a choice's first token; empty if there is none."""
+        ...
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind a plain token's text, or None if events differ."""
+        ...
+
+    def event(self, choice: Choice, delta: Delta) -> bytes:
+        """Return the event of a token; empty if it shows nothing."""
+        ...
+
+    def usage_event(self, choices: Sequence[Choice]) -> bytes:
+        """Return the event that tells usage at the end of a stream."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        ...
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def as_bytes(text: str) -> bytes:
+    """Return JSON text as bytes; lone surrogates, which JSON can carry and UTF-8 cannot, are lost."""
+    return text.encode("utf-8", "replace")
+
+
+def usage_counts(prompt_tokens: int, completion_tokens: int) -> str:
+    """Return the first members of a usage object."""
+    total = prompt_tokens + completion_tokens
+    return (
+        f'"prompt_tokens":{prompt_tokens},"total_tokens":{total},'
+        f'"completion_tokens":{completion_tokens}'
+    )
+
+
+def continuous_usage(request: GenerationRequest, choice: Choice) -> str:
+    """Return the usage member of a chunk, if the request asks for one in each."""
+    if not request.continuous_usage:
+        return ""
+    counts = usage_counts(len(choice.prompt.tokens), choice.emitted)
+    return f',"usage":{{{counts},"completion_tokens_details":null}}'
+
+
+def final_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached: bool) -> str:
+    """Return the usage object of the event at the end of a stream."""
+    counts = usage_counts(request.prompt_tokens, completion_tokens(choices))
+    details = f',"prompt_tokens_details":{_cached(request)}' if cached else ""
+    return f"{{{counts}{details}}}"
+
+
+def whole_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached: bool) -> str:
+    """Return the usage object of an answer that is not streamed."""
+    counts = usage_counts(request.prompt_tokens, completion_tokens(choices))
+    details = _cached(request) if cached else "null"
+    return f'{{{counts},"prompt_tokens_details":{details},"completion_tokens_details":null}}'
+
+
+def completion_tokens(choices: Sequence[Choice]) -> int:
+    """Return the tokens of all choices."""
+    return sum(choice.emitted for choice in choices)
+
+
+def ending(request: GenerationRequest, choice: Choice, head: AnswerHead) -> str:
+    """Return the fingerprint member, which the last chunk of a choice carries unless usage does."""
+    if choice.finish_reason is None or request.include_usage:
+        return ""
+    return f',"system_fingerprint":{quoted(head.fingerprint)}'
+
+
+def said_ids(request: GenerationRequest, ids: Sequence[int]) -> str:
+    """Return the value of `token_ids`."""
+    return as_json(list(ids)) if request.return_token_ids else "null"
+
+
+def json_headers(date: bytes) -> Headers:
+    """Return the headers of a JSON answer."""
+    return _headers(date, b"application/json")
+
+
+def stream_headers(date: bytes) -> Headers:
+    """Return the headers of a stream."""
+    return _headers(date, b"text/event-stream; charset=utf-8")
+
+
+def _headers(date: bytes, kind: bytes) -> Headers:
+    return [
+        (b"date", date),
+        (b"server", b"uvicorn"),
+        (b"content-type", kind),
+        (b"vary", b"Origin"),
+    ]
+
+
+def _cached(request: GenerationRequest) -> str:
+    # With the KV cache from elsewhere, all but the last prompt token count as cached.
+    remote = request.kv is not None and request.kv.get("do_remote_prefill") is True
+    return f'{{"cached_tokens":{request.prompt_tokens - 1 if remote else 0}}}'

@@ -1,0 +1,78 @@
+"""Errors as vLLM answers them: status, JSON body, and the event that ends a stream."""
+
+import json
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+
+INTERNAL = "Internal server error"
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+class ApiError(BalanceRouteError):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        kind: The `type` of the error object.
+        param: The parameter at fault, or None.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, kind: str, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    @property
+    def value(self) -> dict[str, object]:
+        """The error object."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error}
+
+    def body(self) -> bytes:
+        """Return the body of an answer."""
+        return compact(self.value)
+
+    def event(self) -> bytes:
+        """Return the event of a stream, which vLLM spaces unlike all others."""
+        text = json.dumps(self.value, ensure_ascii=False)
+        return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+
+
+def bad_request(message: str, *, param: str | None = None) -> ApiError:
+    """Return a refusal by the engine's own checks."""
+    return ApiError(message, kind="BadRequestError", param=param)
+
+
+def bad_parameter(message: str, name: str, value: object = None) -> ApiError:
+    """Return a refusal that names the parameter once more."""
+    shown = "" if value is None else f", value={value}"
+    return bad_request(f"{message} (parameter={name}{shown})", param=name)
+
+
+def invalid(kind: str, place: str, message: str, value: object, **more: object) -> ApiError:
+    """Return a refusal by the schema of the body (pydantic's errors, as vLLM prints them)."""
+    shown = str(value)
+    if isinstance(value, dict | list):
+        shown = f"<{type(value).__name__} of {len(value)} items>"
+    detail = {"type": kind, "loc": place, "msg": message, "input": shown} | more
+    return ApiError(f"1 validation error:\n  {detail}", kind="Bad Request", param=place)
+
+
+def internal_error(message: str = INTERNAL) -> ApiError:
+    """Return a failure of the engine."""
+    return ApiError(message, status=500, kind="InternalServerError")
+
+
+def unknown_model(name: object, known: str) -> ApiError:
+    """Return what is said of a model that is not served."""
+    message = f"The model `{name}` does not exist. Valid aliases: {known}."
+    return ApiError(message, status=404, kind="NotFoundError", param="model")
+
+
+def compact(value: object) -> bytes:
+    """Return a value as JSON without spaces."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "replace")

@@ -1,0 +1,188 @@
+"""The clock of a set of ranks that end each decode step together.
+
+Which sequences run, how long a step takes and who is dropped is the simulator's `DecodeFleet`; here
+steps happen in the event loop's time, and sequences may leave at any moment.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.sim.decode_fleet import DecodeFleet
+
+# A process that was stopped or starved does not make up for more than this.
+_MAX_LATE_S = 1.0
+
+
+class Batched(Protocol):
+    """A sequence of tokens that a batch works on."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV cache."""
+        ...
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens that may still come."""
+        ...
+
+    def advance(self) -> bool:
+        """Say the next token; return whether it was the last."""
+        ...
+
+    def dropped(self) -> None:
+        """Take note that the KV cache had no room for it: it is in the batch no more."""
+        ...
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """What the barrier measured since the last reset, over steps in which something ran.
+
+    Attributes:
+        steps: Steps.
+        idle_tokens: Sum of what each rank's load was short of the heaviest rank's.
+        capacity_tokens: Sum of ranks x heaviest load.
+        imbalance_tokens: Sum of heaviest minus lightest load.
+        output_tokens: Tokens said.
+        busy_ns: Emulated time of the steps.
+        preemptions: Sequences dropped.
+        late_s: The most that a step ended later than it should have, by the event loop's clock.
+    """
+
+    steps: int = 0
+    idle_tokens: int = 0
+    capacity_tokens: int = 0
+    imbalance_tokens: int = 0
+    output_tokens: int = 0
+    busy_ns: int = 0
+    preemptions: int = 0
+    late_s: float = 0.0
+
+
+class Barrier:
+    """Steps of all ranks together, for as long as something runs.
+
+    Args:
+        settings: The speed and size of the ranks.
+        ranks: How many.
+        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+
+    Attributes:
+        counters: What was measured.
+    """
+
+    def __init__(
+        self, settings: EmulationSettings, *, ranks: int, rank_kv_tokens: int | None
+    ) -> None:
+        self.counters = StepCounters()
+        self._loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._fleet = DecodeFleet(
+            ranks=ranks,
+            batch_limit=settings.batch_limit,
+            step_base_ns=settings.step_base_ns,
+            step_ns_per_token=settings.step_ns_per_token,
+            rank_kv_tokens=rank_kv_tokens,
+        )
+        self._sequences: dict[RequestId, Batched] = {}
+        self._ids: dict[Batched, RequestId] = {}
+        self._running: dict[RequestId, Batched] = {}
+        self._submitted = 0
+        self._timer: asyncio.Handle | None = None
+        self._step_end_s = 0.0
+        self._step_ns = 0
+
+    @property
+    def loads(self) -> list[int]:
+        """KV tokens of the running sequences, by rank."""
+        return list(self._fleet.loads)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence runs or waits."""
+        return not self._sequences
+
+    def running(self, rank: int) -> int:
+        """Return the number of sequences in a rank's batch."""
+        return self._fleet.running_on(RankId(rank))
+
+    def waiting(self, rank: int) -> int:
+        """Return the number of sequences that wait for a rank's batch."""
+        return self._fleet.queued_on(RankId(rank))
+
+    def submit(self, sequence: Batched, rank: int) -> None:
+        """Queue a sequence; it joins between two steps."""
+        request = RequestId(self._submitted)
+        self._submitted += 1
+        self._sequences[request] = sequence
+        self._ids[sequence] = request
+        self._fleet.submit(
+            request,
+            RankId(rank),
+            kv_tokens=sequence.kv_tokens,
+            output_tokens=sequence.tokens_left,
+        )
+        if self._timer is None:
+            # Not now: what arrives in the same instant joins the same step.
+            self._timer = self._loop.call_soon(self._begin, self._loop.time())
+
+    def withdraw(self, sequence: Batched) -> None:
+        """Take a sequence out, wherever it is; one that has left is ignored."""
+        request = self._ids.pop(sequence, None)
+        if request is not None:
+            self._forget(request)
+            self._fleet.withdraw(request)
+
+    def close(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _forget(self, request: RequestId) -> None:
+        del self._sequences[request]
+        self._running.pop(request, None)
+
+    def _begin(self, begin_s: float) -> None:
+        for request in self._fleet.join():
+            self._running[request] = self._sequences[request]
+        if not self._running:
+            self._timer = None
+            return
+        self._step_ns = self._fleet.step_ns()
+        loads = self._fleet.loads
+        counters = self.counters
+        counters.steps += 1
+        counters.idle_tokens += idle_tokens(loads)
+        counters.capacity_tokens += len(loads) * max(loads)
+        counters.imbalance_tokens += imbalance_tokens(loads)
+        counters.busy_ns += self._step_ns
+        self._step_end_s = begin_s + self._settings.seconds(self._step_ns)
+        self._timer = self._loop.call_at(self._step_end_s, self._end)
+
+    def _end(self) -> None:
+        late_s = self._loop.time() - self._step_end_s
+        self.counters.late_s = max(self.counters.late_s, late_s)
+        said = 0
+        for request, sequence in list(self._running.items()):
+            if request not in self._running:
+                continue  # It was withdrawn while another one spoke.
+            said += 1
+            if sequence.advance():
+                self.withdraw(sequence)
+        self.counters.output_tokens += said
+        finished, dropped = self._fleet.end_step()
+        for request in (*finished, *dropped):
+            sequence = self._sequences[request]
+            del self._ids[sequence]
+            self._forget(request)
+            if request in dropped:
+                self.counters.preemptions += 1
+                sequence.dropped()
+        # The next step begins where this one should have ended, so that lateness does not add up.
+        self._begin(self._step_end_s + max(0.0, late_s - _MAX_LATE_S))

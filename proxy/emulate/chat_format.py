@@ -1,0 +1,150 @@
+"""Answers of /v1/chat/completions."""
+
+from collections.abc import Sequence
+
+from balanceroute.proxy.emulate.answer import (
+    AnswerHead,
+    as_bytes,
+    as_json,
+    continuous_usage,
+    ending,
+    final_usage,
+    quoted,
+    said_ids,
+    whole_usage,
+)
+from balanceroute.proxy.emulate.choice import Choice, Delta
+from balanceroute.proxy.emulate.request import GenerationRequest
+from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
+from balanceroute.proxy.emulate.tokens import SAYINGS, word_of
+from balanceroute.proxy.emulate.tool_script import Channel, ToolScript
+
+
+class ChatFormat:
+    """Writes the answer of a chat request."""
+
+    def __init__(self, request: GenerationRequest, head: AnswerHead) -> None:
+        self._request = request
+        self._head = head
+        self._chunk = f'data: {head.opening("chat.completion.chunk")},"choices":['
+
+    def opening(self, choice: Choice) -> bytes:
+        """Return the event that names the role."""
+        request = self._request
+        ids = as_json(choice.prompt.tokens) if request.return_token_ids else "null"
+        return as_bytes(
+            f'{self._chunk}{{"index":{choice.index},"delta":{{"role":"assistant","content":""}},'
+            f'"logprobs":null,"finish_reason":null}}]{continuous_usage(request, choice)},'
+            f'"prompt_token_ids":{ids},"prompt_text":null}}\n\n'
+        )
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind a plain token's text."""
+        if self._request.continuous_usage or self._request.return_token_ids:
+            return None
+        before = f'{self._chunk}{{"index":{choice.index},"delta":{{"content":"'
+        behind = '"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+        return as_bytes(before), as_bytes(behind)
+
+    def event(self, choice: Choice, delta: Delta) -> bytes:
+        """Return the event of a token; empty while a tool call's head is read."""
+        request = self._request
+        ended = choice.finish_reason is not None
+        if delta.channel is Channel.SILENT and not ended and not request.return_token_ids:
+            return b""
+        logprobs = self._logprobs(() if delta.logprob is None else (delta.logprob,))
+        reasons = '"finish_reason":null'
+        if ended:
+            reasons = (
+                f'"finish_reason":"{_finish(choice)}","stop_reason":{as_json(choice.stop_reason)}'
+            )
+        return as_bytes(
+            f'{self._chunk}{{"index":{choice.index},"delta":{_delta(choice, delta, ended=ended)},'
+            f'"logprobs":{logprobs},{reasons},"token_ids":{said_ids(request, delta.token_ids)}}}]'
+            f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
+        )
+
+    def usage_event(self, choices: Sequence[Choice]) -> bytes:
+        """Return the event that tells usage at the end of a stream."""
+        usage = final_usage(self._request, choices, cached=self._head.tell_cached)
+        fingerprint = quoted(self._head.fingerprint)
+        return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
+
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        request, head = self._request, self._head
+        usage = whole_usage(request, choices, cached=head.tell_cached)
+        prompt = request.prompts[0]
+        listed = None
+        if request.prompt_logprobs is not None:
+            words = [word_of(token) for token in prompt.tokens]
+            listed = prompt_logprobs(prompt.tokens, words, max(1, request.prompt_logprobs))
+        ids = as_json(prompt.tokens) if request.return_token_ids else "null"
+        return as_bytes(
+            f'{head.opening("chat.completion")},"choices":[{",".join(map(self._choice, choices))}],'
+            f'"service_tier":null,"system_fingerprint":{quoted(head.fingerprint)},"usage":{usage},'
+            f'"prompt_logprobs":{as_json(listed)},"prompt_token_ids":{ids},"prompt_text":null,'
+            f'"kv_transfer_params":{as_json(kv_transfer_params)},"ec_transfer_params":null,'
+            '"metrics":null}'
+        )
+
+    def _choice(self, choice: Choice) -> str:
+        script = choice.script
+        calls = script is not None and choice.calls_tool
+        content = "null" if calls else quoted(choice.said)
+        tool_calls = (
+            f'"tool_calls":[{_whole_call(script)}],' if script is not None and calls else ""
+        )
+        return (
+            f'{{"index":{choice.index},"message":{{"role":"assistant","content":{content},'
+            f'"refusal":null,"annotations":null,"audio":null,"function_call":null,{tool_calls}'
+            f'"reasoning":null}},"logprobs":{self._logprobs(choice.logprobs)},'
+            f'"finish_reason":"{_finish(choice)}","stop_reason":{as_json(choice.stop_reason)},'
+            f'"token_ids":{said_ids(self._request, choice.token_ids)},"routed_experts":null}}'
+        )
+
+    def _logprobs(self, said: Sequence[TokenLogprob]) -> str:
+        if not said:
+            return "null"
+        entries = ",".join(self._logprob(one) for one in said)
+        return f'{{"content":[{entries}]}}'
+
+    def _logprob(self, said: TokenLogprob) -> str:
+        candidates = [(said.token, said.logprob)]
+        candidates += [(SAYINGS[token], logprob) for token, logprob in said.others]
+        listed = candidates[: self._request.top_logprobs]
+        top = ",".join(f"{{{_candidate(*one)}}}" for one in listed)
+        return f'{{{_candidate(*candidates[0])},"top_logprobs":[{top}]}}'
+
+
+def _candidate(token: str, logprob: float) -> str:
+    spelled = as_json(list(token.encode()))
+    return f'"token":{quoted(token)},"logprob":{as_json(logprob)},"bytes":{spelled}'
+
+
+def _delta(choice: Choice, delta: Delta, *, ended: bool) -> str:
+    script = choice.script
+    if delta.channel is Channel.NAME and script is not None:
+        call = (
+            f'{{"id":"{script.call_id}","type":"function","index":0,'
+            f'"function":{{"name":{quoted(script.name)}}}}}'
+        )
+        return f'{{"content":null,"tool_calls":[{call}]}}'
+    if delta.channel is Channel.ARGUMENTS:
+        call = f'{{"index":0,"function":{{"arguments":{quoted(delta.text)}}}}}'
+        return f'{{"content":null,"tool_calls":[{call}]}}'
+    if not delta.text and (ended or delta.channel is Channel.SILENT):
+        return "{}"
+    return f'{{"content":{quoted(delta.text)}}}'
+
+
+def _finish(choice: Choice) -> str:
+    # OpenAI: "tool_calls" if the model chose to call, "stop" if the request named the function.
+    if choice.calls_tool and choice.finish_reason == "stop" and choice.stop_reason is None:
+        return "stop" if choice.request.tool_choice == "named" else "tool_calls"
+    return choice.finish_reason or "stop"
+
+
+def _whole_call(script: ToolScript) -> str:
+    function = f'{{"name":{quoted(script.name)},"arguments":{quoted(script.arguments)}}}'
+    return f'{{"id":"{script.call_id}","type":"function","function":{function}}}'

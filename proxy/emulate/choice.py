@@ -1,0 +1,170 @@
+"""One choice of an answer: its tokens, and what ends it."""
+
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
+from balanceroute.proxy.emulate.sampler import EOS, Sampler, TokenLogprob
+from balanceroute.proxy.emulate.tokens import SAYINGS, tokenise
+from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
+
+(EOS_ID,) = tokenise("<|eos|>")
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one token adds to a choice.
+
+    Attributes:
+        text: Text that shows now; in a tool call, its name or a part of its arguments.
+        channel: Where it shows.
+        token_ids: The token, or none if the choice ended without one.
+        logprob: Log-probabilities, if asked for.
+        offset: Characters of the choice before `text`.
+    """
+
+    text: str = ""
+    channel: Channel = Channel.CONTENT
+    token_ids: tuple[int, ...] = ()
+    logprob: TokenLogprob | None = None
+    offset: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence of tokens and its state.
+
+    Attributes:
+        index: Its place among the choices of the answer.
+        prompt: What it answers.
+        max_tokens: Its limit.
+        mean_tokens: Mean length of a text that ends by itself.
+        eos_first: Whether the first token is to end it, whatever the request says.
+        emitted: Tokens so far, the one that ends it included.
+        text: What it said, unless it is plain.
+        finish_reason: "stop" or "length" once it has ended.
+        stop_reason: The stop string or token id, or "recomputed"; None for the end of the text.
+        script: The tool call that it makes.
+        plain: Whether each token is just its text, so that a fast path may say it.
+    """
+
+    request: GenerationRequest
+    index: int
+    prompt: Prompt
+    max_tokens: int
+    mean_tokens: float
+    eos_first: bool = False
+    emitted: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    script: ToolScript | None = None
+    plain: bool = True
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    sampler: Sampler = field(init=False)
+    _shown: int = 0  # Characters of `text` that were given out.
+    _held_back: int = 0  # Characters that might turn out to begin a stop string.
+
+    def __post_init__(self) -> None:
+        request = self.request
+        key = request.sampling + (self.index % request.n).to_bytes(4, "little")
+        self.sampler = Sampler(self.prompt.packed, key, self.mean_tokens)
+        if not self.eos_first:
+            self.script = tool_script(request, self.prompt, key)
+        self.plain = self.script is None and not (
+            request.stop or request.stop_token_ids or request.logprobs
+        )
+        self._held_back = max(map(len, request.stop), default=1) - 1
+        if request.include_stop:
+            self._held_back = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV cache."""
+        return len(self.prompt.tokens) + self.emitted
+
+    @property
+    def said(self) -> str:
+        """The text, less what a stop condition cut."""
+        if self.plain:
+            return "".join([SAYINGS[token] for token in self.token_ids if token != EOS_ID])
+        return self.text
+
+    @property
+    def calls_tool(self) -> bool:
+        """Whether the choice is a complete tool call."""
+        return self.script is not None and self.emitted >= len(self.script.pieces)
+
+    def next_token(self) -> int:
+        """Say the next token of a plain choice; return its id, or EOS."""
+        self.emitted += 1
+        may_end = not self.request.ignore_eos and self.emitted > self.request.min_tokens
+        token = EOS if self.eos_first else self.sampler.next(may_end=may_end)
+        self.token_ids.append(EOS_ID if token == EOS else token)
+        if token == EOS:
+            self.finish_reason = "stop"
+        elif self.emitted >= self.max_tokens:
+            self.finish_reason = "length"
+        return token
+
+    def advance(self) -> Delta:
+        """Say the next token, whatever kind of choice this is."""
+        if self.script is not None:
+            return self._follow(self.script)
+        return self._say(self.next_token())
+
+    def end(self, stop_reason: str) -> Delta:
+        """End the choice from outside, without a token."""
+        self.finish_reason = "stop"
+        self.stop_reason = stop_reason
+        return Delta(self._release(0))
+
+    def _follow(self, script: ToolScript) -> Delta:
+        self.emitted += 1
+        if self.emitted > len(script.pieces):
+            self.sampler.force(EOS_ID)
+            self.finish_reason = "stop"
+            self.token_ids.append(EOS_ID)
+            return Delta("", Channel.SILENT, (EOS_ID,), self._logprob(""))
+        piece = script.pieces[self.emitted - 1]
+        self.sampler.force(piece.token)
+        self.text += piece.said
+        self.token_ids.append(piece.token)
+        if self.emitted >= self.max_tokens:
+            self.finish_reason = "length"
+        return Delta(piece.shown, piece.channel, (piece.token,), self._logprob(piece.said))
+
+    def _say(self, token: int) -> Delta:
+        offset = self._shown
+        said = "" if token == EOS else SAYINGS[token]
+        logprob = self._logprob(said)
+        if token in self.request.stop_token_ids and self.emitted > self.request.min_tokens:
+            self.finish_reason, self.stop_reason = "stop", token
+            said = said if self.request.include_stop else ""
+        self.text += said
+        if said and self.request.stop and self.emitted > self.request.min_tokens:
+            self._look_for_stop(len(said))
+        held_back = self._held_back if self.finish_reason is None else 0
+        shown = self._release(held_back)
+        return Delta(shown, Channel.CONTENT, (self.token_ids[-1],), logprob, offset)
+
+    def _look_for_stop(self, added: int) -> None:
+        """Cut the text at the first stop string that the last `added` characters complete."""
+        for stop in self.request.stop:
+            begin = self.text.find(stop, max(0, len(self.text) - added - len(stop) + 1))
+            if begin >= 0:
+                self.text = self.text[: begin + len(stop) * self.request.include_stop]
+                self.finish_reason, self.stop_reason = "stop", stop
+                return
+
+    def _release(self, held_back: int) -> str:
+        end = max(self._shown, len(self.text) - held_back)
+        shown, self._shown = self.text[self._shown : end], end
+        return shown
+
+    def _logprob(self, said: str) -> TokenLogprob | None:
+        if not self.request.logprobs:
+            return None
+        logprob = self.sampler.logprob(said, self.request.logprobs)
+        self.logprobs.append(logprob)
+        return logprob

@@ -1,0 +1,129 @@
+"""Answers of /v1/completions."""
+
+from collections.abc import Sequence
+
+from balanceroute.proxy.emulate.answer import (
+    AnswerHead,
+    as_bytes,
+    as_json,
+    continuous_usage,
+    ending,
+    final_usage,
+    quoted,
+    said_ids,
+    whole_usage,
+)
+from balanceroute.proxy.emulate.choice import Choice, Delta
+from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
+from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
+from balanceroute.proxy.emulate.tokens import SAYINGS, word_of
+
+
+class CompletionFormat:
+    """Writes the answer of a completion request."""
+
+    def __init__(self, request: GenerationRequest, head: AnswerHead) -> None:
+        self._request = request
+        self._head = head
+        self._chunk = f'data: {head.opening("text_completion")},"choices":['
+
+    def opening(self, choice: Choice) -> bytes:
+        """Return nothing: a completion begins with its first token."""
+        del choice
+        return b""
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind a plain token's text."""
+        request = self._request
+        if request.continuous_usage or request.return_token_ids or request.echo:
+            return None
+        before = f'{self._chunk}{{"index":{choice.index},"text":"'
+        behind = (
+            '","logprobs":null,"finish_reason":null,"stop_reason":null,'
+            '"prompt_token_ids":null,"token_ids":null}]}\n\n'
+        )
+        return as_bytes(before), as_bytes(behind)
+
+    def event(self, choice: Choice, delta: Delta) -> bytes:
+        """Return the event of a token."""
+        request = self._request
+        first = choice.emitted <= 1
+        echo = request.echo and first
+        text = self._echoed(choice.prompt) + delta.text if echo else delta.text
+        said = () if delta.logprob is None else (delta.logprob,)
+        logprobs = self._logprobs(said, offset=delta.offset, echo=choice.prompt if echo else None)
+        reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
+        prompt_ids = as_json(choice.prompt.tokens) if request.return_token_ids and first else "null"
+        return as_bytes(
+            f'{self._chunk}{{"index":{choice.index},"text":{quoted(text)},"logprobs":{logprobs},'
+            f'"finish_reason":{reason},"stop_reason":{as_json(choice.stop_reason)},'
+            f'"prompt_token_ids":{prompt_ids},"token_ids":{said_ids(request, delta.token_ids)}}}]'
+            f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
+        )
+
+    def usage_event(self, choices: Sequence[Choice]) -> bytes:
+        """Return the event that tells usage at the end of a stream."""
+        usage = final_usage(self._request, choices, cached=self._head.tell_cached)
+        fingerprint = quoted(self._head.fingerprint)
+        return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
+
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        head = self._head
+        usage = whole_usage(self._request, choices, cached=head.tell_cached)
+        return as_bytes(
+            f'{head.opening("text_completion")},"choices":[{",".join(map(self._choice, choices))}],'
+            f'"service_tier":null,"system_fingerprint":{quoted(head.fingerprint)},"usage":{usage},'
+            f'"kv_transfer_params":{as_json(kv_transfer_params)},"ec_transfer_params":null,'
+            '"metrics":null}'
+        )
+
+    def _choice(self, choice: Choice) -> str:
+        request, prompt = self._request, choice.prompt
+        text = self._echoed(prompt) + choice.said if request.echo else choice.said
+        listed = None
+        if request.prompt_logprobs is not None:
+            words = [word_of(token) for token in prompt.tokens]
+            listed = prompt_logprobs(prompt.tokens, words, max(1, request.prompt_logprobs))
+        logprobs = self._logprobs(choice.logprobs, offset=0, echo=prompt if request.echo else None)
+        prompt_ids = as_json(prompt.tokens) if request.return_token_ids else "null"
+        return (
+            f'{{"index":{choice.index},"text":{quoted(text)},"logprobs":{logprobs},'
+            f'"finish_reason":"{choice.finish_reason}",'
+            f'"stop_reason":{as_json(choice.stop_reason)},'
+            f'"token_ids":{said_ids(request, choice.token_ids)},'
+            f'"prompt_logprobs":{as_json(listed)},"prompt_token_ids":{prompt_ids},'
+            '"routed_experts":null}'
+        )
+
+    def _echoed(self, prompt: Prompt) -> str:
+        return "" if self._request.return_token_ids else prompt.said
+
+    def _logprobs(self, said: Sequence[TokenLogprob], *, offset: int, echo: Prompt | None) -> str:
+        """Return the log-probabilities of tokens, with an echoed prompt's before them."""
+        request = self._request
+        if not request.logprobs:
+            return "null"
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        if echo is not None:
+            tokens = [word_of(token) for token in echo.tokens]
+            logprobs = [None] * len(tokens)
+            top = [None] * len(tokens)
+            for i, entry in enumerate(prompt_logprobs(echo.tokens, tokens, request.logprobs)):
+                if isinstance(entry, dict):
+                    top[i] = {one["decoded_token"]: one["logprob"] for one in entry.values()}
+                    logprobs[i] = entry[str(echo.tokens[i])]["logprob"]
+        for one in said:
+            tokens.append(one.token)
+            logprobs.append(one.logprob)
+            top.append({one.token: one.logprob} | {SAYINGS[i]: p for i, p in one.others})
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return (
+            f'{{"text_offset":{as_json(offsets)},"token_logprobs":{as_json(logprobs)},'
+            f'"tokens":{as_json(tokens)},"top_logprobs":{as_json(top)}}}'
+        )

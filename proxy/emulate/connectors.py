@@ -1,0 +1,222 @@
+"""What each KV connector puts into `kv_transfer_params`, and what it makes of them.
+
+NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, failures included. The two of vllm-ascend
+are as in its source (mooncake_connector.py, mooncake_layerwise_connector.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from balanceroute.proxy.emulate.leases import Lease, LeaseBook
+from balanceroute.proxy.emulate.settings import Connector
+
+# A decoder that cannot reach the named prefiller says so after this time.
+CONNECT_TIMEOUT_S = 5.4
+
+
+class KvPeer(Protocol):
+    """An engine as its peers know it."""
+
+    @property
+    def engine_id(self) -> str:
+        """Its id, new with each start."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Its address."""
+        ...
+
+    @property
+    def side_port(self) -> int:
+        """Port of its KV transport."""
+        ...
+
+
+class KvSource(KvPeer, Protocol):
+    """A prefiller."""
+
+    @property
+    def bootstrap_url(self) -> str:
+        """URL of its bootstrap server; empty if it has none."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The decoder answers with an engine error, after a time in emulated seconds."""
+
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The decoder waits, for ever if need be, until a prefill of this name is done."""
+
+    engine_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskMetaserver:
+    """The decoder asks this URL for a prefill, and waits for it."""
+
+    url: str
+
+
+class Hang:
+    """The decoder waits for ever."""
+
+
+Claim = Lease | Failure | Await | AskMetaserver | Hang
+
+
+def claim(
+    connector: Connector,
+    params: Mapping[str, Any],
+    sources: list[KvSource],
+    book: LeaseBook,
+) -> Claim:
+    """Return what a decode rank does about the parameters of a request.
+
+    Args:
+        connector: The fleet's.
+        params: `kv_transfer_params` that ask for a remote prefill.
+        sources: All prefillers, dead ones included.
+        book: Their leases.
+    """
+    match connector:
+        case Connector.NIXL | Connector.MOONCAKE_ASCEND:
+            return _claim_pull(params, sources, book)
+        case Connector.MOONCAKE:
+            return _claim_mooncake(params, sources)
+        case Connector.LAYERWISE:
+            url = params.get("metaserver")
+            return AskMetaserver(url) if isinstance(url, str) and url else Hang()
+
+
+def prefill_answer(
+    connector: Connector, source: KvSource, lease: Lease, block_tokens: int, last_token: int
+) -> dict[str, object] | None:
+    """Return `kv_transfer_params` of a prefill answer; None if the connector has none."""
+    params: dict[str, object] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [lease.blocks],
+        "remote_engine_id": source.engine_id,
+        "remote_request_id": lease.key[1],
+        "remote_host": source.host,
+        "remote_port": source.side_port,
+    }
+    match connector:
+        case Connector.NIXL:
+            return params | {
+                "tp_size": 1,
+                "dcp_size": 1,
+                "pp_size": 1,
+                "remote_num_tokens": lease.prompt_tokens,
+                "remote_blocks_expiry_time": None,
+                "transfer_mode": "pull",
+                "remote_prefill_cached_tokens": 0,
+            }
+        case Connector.MOONCAKE_ASCEND:
+            return params | {
+                "remote_pcp_size": 1,
+                "remote_dcp_size": 1,
+                "remote_ptp_size": 1,
+                "last_token_id": last_token,
+                "remote_multi_nodes_meta_mapping": {},
+                "num_prompt_blocks": len(lease.blocks),
+                "remote_block_size": block_tokens,
+            }
+        case Connector.MOONCAKE | Connector.LAYERWISE:
+            return None
+
+
+def lease_key(
+    connector: Connector, source: KvSource, params: Mapping[str, Any], internal_id: str
+) -> tuple[str, str]:
+    """Return what a decoder has to name to get a prefill.
+
+    Args:
+        connector: The fleet's.
+        source: The prefiller.
+        params: `kv_transfer_params` of the prefill request.
+        internal_id: The request's id inside the prefiller.
+    """
+    match connector:
+        case Connector.NIXL | Connector.MOONCAKE_ASCEND:
+            return source.engine_id, internal_id
+        case Connector.MOONCAKE:
+            return source.engine_id, str(params.get("transfer_id"))
+        case Connector.LAYERWISE:
+            return str(params.get("remote_engine_id")), str(params.get("request_id"))
+
+
+def metaserver_params(
+    peer: KvPeer, request_id: str, *, num_blocks: int, block_tokens: int
+) -> dict[str, object]:
+    """Return what a decode rank tells the metaserver (layerwise).
+
+    Args:
+        peer: The decode rank.
+        request_id: The request's id as the proxy knows it.
+        num_blocks: KV blocks that wait for the prompt.
+        block_tokens: Tokens of a block.
+    """
+    return {
+        "token_ids": [],
+        "request_id": request_id,
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [list(range(1, num_blocks + 1))],
+        "remote_block_size": block_tokens,
+        "remote_engine_id": peer.engine_id,
+        "remote_host": peer.host,
+        "remote_port": peer.side_port,
+        "remote_tp_size": 1,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_cached_tokens": 0,
+    }
+
+
+def alien_params(params: dict[str, object]) -> dict[str, object]:
+    """Return parameters that point to somebody else's KV cache, as a confused prefiller's would."""
+    return params | {
+        "remote_engine_id": "00000000-0000-4000-8000-000000000000",
+        "remote_host": "169.254.169.254",
+        "remote_port": 80,
+        "remote_block_ids": [[7]],
+    }
+
+
+def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook) -> Claim:
+    needed = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id")
+    if any(params.get(key) is None for key in (*needed, "remote_block_ids")):
+        return Hang()
+    address = params["remote_host"], params["remote_port"]
+    source = next((one for one in sources if (one.host, one.side_port) == address), None)
+    if source is None:
+        return Failure(CONNECT_TIMEOUT_S)
+    lease = book.find(str(params["remote_engine_id"]), str(params["remote_request_id"]))
+    if not source.alive or params["remote_engine_id"] != source.engine_id or lease is None:
+        return Failure()
+    return lease if params["remote_block_ids"] == [lease.blocks] else Failure()
+
+
+def _claim_mooncake(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
+    address = str(params.get("remote_bootstrap_addr")).rstrip("/")
+    transfer = params.get("transfer_id")
+    source = next((one for one in sources if one.bootstrap_url == address), None)
+    if source is None or not source.alive or transfer is None:
+        return Hang()
+    if params.get("remote_engine_id") != source.engine_id:
+        return Failure()
+    return Await(source.engine_id, str(transfer))

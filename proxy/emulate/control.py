@@ -1,0 +1,96 @@
+"""The `/emulation` endpoints: ground truth and faults, at run time, on every engine's server.
+
+GET  /emulation/stats
+POST /emulation/stats/reset
+GET  /emulation/faults
+POST /emulation/faults         {"engine": "decode/3", "hang": true}
+POST /emulation/faults/clear   {"engine": "all"}
+POST /emulation/kill           {"engine": "prefill/0"}
+POST /emulation/restore        {"engine": "prefill/0"}
+"""
+
+import asyncio
+import json
+import logging
+from dataclasses import asdict
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.emulate.fleet import EmulatedFleet
+
+_LOG = logging.getLogger(__name__)
+
+
+class FleetControl:
+    """Answers requests under `/emulation`."""
+
+    def __init__(self, fleet: "EmulatedFleet") -> None:
+        self._fleet = fleet
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
+        """Return status and JSON of a request.
+
+        Args:
+            method: GET or POST.
+            name: The path below `/emulation/`.
+            body: JSON.
+        """
+        try:
+            return 200, self._do(method.decode("latin-1"), name, body)
+        except ConfigError as error:
+            return 400, {"error": str(error)}
+
+    def _do(self, method: str, name: str, body: bytes) -> object:
+        fleet = self._fleet
+        match method, name:
+            case "GET", "stats":
+                return fleet.stats()
+            case "POST", "stats/reset":
+                fleet.reset_stats()
+                return {}
+            case "GET", "faults":
+                return {
+                    one: _plain(asdict(faults)) for one, faults in fleet.faults.active().items()
+                }
+            case "POST", "faults":
+                values = _values(body)
+                return {"engines": fleet.faults.set(values.pop("engine", "all"), **values)}
+            case "POST", "faults/clear":
+                return {"engines": fleet.faults.clear(_values(body).get("engine", "all"))}
+            case "POST", "kill":
+                # Not now: this may be the engine that has to answer.
+                engine = fleet.engine(_values(body).get("engine"))
+                asyncio.get_running_loop().call_soon(engine.kill)
+                return {"engines": [engine.name]}
+            case "POST", "restore":
+                engine = fleet.engine(_values(body).get("engine"))
+                task = asyncio.get_running_loop().create_task(self._restore(engine.name))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return {"engines": [engine.name]}
+            case _:
+                raise ConfigError(f"{method} /emulation/{name} is unknown")
+
+    async def _restore(self, engine: str) -> None:
+        try:
+            await self._fleet.restore(engine)
+        except OSError as error:
+            _LOG.warning("%s cannot be started again: %s", engine, error)
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body or b"{}")
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("the body is not a JSON object")
+    return values
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}

@@ -1,0 +1,230 @@
+"""What decode ranks do with a request: get its KV cache, then say a token in each step."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from balanceroute.proxy.emulate.api_error import ENGINE_DEAD, compact, internal_error
+from balanceroute.proxy.emulate.barrier import Barrier
+from balanceroute.proxy.emulate.connectors import (
+    AskMetaserver,
+    Await,
+    Failure,
+    Hang,
+    KvPeer,
+    KvSource,
+    claim,
+    metaserver_params,
+)
+from balanceroute.proxy.emulate.engine_call import EngineCall
+from balanceroute.proxy.emulate.engine_metrics import RankCounters
+from balanceroute.proxy.emulate.exchange import TokenSequence
+from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
+from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
+
+
+class Poster(Protocol):
+    """Sends JSON to other servers."""
+
+    def post(self, url: str, body: bytes) -> None:
+        """Post `body`. It is tried again if it fails; the answer does not matter."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A prompt whose KV cache is not here yet."""
+
+    call: EngineCall
+    number: int
+    lease: Lease | None = None
+    timer: asyncio.TimerHandle | None = None
+    forget: Callable[[], None] | None = None  # Stops waiting for a prefill.
+
+
+class Decoder:
+    """The ranks behind one server.
+
+    Args:
+        settings: The fleet's.
+        barrier: The clock of all ranks of the fleet.
+        ranks: The numbers of this server's ranks in the fleet.
+        peer: How prefillers know it.
+        sources: All prefillers.
+        book: Their leases.
+        poster: Reaches the metaserver.
+        counters: What each of the server's ranks did.
+        die: Kills the engine.
+    """
+
+    def __init__(
+        self,
+        settings: EmulationSettings,
+        barrier: Barrier,
+        ranks: list[int],
+        *,
+        peer: KvPeer,
+        sources: list[KvSource],
+        book: LeaseBook,
+        poster: Poster,
+        counters: Sequence[RankCounters],
+        die: Callable[[], None],
+    ) -> None:
+        self._counters = counters
+        self._settings = settings
+        self._barrier = barrier
+        self._ranks = ranks
+        self._peer = peer
+        self._sources = sources
+        self._book = book
+        self._poster = poster
+        self._die = die
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: dict[_Arrival, None] = {}
+
+    def running(self, rank: int) -> int:
+        """Return the number of sequences in a rank's batch."""
+        return self._barrier.running(self._ranks[rank])
+
+    def arriving(self, rank: int) -> int:
+        """Return the number of sequences whose KV cache is not here yet."""
+        return sum(
+            arrival.call.exchange.request.n
+            for arrival in self._arrivals
+            if arrival.call.rank == rank
+        )
+
+    def waiting(self, rank: int) -> int:
+        """Return the number of sequences that wait for a rank's batch."""
+        return self._barrier.waiting(self._ranks[rank])
+
+    def usage(self, rank: int) -> float:
+        """Return the share of the KV cache in use; 0 without a limit."""
+        tokens = self._settings.rank_kv_tokens
+        return 0.0 if tokens is None else self._barrier.loads[self._ranks[rank]] / tokens
+
+    def serve(self, call: EngineCall) -> None:
+        """Take a request."""
+        exchange = call.exchange
+        if call.remote_prefill and exchange.request.prompt_logprobs is not None:
+            # They need the prompt to be computed here.
+            exchange.fail()
+            return
+        for number, prompt in enumerate(exchange.request.prompts):
+            if call.remote_prefill:
+                self._claim(call, number)
+                continue
+            service_ns = self._settings.prefill.service_ns(len(prompt.tokens))
+            arrival = self._arrive(call, number)
+            self._wait(arrival, service_ns, partial(self._join, arrival))
+
+    def _claim(self, call: EngineCall, number: int) -> None:
+        if call.exchange.over:
+            return
+        arrival = self._arrive(call, number)
+        match claim(self._settings.connector, call.kv, self._sources, self._book):
+            case Lease() as lease:
+                self._pull(arrival, lease)
+            case Failure(after_s):
+                self._wait(arrival, 1e9 * after_s, call.exchange.fail)
+            case Await(engine_id, name):
+                self._await_prefill(arrival, engine_id, name)
+            case AskMetaserver(url):
+                name = call.external_id(number)
+                num_blocks = self._settings.blocks(
+                    len(call.exchange.request.prompts[number].tokens)
+                )
+                params = metaserver_params(
+                    self._peer,
+                    name,
+                    num_blocks=num_blocks,
+                    block_tokens=self._settings.block_tokens,
+                )
+                self._await_prefill(arrival, self._peer.engine_id, name)
+                self._poster.post(url, compact(params))
+            case Hang():
+                pass
+
+    def _arrive(self, call: EngineCall, number: int) -> _Arrival:
+        arrival = _Arrival(call, number)
+        self._arrivals[arrival] = None
+        call.exchange.stages[number] = partial(self._cancel, arrival)
+        return arrival
+
+    def _wait(self, arrival: _Arrival, emulated_ns: float, then: Callable[[], None]) -> None:
+        arrival.timer = self._loop.call_later(self._settings.seconds(emulated_ns), then)
+
+    def _await_prefill(self, arrival: _Arrival, engine_id: str, name: str) -> None:
+        lease = self._book.find(engine_id, name)
+        if lease is not None:
+            self._pull(arrival, lease)
+            return
+        arrival.forget = self._book.await_grant(engine_id, name, partial(self._pull, arrival))
+
+    def _pull(self, arrival: _Arrival, lease: Lease) -> None:
+        arrival.forget = None
+        exchange = arrival.call.exchange
+        prompt = exchange.request.prompts[arrival.number]
+        if len(prompt.tokens) != lease.prompt_tokens:
+            # vLLM: `assert num_decode_blocks <= len(prefill_group)`, which ends the process.
+            exchange.fail(internal_error(ENGINE_DEAD))
+            self._loop.call_soon(self._die)
+            return
+        if prompt.digest != lease.digest:
+            exchange.fail()
+            return
+        lease.pulling = True
+        arrival.lease = lease
+        transfer_ns = self._settings.transfer_ns(lease.prompt_tokens)
+        self._wait(arrival, transfer_ns, partial(self._pulled, arrival, lease))
+
+    def _pulled(self, arrival: _Arrival, lease: Lease) -> None:
+        arrival.lease = None
+        if lease.end is not None:  # The prefiller died meanwhile.
+            arrival.call.exchange.fail()
+            return
+        self._book.finish(lease, LeaseEnd.PULLED)
+        self._counters[arrival.call.rank].pulled_tokens += lease.prompt_tokens
+        self._join(arrival)
+
+    def _cancel(self, arrival: _Arrival, crashed: bool) -> None:
+        del self._arrivals[arrival]
+        if arrival.timer is not None:
+            arrival.timer.cancel()
+        if arrival.forget is not None:
+            arrival.forget()
+        if arrival.lease is not None:
+            if crashed:
+                self._book.give_back(arrival.lease)
+            else:
+                self._book.finish(arrival.lease, LeaseEnd.RELEASED)
+
+    def _join(self, arrival: _Arrival) -> None:
+        del self._arrivals[arrival]
+        call = arrival.call
+        del call.exchange.stages[arrival.number]
+        for sequence in call.exchange.sequences_of(arrival.number):
+            sequence.on_end = partial(self._ended, call)
+            sequence.on_drop = partial(self._dropped, call)
+            self._submit(call, sequence)
+
+    def _submit(self, call: EngineCall, sequence: TokenSequence) -> None:
+        call.exchange.stages[sequence] = lambda _: self._barrier.withdraw(sequence)
+        self._barrier.submit(sequence, self._ranks[call.rank])
+
+    def _ended(self, call: EngineCall, sequence: TokenSequence) -> None:
+        del call.exchange.stages[sequence]
+
+    def _dropped(self, call: EngineCall, sequence: TokenSequence) -> None:
+        exchange = call.exchange
+        self._counters[call.rank].preemptions += 1
+        if self._settings.preemption is Preemption.STOP:
+            exchange.recompute(sequence)
+            return
+        service_ns = self._settings.prefill.service_ns(sequence.kv_tokens)
+        timer = self._loop.call_later(
+            self._settings.seconds(service_ns), self._submit, call, sequence
+        )
+        exchange.stages[sequence] = lambda _: timer.cancel()

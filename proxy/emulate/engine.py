@@ -1,0 +1,238 @@
+"""One emulated engine: its life, its requests, and what they come to."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.emulate.answer import json_headers
+from balanceroute.proxy.emulate.api_error import compact
+from balanceroute.proxy.emulate.engine_call import EngineCall
+from balanceroute.proxy.emulate.engine_metrics import RankCounters, RankState
+from balanceroute.proxy.emulate.exchange import Exchange
+from balanceroute.proxy.emulate.faults import Faults
+from balanceroute.proxy.emulate.hub import Hub
+from balanceroute.proxy.emulate.routes import Routes
+from balanceroute.proxy.emulate.small_routes import VERSION
+from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.server import Application, Reply, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Work(Protocol):
+    """What stands behind the server. Ranks are numbered from 0 within the engine."""
+
+    def serve(self, call: EngineCall) -> None:
+        """Take a request."""
+        ...
+
+    def running(self, rank: int) -> int:
+        """Return how many sequences run."""
+        ...
+
+    def waiting(self, rank: int) -> int:
+        """Return how many wait for room."""
+        ...
+
+    def arriving(self, rank: int) -> int:
+        """Return how many wait for their KV cache."""
+        ...
+
+    def usage(self, rank: int) -> float:
+        """Return the share of the KV cache in use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRole:
+    """What an engine is.
+
+    Attributes:
+        name: "prefill/0", "decode/3": role and number.
+        ranks: The data-parallel ranks behind its server, by their number in the fleet.
+        kv_tokens: KV tokens that fit on each; None for no limit.
+        side_port: Port of its KV transport, on which nobody listens.
+        has_bootstrap: Whether a second server tells decoders its engine id (Mooncake).
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    kv_tokens: int | None
+    side_port: int
+    has_bootstrap: bool = False
+
+
+class Engine:
+    """One emulated engine.
+
+    Args:
+        role: What it is.
+        hub: What it shares with the others.
+        begin: Makes what stands behind the server, afresh with each start of the engine.
+
+    Attributes:
+        alive: Whether it runs.
+        engine_id: New with each start.
+        fingerprint: `system_fingerprint` of its answers, new with each start.
+        host: The server's address.
+        port: The server's port, kept over restarts.
+        bootstrap_port: The bootstrap server's; 0 if there is none.
+        faults: What it does wrong.
+        work: What stands behind the server.
+        exchanges: Generation requests under way.
+        held: Requests that were taken but not looked at, by a fault.
+    """
+
+    def __init__(self, role: EngineRole, hub: Hub, begin: "Callable[[Engine], Work]") -> None:
+        self.role = role
+        self.alive = False
+        self.engine_id = ""
+        self.fingerprint = ""
+        self.host = ""
+        self.port = 0
+        self.bootstrap_port = 0
+        self.faults = Faults()
+        self.counters: list[RankCounters] = []
+        self.work: Work
+        self.exchanges: dict[Exchange, EngineCall] = {}
+        self.held: dict[Reply, None] = {}
+        self._hub = hub
+        self._begin = begin
+        self._servers: list[Server] = []
+        self._routes = Routes(self, hub)
+
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        return self.role.name
+
+    @property
+    def side_port(self) -> int:
+        """Port of its KV transport."""
+        return self.role.side_port
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return self._url(self.port)
+
+    @property
+    def bootstrap_url(self) -> str:
+        """URL of its bootstrap server; empty if it has none."""
+        return self._url(self.bootstrap_port) if self.bootstrap_port else ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here."""
+        return not self.exchanges and not self.held
+
+    @property
+    def connections(self) -> int:
+        """Open connections of clients."""
+        return sum(server.connections for server in self._servers)
+
+    async def start(self, host: str, port: int, bootstrap_port: int) -> None:
+        """Start the engine and listen.
+
+        Args:
+            host: Where to listen.
+            port: For the engine; 0 for a free one.
+            bootstrap_port: For its bootstrap server, if it has one; 0 for a free one.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        hub, ranks = self._hub, self.role.ranks
+        self.host = host
+        self.engine_id = hub.uuid()
+        size = f"dp{len(ranks)}-" if len(ranks) > 1 else ""
+        self.fingerprint = f"vllm-{VERSION}-{size}{hub.hexadecimal(8)}"
+        self.counters = [RankCounters() for _ in ranks]
+        self.work = self._begin(self)
+        await self.listen(port)
+        if self.role.has_bootstrap:
+            server = await self._serve(self._bootstrap, bootstrap_port)
+            self.bootstrap_port = server.port
+        self.alive = True
+
+    async def listen(self, port: int) -> None:
+        """Listen, again if need be.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        server = await self._serve(self._routes.answer, port)
+        self.port = server.port
+
+    def refuse(self) -> None:
+        """Accept no more connections; answers under way go on."""
+        for server in self._servers:
+            server.stop_accepting()
+
+    def kill(self) -> None:
+        """End as a killed process does: connections are reset, and everything is forgotten."""
+        self.alive = False
+        for exchange in list(self.exchanges):
+            exchange.abandon(crashed=True)
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        self.held.clear()
+        self._hub.book.lose(self.engine_id)
+
+    async def _serve(self, application: Application, port: int) -> Server:
+        limits = ServerLimits(idle_timeout_s=self._hub.settings.keep_alive_s)
+        server = Server(application, limits=limits)
+        await server.start(self.host, port)
+        self._servers.append(server)
+        return server
+
+    def _bootstrap(self, request: Request, reply: Reply) -> None:
+        """Tell what Mooncake's bootstrap server tells, keyed by data-parallel rank."""
+        headers = json_headers(self._hub.date())
+        if request.path != b"/query":
+            reply.send(404, headers, compact({"detail": "Not Found"}))
+            return
+        address = {"0": {"0": f"tcp://{self.host}:{self.side_port}"}}
+        known = {"0": {"engine_id": self.engine_id, "worker_addr": address}}
+        reply.send(200, [one for one in headers if one[0] != b"vary"], compact(known))
+
+    def _url(self, port: int) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+    def least_busy(self) -> int:
+        """Return the rank with the fewest requests, the lowest of several."""
+        busy = [0] * len(self.role.ranks)
+        for call in self.exchanges.values():
+            busy[call.rank] += 1
+        return busy.index(min(busy))
+
+    def states(self) -> list[RankState]:
+        """Return what each rank does now."""
+        counted = [replace(counters) for counters in self.counters]
+        for exchange, call in self.exchanges.items():
+            _count(exchange, counted[call.rank])
+        work = self.work
+        return [
+            RankState(
+                rank, work.running(i), work.waiting(i), work.arriving(i), work.usage(i), counted[i]
+            )
+            for i, rank in enumerate(self.role.ranks)
+        ]
+
+    def add(self, exchange: Exchange, call: EngineCall) -> None:
+        """Keep a request until it is done."""
+        self.exchanges[exchange] = call
+
+    def done(self, exchange: Exchange) -> None:
+        """Count a request that left."""
+        counters = self.counters[self.exchanges.pop(exchange).rank]
+        _count(exchange, counters)
+        for sequence in exchange.sequences:
+            counters.finished[sequence.choice.finish_reason or "abort"] += 1
+
+
+def _count(exchange: Exchange, counters: RankCounters) -> None:
+    if exchange.opened:
+        counters.prompt_tokens += exchange.request.prompt_tokens
+        counters.generation_tokens += sum(one.choice.emitted for one in exchange.sequences)

@@ -1,0 +1,52 @@
+"""A generation request with what an engine needs to know of it beyond its text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.emulate.exchange import Exchange
+
+
+@dataclass(slots=True)
+class EngineCall:
+    """One request on its way through an engine.
+
+    Attributes:
+        exchange: The request and its answer.
+        request_id: The id of the answer, which carries the client's `X-Request-Id`.
+        suffix: Makes the id unique inside the engine.
+        rank: Which of the engine's ranks serves it.
+        drop_kv: Leave `kv_transfer_params` out of the answer.
+        alien_kv: Answer with somebody else's.
+    """
+
+    exchange: Exchange
+    request_id: str
+    suffix: str
+    rank: int
+    drop_kv: bool = False
+    alien_kv: bool = False
+
+    @property
+    def kv(self) -> Mapping[str, Any]:
+        """`kv_transfer_params`, empty if there are none."""
+        return self.exchange.request.kv or {}
+
+    @property
+    def remote_decode(self) -> bool:
+        """Whether a decoder will want the KV cache."""
+        return self.kv.get("do_remote_decode") is True
+
+    @property
+    def remote_prefill(self) -> bool:
+        """Whether the KV cache comes from a prefiller."""
+        return self.kv.get("do_remote_prefill") is True
+
+    def external_id(self, prompt: int) -> str:
+        """Return the id of one of the prompts as a proxy can work it out."""
+        chat = self.exchange.request.chat
+        return self.request_id if chat else f"{self.request_id}-{prompt}"
+
+    def internal_id(self, prompt: int) -> str:
+        """Return the id of one of the prompts inside the engine."""
+        return f"{self.external_id(prompt)}-{self.suffix}"

@@ -1,0 +1,179 @@
+"""GET /metrics of an engine: the Prometheus text of vLLM 0.32, the part that says how busy it is."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.emulate.faults import MalformedScrape
+
+CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
+_REASONS = ("stop", "length", "abort", "error", "repetition")
+_HUGE_BYTES = 20 << 20
+
+
+@dataclass(slots=True)
+class RankCounters:
+    """What one rank of an engine did.
+
+    Attributes:
+        finished: Sequences by how they ended: a finish reason, or "abort".
+    """
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    pulled_tokens: int = 0
+    preemptions: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank of an engine does now.
+
+    Attributes:
+        rank: Its number, the `engine` label.
+        running: Sequences in the batch, or prompts being computed.
+        waiting: Those that wait for a slot or for blocks.
+        arriving: Those that wait for their KV cache.
+        usage: Share of the KV cache in use.
+        counters: What it did.
+    """
+
+    rank: int
+    running: int
+    waiting: int
+    arriving: int
+    usage: float
+    counters: RankCounters
+
+
+def render_metrics(
+    model: str, states: Sequence[RankState], *, block_tokens: int, kv_tokens: int | None
+) -> bytes:
+    """Return the page."""
+    blocks = "None" if kv_tokens is None else str(-(-kv_tokens // block_tokens))
+    lines: list[str] = []
+
+    def family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> None:
+        lines.append(f"# HELP vllm:{name} {words}\n# TYPE vllm:{name} {kind}")
+        lines.extend(f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples)
+
+    def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, RankState]]:
+        return [(_labels(model, state.rank, labels), state) for state in states]
+
+    for name, words, value in _GAUGES:
+        family(name, "gauge", words, ((text, value(state)) for text, state in each()))
+    family(
+        "num_requests_waiting_by_reason",
+        "gauge",
+        "Number of waiting requests by reason.",
+        (
+            (text, float(state.arriving if reason == "deferred" else state.waiting))
+            for reason in ("capacity", "deferred")
+            for text, state in each({"reason": reason})
+        ),
+    )
+    for name, words, value in _COUNTERS:
+        family(name, "counter", words, ((text, value(state)) for text, state in each()))
+    family(
+        "request_success_total",
+        "counter",
+        "Count of successfully processed requests.",
+        (
+            (text, float(state.counters.finished[reason]))
+            for reason in _REASONS
+            for text, state in each({"finished_reason": reason})
+        ),
+    )
+    config = {"block_size": str(block_tokens), "num_gpu_blocks": blocks}
+    family(
+        "cache_config_info",
+        "gauge",
+        "Information of the LLMEngine CacheConfig",
+        ((text, 1.0) for text, _ in each(config)),
+    )
+    return ("\n".join(lines) + "\n").encode()
+
+
+def spoil_metrics(kind: MalformedScrape, page: bytes) -> tuple[int, bytes]:
+    """Return status and body of a scrape that goes wrong."""
+    match kind:
+        case MalformedScrape.GARBAGE:
+            return 200, b"\x00\xff<html>no metrics here</html>\n" * 10
+        case MalformedScrape.EMPTY:
+            return 200, b""
+        case MalformedScrape.HUGE:
+            return 200, page + b"# " + b"x" * _HUGE_BYTES + b"\n"
+        case MalformedScrape.STATUS_500:
+            return 500, b"Internal Server Error"
+        case _:
+            word = {
+                MalformedScrape.NAN: "NaN",
+                MalformedScrape.NEGATIVE: "-17.0",
+                MalformedScrape.INFINITE: "+Inf",
+                MalformedScrape.IDLE: "0.0",
+            }[kind]
+            lines = page.decode().splitlines()
+            gauges = tuple(f"vllm:{name}" for name, *_ in _GAUGES)
+            spoilt = [
+                f"{line.rpartition(' ')[0]} {word}" if line.startswith(gauges) else line
+                for line in lines
+            ]
+            return 200, ("\n".join(spoilt) + "\n").encode()
+
+
+_GAUGES = (
+    (
+        "num_requests_running",
+        "Number of requests in model execution batches.",
+        lambda state: float(state.running),
+    ),
+    (
+        "num_requests_waiting",
+        "Number of requests waiting to be processed.",
+        lambda state: float(state.waiting + state.arriving),
+    ),
+    (
+        "kv_cache_usage_perc",
+        "KV-cache usage. 1 means 100 percent usage.",
+        lambda state: state.usage,
+    ),
+)
+_COUNTERS = (
+    (
+        "prompt_tokens_total",
+        "Number of prefill tokens processed.",
+        lambda state: float(state.counters.prompt_tokens),
+    ),
+    (
+        "generation_tokens_total",
+        "Number of generation tokens processed.",
+        lambda state: float(state.counters.generation_tokens),
+    ),
+    (
+        "external_prefix_cache_hits_total",
+        "External prefix cache hits from KV connector cross-instance cache sharing, "
+        "in terms of number of cached tokens.",
+        lambda state: float(state.counters.pulled_tokens),
+    ),
+    (
+        "num_preemptions_total",
+        "Cumulative number of preemption from the engine.",
+        lambda state: float(state.counters.preemptions),
+    ),
+)
+
+
+def _labels(model: str, rank: int, more: Mapping[str, str] | None) -> str:
+    labels = {"engine": str(rank), "model_name": model} | dict(more or {})
+    return ",".join(f'{name}="{labels[name]}"' for name in sorted(labels))
+
+
+def _number(value: float) -> str:
+    """Spell a number as prometheus_client does: Go's way from a million on."""
+    text = repr(value)
+    point = text.find(".")
+    if value > 0 and point > 6 and "e" not in text:
+        mantissa = f"{text[0]}.{text[1:point]}{text[point + 1 :]}".rstrip("0.")
+        return f"{mantissa}e+{point - 1:02d}"
+    return text

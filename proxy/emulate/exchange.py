@@ -1,0 +1,228 @@
+"""One generation request at one engine, from its arrival to the last byte of its answer."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.emulate.answer import DONE, SAYINGS_JSON, AnswerFormat
+from balanceroute.proxy.emulate.api_error import ApiError, internal_error
+from balanceroute.proxy.emulate.choice import Choice, Delta
+from balanceroute.proxy.emulate.faults import Faults
+from balanceroute.proxy.emulate.malformed import malformed_write
+from balanceroute.proxy.emulate.request import GenerationRequest
+from balanceroute.proxy.emulate.sampler import EOS
+from balanceroute.proxy.emulate.tokens import SAYINGS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.server import Reply
+
+Cancel = Callable[[bool], None]
+"""Ends a stage of a request's life; the argument tells whether the engine crashed."""
+
+
+class TokenSequence:
+    """One choice of the answer, as the batch and the client see it.
+
+    Attributes:
+        choice: Its tokens.
+        on_end: Called once it has said its last token, before that is written.
+        on_drop: Called if the batch's KV cache had no room for it.
+    """
+
+    __slots__ = ("_after", "_before", "_exchange", "_fast", "choice", "on_drop", "on_end")
+
+    def __init__(self, exchange: "Exchange", choice: Choice) -> None:
+        self.choice = choice
+        self.on_end: Callable[[TokenSequence], None] | None = None
+        self.on_drop: Callable[[TokenSequence], None] | None = None
+        self._exchange = exchange
+        frame = exchange.format.plain(choice) if choice.plain else None
+        self._fast = frame is not None and not exchange.faults.by_token
+        self._before, self._after = frame or (b"", b"")
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV cache."""
+        return self.choice.kv_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens that may still come."""
+        return self.choice.max_tokens - self.choice.emitted
+
+    def advance(self) -> bool:
+        """Say the next token; return whether it was the last."""
+        choice, exchange = self.choice, self._exchange
+        if not self._fast or not exchange.opened:
+            return exchange.advance(self)
+        token = choice.next_token()
+        if choice.finish_reason is None:
+            if exchange.streams:
+                exchange.write(self._before + SAYINGS_JSON[token] + self._after)
+            return False
+        said = "" if token == EOS else SAYINGS[token]
+        exchange.say(self, Delta(said, token_ids=(choice.token_ids[-1],)))
+        return True
+
+    def dropped(self) -> None:
+        """Pass on that the KV cache had no room for it."""
+        assert self.on_drop is not None, "nobody decides what becomes of a dropped sequence"
+        self.on_drop(self)
+
+
+class Exchange:
+    """One generation request.
+
+    Args:
+        request: What it asks for.
+        reply: Where the answer goes.
+        answer_format: How it is written.
+        faults: What goes wrong.
+        on_done: Called once, when nothing is left of the request at this engine.
+        respond: Sends an answer that is not streamed: status and body.
+
+    Attributes:
+        opened: Whether the first token was said.
+        over: Whether nothing is left to do.
+        streams: Whether the answer is a stream.
+        sequences: All choices, prompt by prompt.
+        kv_transfer_params: Those of the answer.
+        stages: What would have to be cancelled if the client left now, by prompt or choice.
+        write: Writes one piece of a stream.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        reply: "Reply",
+        answer_format: AnswerFormat,
+        faults: Faults,
+        *,
+        choices: Iterable[Choice],
+        on_done: "Callable[[Exchange], None]",
+        respond: "Callable[[Exchange, int, bytes], None]",
+    ) -> None:
+        self.request = request
+        self.reply = reply
+        self.format = answer_format
+        self.faults = faults
+        self.opened = False
+        self.over = False
+        self.streams = request.stream
+        self.kv_transfer_params: object = None
+        self.stages: dict[object, Cancel] = {}
+        self.write: Callable[[bytes], None] = reply.write
+        if faults.malformed is not None:
+            self.write = malformed_write(faults.malformed, reply.write)
+        self._on_done = on_done
+        self._respond = respond
+        self.sequences = [TokenSequence(self, choice) for choice in choices]
+        self._open = len(self.sequences)
+        reply.on_closed = self.abandon
+
+    def sequences_of(self, prompt: int) -> list[TokenSequence]:
+        """Return the choices of one of the prompts."""
+        n = self.request.n
+        return self.sequences[prompt * n : (prompt + 1) * n]
+
+    def start(self, headers: "Headers") -> None:
+        """Begin the answer, before there is a token to say."""
+        if self.streams:
+            self.reply.start(200, headers)
+        for sequence in self.sequences:
+            if self.over:
+                return
+            self._fail_by_token(sequence)
+
+    def advance(self, sequence: TokenSequence) -> bool:
+        """Say a sequence's next token, in whatever way it takes; return whether it was the last."""
+        if self.faults.stall_after_tokens == sequence.choice.emitted:
+            return False
+        if not self.opened:
+            self._begin()
+        delta = sequence.choice.advance()
+        self.say(sequence, delta)
+        if self.over:
+            return True
+        return self._fail_by_token(sequence) or sequence.choice.finish_reason is not None
+
+    def say(self, sequence: TokenSequence, delta: Delta) -> None:
+        """Write a token, and end the answer if it was the last of all."""
+        choice = sequence.choice
+        if self.streams:
+            self.write(self.format.event(choice, delta))
+        if choice.finish_reason is not None:
+            self._end(sequence)
+
+    def recompute(self, sequence: TokenSequence) -> None:
+        """Hand a sequence back: it has to be prefilled again, elsewhere."""
+        self.say(sequence, sequence.choice.end("recomputed"))
+
+    def fail(self, error: ApiError | None = None) -> None:
+        """End the whole answer with an error."""
+        error = error or internal_error()
+        self.abandon()
+        if not self.streams:
+            self._respond(self, error.status, error.body())
+        elif not self.reply.closed:
+            self.reply.write(error.event())
+            self.reply.write(DONE)
+            self.reply.end()
+
+    def abandon(self, *, crashed: bool = False) -> None:
+        """Give up everything that is held for the request; the answer stays as it is."""
+        if self.over:
+            return
+        self.over = True
+        self.reply.on_closed = None
+        stages, self.stages = self.stages, {}
+        for cancel in stages.values():
+            cancel(crashed)
+        self._on_done(self)
+
+    def _begin(self) -> None:
+        self.opened = True
+        if self.streams:
+            for sequence in self.sequences:
+                self.write(self.format.opening(sequence.choice))
+
+    def _end(self, sequence: TokenSequence) -> None:
+        if sequence.on_end is not None:
+            sequence.on_end(sequence)
+        self._open -= 1
+        if self._open:
+            return
+        choices = [one.choice for one in self.sequences]
+        self.abandon()
+        if not self.streams:
+            self._respond(self, 200, self.format.whole(choices, self.kv_transfer_params))
+            return
+        if self.request.include_usage:
+            self.write(self.format.usage_event(choices))
+        self.write(DONE)
+        self.reply.end()
+
+    def _fail_by_token(self, sequence: TokenSequence) -> bool:
+        """Do what is to go wrong after so many tokens; return whether the sequence is over."""
+        faults, choice = self.faults, sequence.choice
+        ended = choice.finish_reason is not None
+        if faults.reset_after_tokens == choice.emitted:
+            self.abandon()
+            self.reply.abort()
+            return True
+        if ended:
+            return True
+        if faults.end_after_tokens == choice.emitted:
+            self.abandon()
+            if self.streams:
+                self.reply.end()
+            else:
+                self.reply.abort()
+            return True
+        if faults.error_event_after_tokens == choice.emitted:
+            self.fail()
+            return True
+        if faults.recomputed_after_tokens == choice.emitted:
+            self.recompute(sequence)
+            return True
+        return False

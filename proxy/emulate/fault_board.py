@@ -1,0 +1,101 @@
+"""Which engine does what wrong."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.emulate.faults import Faults
+
+_LOG = logging.getLogger(__name__)
+
+
+class Faulty(Protocol):
+    """An engine that can be told to do things wrong."""
+
+    faults: Faults
+
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, also while it refuses."""
+        ...
+
+    def refuse(self) -> None:
+        """Accept no more connections."""
+        ...
+
+    async def listen(self, port: int) -> None:
+        """Listen again."""
+        ...
+
+
+class FaultBoard:
+    """Switches faults of engines on and off.
+
+    An engine is chosen by its name ("decode/3"), by its place in the fleet, by its role ("prefill" or
+    "decode", for all of them), or as one of "all".
+    """
+
+    def __init__(self, engines: Sequence[Faulty]) -> None:
+        self._engines = engines
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def set(self, engine: str | int, **changes: Any) -> list[str]:
+        """Change some faults of some engines; return the engines' names.
+
+        Raises:
+            ConfigError: There is no such engine or fault, or the value makes no sense.
+        """
+        chosen = self._chosen(engine)
+        for one, faults in [(one, one.faults.changed(changes)) for one in chosen]:
+            before, one.faults = one.faults, faults
+            self._apply(one, before)
+        return [one.name for one in chosen]
+
+    def clear(self, engine: str | int = "all") -> list[str]:
+        """Switch all faults of some engines off; return the engines' names.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        chosen = self._chosen(engine)
+        for one in chosen:
+            before, one.faults = one.faults, Faults()
+            self._apply(one, before)
+        return [one.name for one in chosen]
+
+    def active(self) -> Mapping[str, Faults]:
+        """Return the faults of the engines that have any, by name."""
+        return {one.name: one.faults for one in self._engines if one.faults != Faults()}
+
+    def _chosen(self, engine: str | int) -> list[Faulty]:
+        chosen = [
+            one
+            for number, one in enumerate(self._engines)
+            if engine in ("all", one.name, one.name.partition("/")[0])
+            or (type(engine) is int and engine == number)
+        ]
+        if not chosen:
+            raise ConfigError(f"engine {engine!r} is unknown")
+        return chosen
+
+    def _apply(self, engine: Faulty, before: Faults) -> None:
+        if engine.faults.refuse and not before.refuse:
+            engine.refuse()
+        elif before.refuse and not engine.faults.refuse:
+            task = asyncio.get_running_loop().create_task(self._listen(engine))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _listen(engine: Faulty) -> None:
+        try:
+            await engine.listen(engine.port)
+        except OSError as error:
+            _LOG.warning("%s cannot listen again: %s", engine.name, error)

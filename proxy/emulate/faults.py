@@ -1,0 +1,183 @@
+"""Faults that an emulated engine shows on request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+from balanceroute.proxy.core.errors import ConfigError
+
+
+class MalformedStream(Enum):
+    """What is wrong with the events of a stream. Some are odd, but valid."""
+
+    BAD_JSON = "bad_json"
+    NUL = "nul"
+    NO_DATA = "no_data"  # Lines without `data:`.
+    CRLF = "crlf"
+    CR = "cr"
+    MIXED_ENDS = "mixed_ends"
+    COMMENTS = "comments"
+    FIELDS = "fields"  # event:, id: and retry: lines.
+    BOM = "bom"
+    BYTES = "bytes"  # One byte at a time.
+    JOINED = "joined"  # Many events in one piece.
+    HUGE = "huge"  # A comment of 20 MiB before each event.
+
+
+class MalformedAnswer(Enum):
+    """What is wrong with an answer that is not streamed."""
+
+    NOT_JSON = "not_json"
+    TRUNCATED = "truncated"  # Half of the body, then the end of the connection.
+    CUT_JSON = "cut_json"  # Half of the JSON as if it were the whole body.
+    GZIP = "gzip"  # Compressed, though nobody asked for it.
+    TRICKLE = "trickle"  # A byte every `trickle_s`.
+
+
+class MalformedScrape(Enum):
+    """What is wrong with /metrics."""
+
+    GARBAGE = "garbage"
+    EMPTY = "empty"
+    NAN = "nan"
+    NEGATIVE = "negative"
+    INFINITE = "infinite"
+    HUGE = "huge"  # 20 MiB.
+    STATUS_500 = "status_500"
+    IDLE = "idle"  # Claims that nothing runs, waits or fills the cache.
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What an engine does wrong. Probabilities are for each request, decided on arrival.
+
+    Attributes:
+        status_400: Probability of a refusal with this status; likewise the next four.
+        retry_after_s: `Retry-After` of the 429 and 503.
+        reset_before_headers: Probability of a reset instead of an answer.
+        hang: Requests are taken, and never answered.
+        refuse: Connections are refused; answers under way go on.
+        unhealthy: GET /health answers 503.
+        delay_s: Emulated time that a request waits before anything is done about it.
+        reset_after_tokens: The connection is cut after so many tokens of a choice; with 0 after the
+            headers. Likewise the next four.
+        end_after_tokens: The stream ends in good order, but without a finish reason or `[DONE]`.
+        stall_after_tokens: No further token comes, and the slot stays taken.
+        error_event_after_tokens: The engine fails as vLLM does.
+        recomputed_after_tokens: The choice ends with `stop_reason` "recomputed".
+        eos_first: Probability that the first token ends the text, whatever `min_tokens` says.
+        drop_kv_params: Probability that a prefill answer has no `kv_transfer_params`.
+        alien_kv_params: Probability that it has those of somebody else.
+        lease_s: Lease of prefilled KV caches in place of the fleet's setting.
+        malformed: What is wrong with streams.
+        malformed_answer: What is wrong with other answers.
+        trickle_s: Loop time between two bytes of a trickling answer.
+        slow_scrape_s: Loop time until GET /metrics answers.
+        malformed_scrape: What is wrong with /metrics.
+
+    Raises:
+        ConfigError: A value that makes no sense; the message begins with its name.
+    """
+
+    status_400: float = 0.0
+    status_413: float = 0.0
+    status_429: float = 0.0
+    status_500: float = 0.0
+    status_503: float = 0.0
+    retry_after_s: int = 1
+    reset_before_headers: float = 0.0
+    hang: bool = False
+    refuse: bool = False
+    unhealthy: bool = False
+    delay_s: float = 0.0
+    reset_after_tokens: int | None = None
+    end_after_tokens: int | None = None
+    stall_after_tokens: int | None = None
+    error_event_after_tokens: int | None = None
+    recomputed_after_tokens: int | None = None
+    eos_first: float = 0.0
+    drop_kv_params: float = 0.0
+    alien_kv_params: float = 0.0
+    lease_s: float | None = None
+    malformed: MalformedStream | None = None
+    malformed_answer: MalformedAnswer | None = None
+    trickle_s: float = 0.1
+    slow_scrape_s: float = 0.0
+    malformed_scrape: MalformedScrape | None = None
+
+    def __post_init__(self) -> None:
+        for name in _PROBABILITIES:
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name} is {value}, must be from 0 to 1")
+        for name in ("retry_after_s", "delay_s", "trickle_s", "slow_scrape_s", *TOKEN_FAULTS):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1e9:
+                raise ConfigError(f"{name} is {value}, must be from 0 to 1e+09")
+        if self.lease_s is not None and not 0 < self.lease_s <= 1e9:
+            raise ConfigError(f"lease_s is {self.lease_s}, must be above 0, up to 1e+09")
+
+    @property
+    def by_token(self) -> bool:
+        """Whether something happens after a number of tokens."""
+        return any(getattr(self, name) is not None for name in TOKEN_FAULTS)
+
+    def changed(self, changes: Mapping[str, Any]) -> "Faults":
+        """Return these faults with some of them changed.
+
+        Args:
+            changes: New values by field, as JSON gives them: the kinds of malformation are words.
+
+        Raises:
+            ConfigError: An unknown field, or a value that makes no sense.
+        """
+        known = {one.name: one.type for one in fields(self)}
+        values: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name not in known:
+                raise ConfigError(f"{name} is not a fault; known: {', '.join(known)}")
+            values[name] = _read(name, value)
+        return replace(self, **values)
+
+
+STATUSES = (400, 413, 429, 500, 503)
+TOKEN_FAULTS = (
+    "reset_after_tokens",
+    "end_after_tokens",
+    "stall_after_tokens",
+    "error_event_after_tokens",
+    "recomputed_after_tokens",
+)
+_PROBABILITIES = (
+    *(f"status_{status}" for status in STATUSES),
+    "reset_before_headers",
+    "eos_first",
+    "drop_kv_params",
+    "alien_kv_params",
+)
+_WORDS: Mapping[str, type[Enum]] = {
+    "malformed": MalformedStream,
+    "malformed_answer": MalformedAnswer,
+    "malformed_scrape": MalformedScrape,
+}
+_NEEDED = {"hang": bool, "refuse": bool, "unhealthy": bool} | dict.fromkeys(TOKEN_FAULTS, int)
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return a value as the field wants it."""
+    if name in _WORDS:
+        kind = _WORDS[name]
+        if value is None or isinstance(value, kind):
+            return value
+        try:
+            return kind(value)
+        except ValueError:
+            words = ", ".join(str(one.value) for one in kind)
+            raise ConfigError(f"{name} is {value!r}, must be one of {words}") from None
+    needed = _NEEDED.get(name, int | float)
+    if value is None and (name in TOKEN_FAULTS or name == "lease_s"):
+        return None
+    if not isinstance(value, needed) or (isinstance(value, bool) and needed is not bool):
+        raise ConfigError(f"{name} is {value!r}, of the wrong type")
+    return value

@@ -1,0 +1,225 @@
+"""An emulated deployment: prefillers and decode ranks in one process, behind real servers."""
+
+import asyncio
+import random
+from typing import Any
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.emulate.barrier import Barrier, StepCounters
+from balanceroute.proxy.emulate.control import FleetControl
+from balanceroute.proxy.emulate.decoder import Decoder
+from balanceroute.proxy.emulate.engine import Engine, EngineRole, Work
+from balanceroute.proxy.emulate.fault_board import FaultBoard
+from balanceroute.proxy.emulate.hub import Hub
+from balanceroute.proxy.emulate.leases import LeaseEnd
+from balanceroute.proxy.emulate.poster import HttpPoster
+from balanceroute.proxy.emulate.prefiller import Prefiller
+from balanceroute.proxy.emulate.settings import Connector, DpMode, EmulationSettings
+
+# Where vLLM's NIXL side channels begin; nobody listens there.
+_SIDE_PORT = 5600
+# A moment that fits the version that is emulated; real ones come from whoever starts the fleet.
+_EPOCH_S = 1_795_000_000.0
+
+
+class EmulatedFleet:
+    """Prefillers and decode ranks with one barrier.
+
+    Args:
+        settings: The machines.
+        rng: Decides ids and faults.
+        epoch_s: Unix time when the event loop's clock stood at 0, for what tells the time of day.
+
+    Attributes:
+        settings: As given.
+        engines: Prefillers, then decode engines; with `DpMode.HEADER` there is one of these.
+        faults: What they do wrong.
+    """
+
+    def __init__(
+        self, settings: EmulationSettings, *, rng: random.Random, epoch_s: float = _EPOCH_S
+    ) -> None:
+        self.settings = settings
+        self.engines: list[Engine] = []
+        self._rng = rng
+        self._epoch_s = epoch_s
+        self._poster = HttpPoster()
+        self._prefillers: dict[Engine, Prefiller] = {}
+        self._hub: Hub
+        self.faults: FaultBoard
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Start all engines.
+
+        Args:
+            host: Where to listen.
+            port: Of the first engine; the others follow. 0 for free ports.
+
+        Raises:
+            OSError: An address cannot be bound; nothing is left running.
+        """
+        settings = self.settings
+        self._hub = Hub(
+            settings,
+            self._rng,
+            self._epoch_s,
+            barrier=Barrier(
+                settings, ranks=max(1, settings.ranks), rank_kv_tokens=settings.rank_kv_tokens
+            ),
+            poster=self._poster,
+            control=FleetControl(self),
+        )
+        self.engines = [Engine(role, self._hub, self._begin) for role in self._roles()]
+        self._hub.sources.extend(self.engines[: settings.prefillers])
+        self.faults = FaultBoard(self.engines)
+        try:
+            for number, engine in enumerate(self.engines):
+                first = len(self.engines) + number
+                await engine.start(host, port and port + number, port and port + first)
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """URLs of the prefillers."""
+        return [engine.url for engine in self.engines[: self.settings.prefillers]]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """URLs of the decode ranks, with `@rank` if one server has them all."""
+        engines = self.engines[self.settings.prefillers :]
+        if self.settings.dp_mode is DpMode.PORTS:
+            return [engine.url for engine in engines]
+        return [f"{engine.url}@{rank}" for engine in engines for rank in engine.role.ranks]
+
+    @property
+    def bootstrap_urls(self) -> list[str]:
+        """URLs of the prefillers' bootstrap servers, if the connector has them."""
+        urls = [engine.bootstrap_url for engine in self.engines[: self.settings.prefillers]]
+        return [url for url in urls if url]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held anywhere: no request, slot, block or lease."""
+        return (
+            all(engine.idle for engine in self.engines)
+            and self._hub.barrier.idle
+            and self._hub.book.idle
+            and not any(prefiller.pool.used for prefiller in self._prefillers.values())
+        )
+
+    def engine(self, name: object) -> Engine:
+        """Return an engine by its name ("decode/3") or its place in `engines`.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        for number, engine in enumerate(self.engines):
+            if name == engine.name or (type(name) is int and name == number):
+                return engine
+        known = ", ".join(engine.name for engine in self.engines)
+        raise ConfigError(f"engine {name!r} is unknown; known: {known}")
+
+    def kill(self, engine: str | int) -> None:
+        """End an engine as a killed process: connections are reset, then refused, and all state is lost.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        self.engine(engine).kill()
+
+    async def restore(self, engine: str | int) -> None:
+        """Start a killed engine again, on its old port.
+
+        Raises:
+            ConfigError: There is no such engine.
+            OSError: The port is taken.
+        """
+        one = self.engine(engine)
+        if not one.alive:
+            await one.start(one.host, one.port, one.bootstrap_port)
+
+    async def close(self) -> None:
+        """End everything."""
+        for engine in self.engines:
+            engine.kill()
+        for prefiller in self._prefillers.values():
+            prefiller.close()
+        self._hub.barrier.close()
+        await self._poster.close()
+        await asyncio.sleep(0)  # Lost connections are reported in the next round.
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the fleet did since the last reset, and what it holds now."""
+        barrier, book = self._hub.barrier, self._hub.book
+        counters, settings = barrier.counters, self.settings
+        capacity, steps = counters.capacity_tokens, counters.steps
+        prefillers = self.engines[: settings.prefillers]
+        waiting = [engine.work for engine in prefillers]
+        ranks = [
+            state for engine in self.engines[settings.prefillers :] for state in engine.states()
+        ]
+        return {
+            "steps": steps,
+            "idle_tokens": counters.idle_tokens,
+            "capacity_tokens": capacity,
+            "idle_fraction": counters.idle_tokens / capacity if capacity else 0.0,
+            "mean_imbalance_tokens": counters.imbalance_tokens / steps if steps else 0.0,
+            "output_tokens": counters.output_tokens,
+            "busy_s": counters.busy_ns / 1e9,
+            "late_s": counters.late_s,
+            "preemptions": counters.preemptions,
+            "loads": barrier.loads[: settings.ranks],
+            "running": [state.running for state in ranks],
+            "waiting": [state.waiting for state in ranks],
+            "arriving": [state.arriving for state in ranks],
+            "prefill_running": [work.running(0) for work in waiting],
+            "prefill_waiting": [work.waiting(0) for work in waiting],
+            "held_blocks": [self._prefillers[engine].pool.used for engine in prefillers],
+            "leases": {end.value: book.ends[end] for end in LeaseEnd} | {"held": book.held},
+            "connections": [engine.connections for engine in self.engines],
+            "idle": self.idle,
+        }
+
+    def reset_stats(self) -> None:
+        """Begin to measure afresh."""
+        self._hub.barrier.counters = StepCounters()
+        self._hub.book.ends.clear()
+
+    def _roles(self) -> list[EngineRole]:
+        settings = self.settings
+        split: list[tuple[int, ...]] = [(rank,) for rank in range(settings.ranks)]
+        if settings.dp_mode is DpMode.HEADER and settings.ranks:
+            split = [tuple(range(settings.ranks))]
+        has_bootstrap = settings.connector is Connector.MOONCAKE
+        prefillers = [
+            EngineRole(
+                f"prefill/{i}", (0,), settings.prefiller_kv_tokens, _SIDE_PORT + i, has_bootstrap
+            )
+            for i in range(settings.prefillers)
+        ]
+        first = _SIDE_PORT + settings.prefillers
+        decoders = [
+            EngineRole(f"decode/{i}", ranks, settings.rank_kv_tokens, first + i)
+            for i, ranks in enumerate(split)
+        ]
+        return prefillers + decoders
+
+    def _begin(self, engine: Engine) -> Work:
+        """Make what stands behind an engine's server."""
+        hub = self._hub
+        if engine.name.startswith("prefill/"):
+            prefiller = self._prefillers[engine] = Prefiller(self.settings, engine, hub.book)
+            return prefiller
+        return Decoder(
+            self.settings,
+            hub.barrier,
+            list(engine.role.ranks),
+            peer=engine,
+            sources=hub.sources,
+            book=hub.book,
+            poster=hub.poster,
+            counters=engine.counters,
+            die=engine.kill,
+        )

@@ -1,0 +1,167 @@
+"""The way of a generation request from the socket to the engine."""
+
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.emulate.answer import (
+    AnswerFormat,
+    AnswerHead,
+    json_headers,
+    stream_headers,
+)
+from balanceroute.proxy.emulate.api_error import ApiError, bad_request
+from balanceroute.proxy.emulate.chat_format import ChatFormat
+from balanceroute.proxy.emulate.choice import Choice
+from balanceroute.proxy.emulate.completion_format import CompletionFormat
+from balanceroute.proxy.emulate.engine_call import EngineCall
+from balanceroute.proxy.emulate.exchange import Exchange
+from balanceroute.proxy.emulate.faults import STATUSES
+from balanceroute.proxy.emulate.malformed import send_malformed
+from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.emulate.engine import Engine
+    from balanceroute.proxy.emulate.hub import Hub
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+_KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
+
+
+class Generation:
+    """Takes generation requests for an engine, with its faults."""
+
+    def __init__(self, engine: "Engine", hub: "Hub") -> None:
+        self._engine = engine
+        self._hub = hub
+
+    def chat(self, request: "Request", reply: "Reply") -> None:
+        """Take a request to /v1/chat/completions."""
+        self._take(request, reply, chat=True)
+
+    def completion(self, request: "Request", reply: "Reply") -> None:
+        """Take a request to /v1/completions."""
+        self._take(request, reply, chat=False)
+
+    def _happens(self, probability: float) -> bool:
+        # No number is drawn for what cannot happen, so that the faults of one kind do not move others.
+        return probability > 0 and self._hub.rng.random() < probability
+
+    def _take(self, request: "Request", reply: "Reply", *, chat: bool) -> None:
+        engine, faults = self._engine, self._engine.faults
+        for status in STATUSES:
+            if self._happens(getattr(faults, f"status_{status}")):
+                self._refuse_on_purpose(reply, status)
+                return
+        if self._happens(faults.reset_before_headers):
+            reply.abort()
+            return
+        if not faults.hang and not faults.delay_s:
+            self._accept(request, reply, chat=chat)
+            return
+        engine.held[reply] = None
+        reply.on_closed = lambda: engine.held.pop(reply, None)
+        if not faults.hang:
+            delay_s = self._hub.settings.seconds(1e9 * faults.delay_s)
+            self._hub.loop.call_later(delay_s, self._release, request, reply, chat)
+
+    def _release(self, request: "Request", reply: "Reply", chat: bool) -> None:
+        if reply in self._engine.held:
+            del self._engine.held[reply]
+            reply.on_closed = None
+            self._accept(request, reply, chat=chat)
+
+    def _refuse_on_purpose(self, reply: "Reply", status: int) -> None:
+        error = ApiError(
+            "refused on purpose", status=status, kind=_KINDS.get(status, "BadRequestError")
+        )
+        headers = json_headers(self._hub.date())
+        if status in (429, 503):
+            headers.append((b"retry-after", str(self._engine.faults.retry_after_s).encode()))
+        reply.send(status, headers, error.body())
+
+    def _accept(self, request: "Request", reply: "Reply", *, chat: bool) -> None:
+        try:
+            values = read_json(request.body)
+            wanted = read_generation(values, self._hub.settings, chat=chat)
+            rank = self._rank(request)
+        except ApiError as error:
+            reply.send(error.status, json_headers(self._hub.date()), error.body())
+            return
+        header = request.header(b"x-request-id")
+        given = values.get("request_id")
+        name = self._hub.hexadecimal(16)
+        if header is not None:
+            name = header.decode("latin-1")
+        elif isinstance(given, str):
+            name = given
+        self._begin(wanted, reply, f"{'chatcmpl' if chat else 'cmpl'}-{name}", rank)
+
+    def _rank(self, request: "Request") -> int:
+        """Return the rank that a request names, or the least busy one.
+
+        Raises:
+            ApiError: There is no such rank.
+        """
+        ranks = len(self._engine.role.ranks)
+        try:
+            rank = int(request.header(b"x-data-parallel-rank") or b"")
+        except ValueError:
+            return self._engine.least_busy()
+        if not 0 <= rank < ranks:
+            raise bad_request(f"data_parallel_rank {rank} is out of range [0, {ranks}).")
+        return rank
+
+    def _begin(self, wanted: GenerationRequest, reply: "Reply", request_id: str, rank: int) -> None:
+        engine, hub = self._engine, self._hub
+        settings, faults = hub.settings, engine.faults
+        head = AnswerHead(
+            request_id,
+            hub.unix_s,
+            settings.model,
+            engine.fingerprint,
+            settings.prompt_tokens_details,
+        )
+        answer_format: AnswerFormat = (
+            ChatFormat(wanted, head) if wanted.chat else CompletionFormat(wanted, head)
+        )
+        eos_first = self._happens(faults.eos_first)
+        choices = [
+            Choice(
+                wanted,
+                number * wanted.n + i,
+                prompt,
+                wanted.max_tokens[number],
+                settings.mean_output_tokens,
+                eos_first=eos_first,
+            )
+            for number, prompt in enumerate(wanted.prompts)
+            for i in range(wanted.n)
+        ]
+        exchange = Exchange(
+            wanted,
+            reply,
+            answer_format,
+            faults,
+            choices=choices,
+            on_done=engine.done,
+            respond=self._respond,
+        )
+        call = EngineCall(
+            exchange,
+            request_id,
+            hub.hexadecimal(8),
+            rank,
+            drop_kv=self._happens(faults.drop_kv_params),
+            alien_kv=self._happens(faults.alien_kv_params),
+        )
+        engine.add(exchange, call)
+        exchange.start(stream_headers(hub.date()))
+        if not exchange.over:
+            engine.work.serve(call)
+
+    def _respond(self, exchange: Exchange, status: int, body: bytes) -> None:
+        headers = json_headers(self._hub.date())
+        if status == 200 and exchange.faults.malformed_answer is not None:
+            send_malformed(exchange.reply, headers, body, exchange.faults)
+        else:
+            exchange.reply.send(status, headers, body)

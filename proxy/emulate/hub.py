@@ -1,0 +1,69 @@
+"""What the engines of a fleet share."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import Protocol
+from uuid import UUID
+
+from balanceroute.proxy.emulate.barrier import Barrier
+from balanceroute.proxy.emulate.connectors import KvSource
+from balanceroute.proxy.emulate.decoder import Poster
+from balanceroute.proxy.emulate.leases import LeaseBook
+from balanceroute.proxy.emulate.settings import EmulationSettings
+
+
+class Control(Protocol):
+    """The fleet, as its engines' `/emulation` endpoints know it."""
+
+    def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
+        """Return status and JSON of a request to `/emulation/<name>`."""
+        ...
+
+
+@dataclass(slots=True)
+class Hub:
+    """What the engines of a fleet share.
+
+    Attributes:
+        settings: The machines.
+        rng: For ids and faults.
+        epoch_s: Unix time when the event loop's clock stood at 0.
+        barrier: The clock of the decode ranks.
+        book: The leases.
+        sources: The prefillers, dead ones included.
+        poster: Reaches the metaserver.
+        control: Answers what is under `/emulation`.
+    """
+
+    settings: EmulationSettings
+    rng: random.Random
+    epoch_s: float
+    barrier: Barrier
+    poster: Poster
+    control: Control
+    book: LeaseBook = field(default_factory=LeaseBook)
+    sources: list[KvSource] = field(default_factory=list)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _date: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def unix_s(self) -> int:
+        """The time of day."""
+        return int(self.epoch_s + self.loop.time())
+
+    def date(self) -> bytes:
+        """Return the value of a Date header."""
+        now = self.unix_s
+        if self._date[0] != now:
+            self._date = now, formatdate(now, usegmt=True).encode()
+        return self._date[1]
+
+    def hexadecimal(self, digits: int) -> str:
+        """Return random digits."""
+        return f"{self.rng.getrandbits(4 * digits):0{digits}x}"
+
+    def uuid(self) -> str:
+        """Return a random id as vLLM gives them to engines."""
+        return str(UUID(int=self.rng.getrandbits(128), version=4))

@@ -1,0 +1,180 @@
+"""KV blocks that prefillers keep for decode ranks, and how each such lease ends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class LeaseEnd(Enum):
+    """How a lease ended."""
+
+    PULLED = "pulled"  # A decode rank has the KV cache.
+    RELEASED = "released"  # A decode rank asked for it and gave up before it had it.
+    EXPIRED = "expired"  # Nobody asked for it in time.
+    LOST = "lost"  # The prefiller died.
+
+
+class BlockPool:
+    """The KV blocks of a prefiller.
+
+    Args:
+        blocks: How many there are; None for no limit.
+
+    Attributes:
+        used: Blocks in use.
+        on_free: Called when blocks came back.
+    """
+
+    def __init__(self, blocks: int | None) -> None:
+        self.used = 0
+        self.on_free: Callable[[], None] | None = None
+        self._blocks = blocks
+        self._free: list[int] = []
+        self._next = 1  # vLLM never hands out block 0.
+
+    @property
+    def usage(self) -> float:
+        """The share in use; 0 without a limit."""
+        return 0.0 if self._blocks is None else self.used / self._blocks
+
+    def take(self, count: int) -> list[int] | None:
+        """Return the ids of `count` blocks, or None if there are not enough.
+
+        A request larger than the whole pool gets its blocks once the pool is empty: it could not be
+        served anywhere else either.
+        """
+        if self._blocks is not None and self.used and self.used + count > self._blocks:
+            return None
+        self.used += count
+        taken = self._free[:count]
+        del self._free[:count]
+        missing = count - len(taken)
+        taken += range(self._next, self._next + missing)
+        self._next += missing
+        return taken
+
+    def free(self, blocks: list[int]) -> None:
+        """Take blocks back."""
+        self.used -= len(blocks)
+        self._free += blocks
+        if self.on_free is not None:
+            self.on_free()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The KV cache of one prompt, on the prefiller that computed it.
+
+    Attributes:
+        prefiller: The engine id of whoever computed it.
+        key: What a decode rank must name to get it: an engine id and a request or transfer id.
+        digest: Identifies the prompt.
+        prompt_tokens: The prompt's length.
+        blocks: Its blocks.
+        end: How it ended; None while it is held.
+        pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
+            heartbeats renew it).
+        overdue: Whether its time came while it was being read.
+    """
+
+    prefiller: str
+    key: tuple[str, str]
+    digest: bytes
+    prompt_tokens: int
+    blocks: list[int]
+    pool: BlockPool
+    end: LeaseEnd | None = None
+    pulling: bool = False
+    overdue: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """All leases of a fleet, in one process, as the KV transport sees them.
+
+    Attributes:
+        ends: How many ended how.
+    """
+
+    ends: Counter[LeaseEnd] = field(default_factory=Counter)
+    _held: dict[Lease, None] = field(default_factory=dict)
+    _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
+    _awaited: dict[tuple[str, str], list[Callable[[Lease], None]]] = field(default_factory=dict)
+
+    @property
+    def held(self) -> int:
+        """Leases that have not ended."""
+        return len(self._held)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no lease is held and none is waited for."""
+        return not self._held and not self._awaited
+
+    def grant(self, lease: Lease, expires_s: float) -> None:
+        """Hold a lease until it is pulled, or until `expires_s` on the event loop's clock."""
+        self._held[lease] = None
+        # Under a transfer id that is used twice, the older blocks are unreachable: they expire.
+        self._by_key[lease.key] = lease
+        loop = asyncio.get_running_loop()
+        lease.timer = loop.call_at(expires_s, self._expire, lease)
+        waiters = self._awaited.get(lease.key)
+        if waiters:
+            wake = waiters.pop(0)
+            if not waiters:
+                del self._awaited[lease.key]
+            wake(lease)
+
+    def find(self, engine_id: str, name: str) -> Lease | None:
+        """Return a lease that can still be pulled."""
+        lease = self._by_key.get((engine_id, name))
+        return None if lease is None or lease.pulling else lease
+
+    def await_grant(
+        self, engine_id: str, name: str, wake: Callable[[Lease], None]
+    ) -> Callable[[], None]:
+        """Call `wake` once such a lease is granted; return a function that forgets it."""
+        key = (engine_id, name)
+        self._awaited.setdefault(key, []).append(wake)
+
+        def forget() -> None:
+            waiting = self._awaited.get(key, [])
+            if wake in waiting:
+                waiting.remove(wake)
+                if not waiting:
+                    del self._awaited[key]
+
+        return forget
+
+    def finish(self, lease: Lease, end: LeaseEnd) -> None:
+        """End a lease and free its blocks; one that has ended stays as it is."""
+        if lease.end is not None:
+            return
+        lease.end = end
+        self.ends[end] += 1
+        if lease.timer is not None:
+            lease.timer.cancel()
+        del self._held[lease]
+        if self._by_key.get(lease.key) is lease:
+            del self._by_key[lease.key]
+        lease.pool.free(lease.blocks)
+
+    def give_back(self, lease: Lease) -> None:
+        """Undo the beginning of a pull: the decode rank died without a word."""
+        lease.pulling = False
+        if lease.overdue:
+            self.finish(lease, LeaseEnd.EXPIRED)
+
+    def lose(self, engine_id: str) -> None:
+        """End all leases of a prefiller that died."""
+        for lease in [one for one in self._held if one.prefiller == engine_id]:
+            self.finish(lease, LeaseEnd.LOST)
+
+    def _expire(self, lease: Lease) -> None:
+        if lease.pulling:
+            lease.overdue = True
+        else:
+            self.finish(lease, LeaseEnd.EXPIRED)

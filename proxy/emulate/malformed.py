@@ -1,0 +1,125 @@
+"""Bytes as a broken engine writes them."""
+
+import asyncio
+import gzip
+from collections.abc import Callable
+
+from balanceroute.proxy.emulate.faults import Faults, MalformedAnswer, MalformedStream
+from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.server import Reply
+
+_HUGE_BYTES = 20 << 20
+_JOINED_BYTES = 20_000
+
+Write = Callable[[bytes], None]
+
+
+def malformed_write(kind: MalformedStream, write: Write) -> Write:
+    """Return a function that writes events in a broken way.
+
+    Args:
+        kind: What is wrong with them.
+        write: Writes bytes in the right way.
+    """
+    match kind:
+        case MalformedStream.BYTES:
+            return _Bytewise(write).write
+        case MalformedStream.JOINED:
+            return _Joined(write).write
+        case MalformedStream.BOM:
+            return _Marked(write).write
+        case _:
+            return lambda event: write(_spoilt(kind, event))
+
+
+def send_malformed(reply: Reply, headers: Headers, body: bytes, faults: Faults) -> None:
+    """Answer 200 with a broken body."""
+    match faults.malformed_answer:
+        case MalformedAnswer.NOT_JSON:
+            reply.send(200, headers, b"<html><body>Welcome to nginx!</body></html>")
+        case MalformedAnswer.CUT_JSON:
+            reply.send(200, headers, body[: len(body) // 2])
+        case MalformedAnswer.TRUNCATED:
+            reply.start(200, headers)
+            reply.write(body[: len(body) // 2])
+            reply.abort()
+        case MalformedAnswer.GZIP:
+            packed = gzip.compress(body, mtime=0)
+            reply.send(200, [*headers, (b"content-encoding", b"gzip")], packed)
+        case MalformedAnswer.TRICKLE:
+            reply.start(200, headers)
+            _trickle(reply, body, 0, faults.trickle_s)
+        case None:
+            reply.send(200, headers, body)
+
+
+def _trickle(reply: Reply, body: bytes, begin: int, gap_s: float) -> None:
+    if reply.closed:
+        return
+    if begin == len(body):
+        reply.end()
+        return
+    reply.write(body[begin : begin + 1])
+    asyncio.get_running_loop().call_later(gap_s, _trickle, reply, body, begin + 1, gap_s)
+
+
+class _Bytewise:
+    """Writes one byte at a time."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+
+    def write(self, event: bytes) -> None:
+        for i in range(len(event)):
+            self._write(event[i : i + 1])
+
+
+class _Joined:
+    """Collects events and writes many at once."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._waiting = b""
+
+    def write(self, event: bytes) -> None:
+        self._waiting += event
+        if len(self._waiting) >= _JOINED_BYTES or event.startswith(b"data: [DONE]"):
+            self._write(self._waiting)
+            self._waiting = b""
+
+
+class _Marked:
+    """Writes a byte order mark first."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._mark = b"\xef\xbb\xbf"
+
+    def write(self, event: bytes) -> None:
+        self._write(self._mark + event)
+        self._mark = b""
+
+
+def _spoilt(kind: MalformedStream, event: bytes) -> bytes:
+    inside = event.removesuffix(b"\n\n")
+    match kind:
+        case MalformedStream.BAD_JSON:
+            return inside[: len(inside) * 2 // 3] + b"\n\n"
+        case MalformedStream.NUL:
+            return inside.replace(b'":', b'"\0:', 1) + b"\n\n"
+        case MalformedStream.NO_DATA:
+            return event.removeprefix(b"data: ")
+        case MalformedStream.CRLF:
+            return inside + b"\r\n\r\n"
+        case MalformedStream.CR:
+            return inside + b"\r\r"
+        case MalformedStream.MIXED_ENDS:
+            return inside + b"\r\n\n"
+        case MalformedStream.COMMENTS:
+            return b": ping\n\n" + event
+        case MalformedStream.FIELDS:
+            return b"event: message\nid: 7\nretry: 1000\n" + event
+        case MalformedStream.HUGE:
+            return b":" + b"x" * _HUGE_BYTES + b"\n" + event
+        case _:
+            return event

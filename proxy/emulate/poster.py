@@ -1,0 +1,65 @@
+"""JSON that an engine posts to another server: a decode rank's word to the metaserver."""
+
+import asyncio
+import logging
+from urllib.parse import urlsplit
+
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.messages import WireError
+
+_LOG = logging.getLogger(__name__)
+_TRIES = 3  # As vllm-ascend's layerwise connector.
+# The metaserver may answer only when the prefill is done.
+_TIMEOUT_S = 3_600.0
+_MAX_BYTES = 1 << 20
+
+
+class HttpPoster:
+    """Posts JSON over HTTP."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[tuple[str, int], Endpoint] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def post(self, url: str, body: bytes) -> None:
+        """Post `body`; it is tried again if there is no answer."""
+        task = asyncio.get_running_loop().create_task(self._post(url, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Give up what is under way and close the connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+    async def _post(self, url: str, body: bytes) -> None:
+        parts = urlsplit(url)
+        try:
+            address = parts.hostname or "", parts.port or 80
+        except ValueError:
+            _LOG.warning("no metaserver at %r", url)
+            return
+        if address not in self._endpoints:
+            self._endpoints[address] = Endpoint(*address)
+        target = (parts.path or "/").encode()
+        headers = [(b"content-type", b"application/json")]
+        for _ in range(_TRIES):
+            try:
+                await fetch(
+                    self._endpoints[address],
+                    b"POST",
+                    target,
+                    headers,
+                    body,
+                    timeout_s=_TIMEOUT_S,
+                    max_bytes=_MAX_BYTES,
+                )
+            except WireError as error:
+                _LOG.warning("the metaserver %s did not answer: %s", url, error)
+            else:
+                return

@@ -1,0 +1,118 @@
+"""vLLM's HTTP routes."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.emulate.answer import json_headers
+from balanceroute.proxy.emulate.api_error import ApiError, compact
+from balanceroute.proxy.emulate.engine_metrics import CONTENT_TYPE, render_metrics, spoil_metrics
+from balanceroute.proxy.emulate.generation import Generation
+from balanceroute.proxy.emulate.request import read_json
+from balanceroute.proxy.emulate.small_routes import (
+    VERSION,
+    answer_detokenize,
+    answer_embeddings,
+    answer_models,
+    answer_tokenize,
+)
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.emulate.engine import Engine
+    from balanceroute.proxy.emulate.hub import Hub
+    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.server import Reply
+
+_EMULATION = b"/emulation/"
+
+
+class Routes:
+    """Answers the requests of an engine's server."""
+
+    def __init__(self, engine: "Engine", hub: "Hub") -> None:
+        self._engine = engine
+        self._hub = hub
+        generation = Generation(engine, hub)
+        self._routes: dict[bytes, tuple[bytes, Callable[[Request, Reply], None]]] = {
+            b"/v1/chat/completions": (b"POST", generation.chat),
+            b"/v1/completions": (b"POST", generation.completion),
+            b"/tokenize": (b"POST", self._posted(answer_tokenize)),
+            b"/detokenize": (b"POST", self._posted(answer_detokenize)),
+            b"/v1/embeddings": (b"POST", self._posted(answer_embeddings)),
+            b"/v1/models": (b"GET", self._got(lambda: answer_models(hub))),
+            b"/version": (b"GET", self._got(lambda: {"version": VERSION})),
+            b"/load": (b"GET", self._got(lambda: {"server_load": len(engine.exchanges)})),
+            b"/health": (b"GET", self._health),
+            b"/ping": (b"GET, POST", self._health),
+            b"/metrics": (b"GET", self._metrics),
+        }
+
+    def answer(self, request: "Request", reply: "Reply") -> None:
+        """Answer a request: the server's application."""
+        if request.path.startswith(_EMULATION):
+            name = request.path.removeprefix(_EMULATION).decode("latin-1")
+            status, value = self._hub.control.handle(request.method, name, request.body)
+            self._send(reply, status, value)
+            return
+        route = self._routes.get(request.path)
+        if route is None:
+            self._send(reply, 404, {"detail": "Not Found"})
+            return
+        methods, handler = route
+        if request.method in methods.split(b", "):
+            handler(request, reply)
+            return
+        headers = [*json_headers(self._hub.date()), (b"allow", methods)]
+        reply.send(405, headers, compact({"detail": "Method Not Allowed"}))
+
+    def _send(self, reply: "Reply", status: int, value: object) -> None:
+        reply.send(status, json_headers(self._hub.date()), compact(value))
+
+    def _got(self, answer: Callable[[], object]) -> "Callable[[Request, Reply], None]":
+        return lambda _, reply: self._send(reply, 200, answer())
+
+    def _posted(
+        self, answer: "Callable[[dict[str, Any], Hub], object]"
+    ) -> "Callable[[Request, Reply], None]":
+        def handler(request: "Request", reply: "Reply") -> None:
+            try:
+                value = answer(read_json(request.body), self._hub)
+            except ApiError as error:
+                self._send(reply, error.status, error.value)
+                return
+            self._send(reply, 200, value)
+
+        return handler
+
+    def _health(self, request: "Request", reply: "Reply") -> None:
+        del request
+        status = 503 if self._engine.faults.unhealthy else 200
+        reply.send(status, self._headers(None), b"")
+
+    def _metrics(self, request: "Request", reply: "Reply") -> None:
+        del request
+        slow_s = self._engine.faults.slow_scrape_s
+        if slow_s:
+            self._hub.loop.call_later(slow_s, self._scraped, reply)
+        else:
+            self._scraped(reply)
+
+    def _scraped(self, reply: "Reply") -> None:
+        engine, settings = self._engine, self._hub.settings
+        status, page = (
+            200,
+            render_metrics(
+                settings.model,
+                engine.states(),
+                block_tokens=settings.block_tokens,
+                kv_tokens=engine.role.kv_tokens,
+            ),
+        )
+        if engine.faults.malformed_scrape is not None:
+            status, page = spoil_metrics(engine.faults.malformed_scrape, page)
+        reply.send(status, self._headers(CONTENT_TYPE), page)
+
+    def _headers(self, kind: bytes | None) -> "Headers":
+        headers = [one for one in json_headers(self._hub.date()) if one[0] != b"content-type"]
+        if kind is not None:
+            headers.insert(2, (b"content-type", kind))
+        return headers

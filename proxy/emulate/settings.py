@@ -1,0 +1,136 @@
+"""What an emulated fleet is made of."""
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+
+_YEAR_NS = 365 * 86_400 * 10**9
+
+
+class Connector(Enum):
+    """How KV caches get from a prefiller to a decode rank."""
+
+    NIXL = "nixl"  # vLLM: the prefill answer carries the parameters of a pull.
+    MOONCAKE = "mooncake"  # vLLM: the proxy names the transfer; a bootstrap server tells the rest.
+    MOONCAKE_ASCEND = "mooncake-ascend"  # vllm-ascend's MooncakeConnectorV1: as NIXL, other keys.
+    LAYERWISE = (
+        "mooncake-layerwise"  # vllm-ascend: decode first; its rank asks a metaserver for a prefill.
+    )
+
+
+class DpMode(Enum):
+    """How a proxy addresses a decode rank."""
+
+    PORTS = "ports"  # Each rank is a server of its own.
+    HEADER = "header"  # One server; `X-data-parallel-rank` names the rank.
+
+
+class Preemption(Enum):
+    """What becomes of a request that a rank's KV cache has no room for any more."""
+
+    INTERNAL = "internal"  # vLLM: the rank computes it again.
+    STOP = "stop"  # vllm-ascend's recompute scheduler: it ends with stop_reason "recomputed".
+
+
+@dataclass(frozen=True, slots=True)
+class EmulationSettings:
+    """The machines, their speed and their dialect. All times are those of the emulated engines.
+
+    Attributes:
+        prefillers: P.
+        ranks: G.
+        batch_limit: B.
+        step_base_ns: a of T = a + b x max load.
+        step_ns_per_token: b.
+        prefill_base_ns: c of the service time c + d x prompt tokens.
+        prefill_ns_per_token: d.
+        transfer_base_ns: e of the KV transfer's time e + f x prompt tokens.
+        transfer_ns_per_token: f.
+        rank_kv_tokens: KV tokens that fit on a decode rank; None for no limit.
+        prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
+        block_tokens: Tokens of a KV block.
+        lease_s: How long a prefiller keeps blocks that nobody pulls.
+        connector: How KV caches travel.
+        dp_mode: How ranks are addressed.
+        preemption: What an overflow does.
+        time_scale: How many emulated seconds pass in one second of the event loop.
+        model: The served model's name.
+        max_model_len: Prompt and output tokens that a request may have together.
+        mean_output_tokens: Mean length of an answer that ends by itself.
+        prompt_tokens_details: Tell `cached_tokens` in usage (`--enable-prompt-tokens-details`).
+        keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
+
+    Raises:
+        ConfigError: A value that cannot be served; the message begins with its name.
+    """
+
+    prefillers: int = 2
+    ranks: int = 8
+    batch_limit: int = 16
+    step_base_ns: int = 30_000_000
+    step_ns_per_token: float = 200.0
+    prefill_base_ns: int = 20_000_000
+    prefill_ns_per_token: float = 50_000.0
+    transfer_base_ns: int = 2_000_000
+    transfer_ns_per_token: float = 1_000.0
+    rank_kv_tokens: int | None = None
+    prefiller_kv_tokens: int | None = None
+    block_tokens: int = 32
+    lease_s: float = 30.0
+    connector: Connector = Connector.NIXL
+    dp_mode: DpMode = DpMode.PORTS
+    preemption: Preemption = Preemption.INTERNAL
+    time_scale: float = 1.0
+    model: str = "emulated"
+    max_model_len: int = 131_072
+    mean_output_tokens: float = 256.0
+    prompt_tokens_details: bool = False
+    keep_alive_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("prefillers", 0, 1_000),
+            ("ranks", 0, 10_000),
+            ("batch_limit", 1, 10**9),
+            ("step_base_ns", 1, _YEAR_NS),  # A step of no time would let time stand still.
+            ("step_ns_per_token", 0, 1e9),
+            ("prefill_base_ns", 0, _YEAR_NS),
+            ("prefill_ns_per_token", 0, 1e9),
+            ("transfer_base_ns", 0, _YEAR_NS),
+            ("transfer_ns_per_token", 0, 1e9),
+            ("rank_kv_tokens", 1, 10**12),
+            ("prefiller_kv_tokens", 1, 10**12),
+            ("block_tokens", 1, 10**6),
+            ("lease_s", 1e-6, 1e9),
+            ("time_scale", 1e-3, 1e6),
+            ("max_model_len", 2, 10**9),
+            ("mean_output_tokens", 1, inf),
+            ("keep_alive_s", 1e-3, 1e9),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} is {value}, must be from {least:g} to {most:g}")
+        if not self.model:
+            raise ConfigError("model is empty")
+        if self.prefillers + self.ranks == 0:
+            raise ConfigError("ranks is 0, and there is no prefiller either")
+
+    @property
+    def prefill(self) -> PrefillModel:
+        """The prefill engines' service time."""
+        return PrefillModel(self.prefillers, self.prefill_base_ns, self.prefill_ns_per_token)
+
+    def transfer_ns(self, tokens: int) -> int:
+        """Return how long the KV cache of a prompt travels."""
+        return self.transfer_base_ns + round(self.transfer_ns_per_token * tokens)
+
+    def seconds(self, emulated_ns: float) -> float:
+        """Return how long an emulated time lasts on the event loop's clock."""
+        return emulated_ns / 1e9 / self.time_scale
+
+    def blocks(self, tokens: int) -> int:
+        """Return the KV blocks that so many tokens fill."""
+        return -(-tokens // self.block_tokens)

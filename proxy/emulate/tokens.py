@@ -1,0 +1,121 @@
+"""The emulated tokeniser and chat template.
+
+A token is a word: a run of characters between white space. White space itself is no token, so a
+text of N words has exactly N tokens, and a text followed by further words has the sum of both.
+
+Token ids below `VOCABULARY_SIZE` are the words that the emulated model says: id 12 is "t12", but
+some are decorated with quotes, backslashes or letters outside ASCII so that whoever relays them has
+something to break. Every other word has an id above, by its hash. Decoding ids gives the words
+joined by one space; of words outside the vocabulary only recent ones are remembered.
+
+The chat template adds `CHAT_TOKENS` tokens to a conversation and `MESSAGE_TOKENS` to each message:
+
+    <|begin|> <|user|> words of the message <|end|> <|assistant|>
+"""
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+VOCABULARY_SIZE = 16_384
+EOS_WORD = "<|eos|>"
+CHAT_TOKENS = 2
+MESSAGE_TOKENS = 2
+_REMEMBERED_WORDS = 1 << 18
+_DECORATIONS = ('"t{}"', "t{}\\", "é{}", "漢{}", "🙂{}", "</t{}>", "'t{}", "{{t{}}}")
+
+
+def _spell(token: int) -> str:
+    if token % 31:
+        return f"t{token}"
+    return _DECORATIONS[token // 31 % len(_DECORATIONS)].format(token)
+
+
+WORDS = tuple(map(_spell, range(VOCABULARY_SIZE)))
+# What the model says for a token: the word behind white space, here and there a new line.
+SAYINGS = tuple(("\n" if i % 53 == 0 else " ") + word for i, word in enumerate(WORDS))
+
+
+class _Ids(dict[str, int]):
+    """Ids by word; forgets what is not in the vocabulary when there is too much of it."""
+
+    def __init__(self) -> None:
+        super().__init__(self._vocabulary())
+        self.words: dict[int, str] = {}
+
+    @staticmethod
+    def _vocabulary() -> Iterable[tuple[str, int]]:
+        return zip(WORDS, range(VOCABULARY_SIZE), strict=True)
+
+    def __missing__(self, word: str) -> int:
+        if len(self.words) >= _REMEMBERED_WORDS:
+            self.clear()
+            self.update(self._vocabulary())
+            self.words.clear()
+        hashed = zlib.crc32(word.encode("utf-8", "surrogatepass"))
+        token = VOCABULARY_SIZE + hashed % (2**31 - VOCABULARY_SIZE)
+        self[word] = token
+        self.words[token] = word
+        return token
+
+
+_IDS = _Ids()
+
+
+def tokenise(text: str) -> list[int]:
+    """Return the token ids of a text."""
+    return list(map(_IDS.__getitem__, text.split()))
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """Return the words of token ids, joined by spaces."""
+    return " ".join(map(word_of, tokens))
+
+
+def word_of(token: int) -> str:
+    """Return the word of a token id; `t<id>` for an id whose word is not known."""
+    if 0 <= token < VOCABULARY_SIZE:
+        return WORDS[token]
+    return _IDS.words.get(token, f"t{token}")
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Return token ids as bytes, so that they can be hashed."""
+    return array("Q", tokens).tobytes()
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: object = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """Return a conversation as the text that is tokenised.
+
+    Args:
+        messages: OpenAI messages.
+        tools: OpenAI tool definitions, or None.
+        add_generation_prompt: Open the assistant's turn at the end.
+        continue_final_message: Leave the last message open, to go on with it.
+    """
+    parts = ["<|begin|>"]
+    if tools:
+        parts += ["<|tools|>", json.dumps(tools), "<|end|>"]
+    for message in messages:
+        parts += [f"<|{message.get('role')}|>", _content(message), "<|end|>"]
+    if continue_final_message:
+        parts.pop()
+    elif add_generation_prompt:
+        parts.append("<|assistant|>")
+    return " ".join(parts)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    calls = message.get("tool_calls")
+    return f"{content or ''}{' ' + json.dumps(calls) if calls else ''}"

@@ -1,0 +1,1 @@
+"""Trace replay over HTTP against any OpenAI-compatible endpoint."""

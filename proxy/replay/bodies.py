@@ -1,0 +1,90 @@
+"""The bodies of the requests to come, built ahead so that a long prompt delays no request."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from balanceroute.proxy.replay.body import Api, request_body
+from balanceroute.proxy.replay.prompts import PromptBuilder
+from balanceroute.proxy.replay.workload import PlannedRequest
+
+# Enough for a burst of arrivals, in no more memory than a few of the longest prompts need.
+MAX_BODIES = 64
+MAX_BYTES = 32 << 20
+
+
+class BodyQueue:
+    """Bodies in the order of the requests.
+
+    One is built at a time, between whatever else the loop has to do.
+
+    Args:
+        requests: In the order in which they are taken.
+        prompts: Builds their prompts.
+        api: The endpoint.
+        model: The model's name.
+        loop: The running loop.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[PlannedRequest],
+        prompts: PromptBuilder,
+        *,
+        api: Api,
+        model: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._requests = requests
+        self._prompts = prompts
+        self._api = api
+        self._model = model
+        self._loop = loop
+        self._ready: deque[bytes] = deque()
+        self._bytes = 0
+        self._built = 0
+        self._handle: asyncio.Handle | None = None
+        self._build_ahead()
+
+    def take(self) -> bytes:
+        """Return the next request's body."""
+        body = self._ready.popleft() if self._ready else self._build()
+        self._bytes -= len(body)
+        self._build_ahead()
+        return body
+
+    def close(self) -> None:
+        """Build nothing more."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _build_ahead(self) -> None:
+        if self._handle is None and self._wants_more:
+            self._handle = self._loop.call_soon(self._build_one)
+
+    def _build_one(self) -> None:
+        self._handle = None
+        if self._wants_more:  # What was wanted may have been taken since.
+            self._ready.append(self._build())
+            self._build_ahead()
+
+    @property
+    def _wants_more(self) -> bool:
+        return (
+            self._built < len(self._requests)
+            and len(self._ready) < MAX_BODIES
+            and self._bytes < MAX_BYTES
+        )
+
+    def _build(self) -> bytes:
+        request = self._requests[self._built]
+        self._built += 1
+        body = request_body(
+            self._api,
+            model=self._model,
+            prompt=self._prompts.build(request),
+            output_tokens=request.output_tokens,
+        )
+        self._bytes += len(body)
+        return body

@@ -1,0 +1,310 @@
+"""Trace replay over HTTP: sends the requests of a trace, open or closed loop, and measures.
+
+Open loop: every request is sent at its recorded time, whatever the answers do. Closed loop: a
+request is sent whenever one ends, so that the same number is always outstanding.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.replay.bodies import BodyQueue
+from balanceroute.proxy.replay.exchange import Exchange
+from balanceroute.proxy.replay.faults import UNREAD_FLEET, Fault, FaultCount, count_faults, shown
+from balanceroute.proxy.replay.figures import STEADY_STATE, ReplayFigures
+from balanceroute.proxy.replay.fleet import FleetFigures, FleetProbe
+from balanceroute.proxy.replay.prompts import PromptBuilder
+from balanceroute.proxy.replay.recorder import Recorder
+from balanceroute.proxy.replay.sample import Sample
+from balanceroute.proxy.replay.settings import ReplaySettings
+from balanceroute.proxy.replay.target import Target, first_model, parse_target
+from balanceroute.proxy.replay.workload import PlannedRequest, due_s
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.messages import Headers
+
+_PROGRESS_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a replay has come.
+
+    Attributes:
+        total: Requests of the run.
+        ended: Those that have finished, failed or been cancelled.
+        running: Those sent and not ended.
+        errors: Those that failed.
+        token_events: Token events so far.
+        elapsed_s: Seconds of the target's time since the replay began.
+    """
+
+    total: int
+    ended: int
+    running: int
+    errors: int
+    token_events: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay measured.
+
+    Attributes:
+        model: The model's name.
+        figures: The figures.
+        fleet: The emulated fleet's own figures of the same window; None if there are none.
+        faults: The kinds of failure, the most frequent first.
+        samples: What happened to each request sent, in order, in times of the clock.
+        start_ns: The clock when the replay began.
+        interrupted: Whether it was stopped before its end.
+    """
+
+    model: str
+    figures: ReplayFigures
+    fleet: FleetFigures | None
+    faults: Sequence[FaultCount]
+    samples: Sequence[Sample]
+    start_ns: int
+    interrupted: bool
+
+
+async def replay(
+    settings: ReplaySettings,
+    requests: Sequence[PlannedRequest],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    stop: asyncio.Event | None = None,
+    clock_ns: Callable[[], int] | None = None,
+) -> ReplayResult:
+    """Replay requests until all have ended; their failures are in the result.
+
+    Args:
+        settings: How to replay.
+        requests: In order of arrival, at least one.
+        progress: Called a few times a second, and at the end.
+        stop: Once set, nothing more is sent and what runs is given up.
+        clock_ns: What times are measured with, as the loop's own clock may be coarse (uvloop's has
+            milliseconds, and stands still while callbacks run). None for the loop's own.
+
+    Raises:
+        ConfigError: A URL is malformed.
+        TargetError: The target names no model, or the emulated fleet has no figures.
+        WireError: Neither answers at the beginning.
+    """
+    assert requests, "nothing to replay"
+    target = parse_target("--target", settings.target)
+    probe = None if settings.emulation is None else FleetProbe(settings.emulation)
+    headers: Headers = []
+    if settings.api_key is not None:
+        headers.append((b"authorization", b"Bearer " + settings.api_key.encode()))
+    with closing(target.connect()) as endpoint:
+        try:
+            if probe is not None:
+                await probe.reset()
+            model = settings.model or await first_model(endpoint, target, headers)
+            run = _Run(
+                settings,
+                requests,
+                target=target,
+                endpoint=endpoint,
+                headers=headers,
+                model=model,
+                clock_ns=clock_ns,
+            )
+            return await run.complete(probe, progress, stop or asyncio.Event())
+        finally:
+            if probe is not None:
+                probe.close()
+
+
+class _Run:
+    """One replay in progress."""
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        requests: Sequence[PlannedRequest],
+        *,
+        target: Target,
+        endpoint: Endpoint,
+        headers: Headers,
+        model: str,
+        clock_ns: Callable[[], int] | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._requests = requests
+        self._endpoint = endpoint
+        self._path = target.path(settings.api.path)
+        self._headers = [
+            *headers,
+            (b"content-type", b"application/json"),
+            (b"accept", b"text/event-stream"),
+        ]
+        self._model = model
+        self._loop = loop
+        self._recorder = Recorder(len(requests))
+        self._bodies = BodyQueue(
+            requests, PromptBuilder(settings.seed), api=settings.api, model=model, loop=loop
+        )
+        self._running: dict[int, Exchange] = {}
+        self._clock_ns = clock_ns or (lambda: round(1e9 * loop.time()))
+        self._start_s, self._start_ns = loop.time(), self._clock_ns()
+        # Since the start.
+        self._due_s = due_s(requests, speed=settings.rate * settings.time_scale)
+        self._arrival: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] = loop.create_future()
+        # Told whether the window ever opened.
+        self._opened: asyncio.Future[bool] = loop.create_future()
+        self._closed: asyncio.Future[None] = loop.create_future()
+
+    async def complete(
+        self,
+        probe: FleetProbe | None,
+        progress: Callable[[Progress], None] | None,
+        stop: asyncio.Event,
+    ) -> ReplayResult:
+        """Send everything and wait for its end, or for `stop`."""
+        fleet = asyncio.ensure_future(self._watch_fleet(probe))
+        stopping = asyncio.ensure_future(stop.wait())
+        reporting = asyncio.ensure_future(self._report(progress))
+        try:
+            self._begin()
+            ends: tuple[asyncio.Future[Any], ...] = (self._over, stopping)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            interrupted = not self._over.done()
+            self._end()
+            fleet_figures, fleet_faults = await fleet
+        finally:
+            self._end()
+            tasks = (fleet, stopping, reporting)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if progress is not None:
+            progress(self._progress())
+        figures = self._recorder.figures(time_scale=self._settings.time_scale)
+        if self._opened.result() != (figures.window == STEADY_STATE):
+            fleet_figures = None  # Of another stretch of time.
+        samples = self._recorder.samples
+        faults = [sample.fault for sample in samples if sample.fault is not None]
+        return ReplayResult(
+            model=self._model,
+            figures=figures,
+            fleet=fleet_figures,
+            faults=count_faults([*faults, *fleet_faults]),
+            samples=samples,
+            start_ns=self._start_ns,
+            interrupted=interrupted,
+        )
+
+    def _begin(self) -> None:
+        if self._settings.concurrency is None:
+            self._send_due()
+        else:
+            for _ in range(min(self._settings.concurrency, len(self._requests))):
+                self._send(self._clock_ns())
+
+    def _end(self) -> None:
+        """Send nothing more and give up what runs. Idempotent."""
+        if self._arrival is not None:
+            self._arrival.cancel()
+        self._bodies.close()
+        self._recorder.close(self._clock_ns())
+        for exchange in self._running.values():
+            exchange.cancel()
+        self._running.clear()
+        self._note_window()
+        for edge in (self._over, self._closed):
+            if not edge.done():
+                edge.set_result(None)
+        if not self._opened.done():
+            self._opened.set_result(False)
+
+    def _send_due(self) -> None:
+        now_s = self._loop.time()
+        while not self._all_sent:
+            due_s = self._due_s[len(self._recorder.samples)]
+            # The same sum as the timer's: a difference may round to before what it waited for.
+            if self._start_s + due_s > now_s:
+                self._arrival = self._loop.call_at(self._start_s + due_s, self._send_due)
+                return
+            self._send(self._start_ns + round(1e9 * due_s))
+
+    @property
+    def _all_sent(self) -> bool:
+        return len(self._recorder.samples) == len(self._requests)
+
+    def _send(self, due_ns: int) -> None:
+        place = len(self._recorder.samples)
+        request = self._requests[place]
+        body = self._bodies.take()
+        sample = self._recorder.sent(request, due_ns, self._clock_ns())
+        exchange = Exchange(
+            sample,
+            self._recorder,
+            self._loop,
+            clock_ns=self._clock_ns,
+            on_over=lambda: self._ended(place),
+        )
+        name = f"{self._settings.request_ids}-{request.number}"
+        exchange.start(
+            self._endpoint,
+            self._path,
+            [*self._headers, (b"x-request-id", name.encode())],
+            body,
+            timeout_s=self._settings.timeout_s / self._settings.time_scale,
+        )
+        self._running[place] = exchange
+        self._note_window()
+
+    def _ended(self, place: int) -> None:
+        del self._running[place]
+        self._note_window()
+        if self._recorder.ended == len(self._requests):
+            self._over.set_result(None)
+        elif self._settings.concurrency is not None and not self._all_sent:
+            self._send(self._clock_ns())
+
+    def _note_window(self) -> None:
+        """Tell the edges of the window to who waits for them."""
+        if self._recorder.opened is None:
+            return
+        if not self._opened.done():
+            self._opened.set_result(True)
+        if self._recorder.closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+
+    async def _watch_fleet(
+        self, probe: FleetProbe | None
+    ) -> tuple[FleetFigures | None, Sequence[Fault]]:
+        """Return the emulated fleet's figures of the window, or of the whole run without one."""
+        if probe is None:
+            return None, ()
+        try:
+            if await self._opened:
+                await probe.reset()
+            await self._closed
+            return await probe.read(), ()
+        except BalanceRouteError as error:
+            return None, (Fault(UNREAD_FLEET, shown(str(error))),)
+
+    async def _report(self, progress: Callable[[Progress], None] | None) -> None:
+        while progress is not None:
+            progress(self._progress())
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+
+    def _progress(self) -> Progress:
+        recorder = self._recorder
+        return Progress(
+            total=len(self._requests),
+            ended=recorder.ended,
+            running=recorder.running,
+            errors=recorder.errors,
+            token_events=recorder.events,
+            elapsed_s=(self._loop.time() - self._start_s) * self._settings.time_scale,
+        )

@@ -1,0 +1,66 @@
+"""An emulated fleet's own figures: what only the ranks know, such as who waited at the barrier."""
+
+from dataclasses import dataclass, fields
+from math import isfinite
+
+from balanceroute.proxy.replay.target import TargetError, call_json, parse_target
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """The figures of the decode ranks over a stretch of time; the names are the simulator's.
+
+    Attributes:
+        mean_imbalance_tokens: max − min of the ranks' loads, mean over steps.
+        idle_fraction: The share of rank time spent waiting at the barrier.
+        steps: Decode steps.
+    """
+
+    mean_imbalance_tokens: float
+    idle_fraction: float
+    steps: float
+
+
+class FleetProbe:
+    """Resets and reads the figures of an emulated fleet.
+
+    Args:
+        url: Of any server of the fleet.
+
+    Raises:
+        ConfigError: The URL is malformed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._target = parse_target("--emulation", url)
+        self._endpoint = self._target.connect()
+
+    async def reset(self) -> None:
+        """Begin a new stretch of time.
+
+        Raises:
+            TargetError: The server has no such figures.
+            WireError: There is no answer.
+        """
+        await call_json(self._endpoint, self._target, "POST", "/emulation/stats/reset", [])
+
+    async def read(self) -> FleetFigures:
+        """Return the figures since the last reset.
+
+        Raises:
+            TargetError: The server has no such figures.
+            WireError: There is no answer.
+        """
+        answer = await call_json(self._endpoint, self._target, "GET", "/emulation/stats", [])
+        values: dict[str, float] = {}
+        for field in fields(FleetFigures):
+            value = answer.get(field.name) if isinstance(answer, dict) else None
+            if not isinstance(value, int | float) or not isfinite(value):
+                url = f"{self._target.url}/emulation/stats"
+                raise TargetError(f"GET {url}: no number {field.name} in the answer")
+            values[field.name] = value
+        return FleetFigures(**values)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._endpoint.close()
