@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from balanceroute import __version__
-from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.cli import emulate, replay, serve, simulate, up
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
 
 
@@ -23,10 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     simulate.add_parser(commands)
+    replay.add_parser(commands)
+    serve.add_parser(commands)
+    up.add_parser(commands)
+    emulate.add_parser(commands)
     chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
-    except (BalanceRouteError, TraceError, OSError) as error:
+    except (BalanceRouteError, TopologyError, TraceError, OSError) as error:
         print(f"balanceroute: {error}", file=sys.stderr)  # noqa: T201 - the command line's answer.
         return 2
     except KeyboardInterrupt:

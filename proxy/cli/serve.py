@@ -1,0 +1,78 @@
+"""`balanceroute serve`: route OpenAI-compatible requests to prefill and decode engines."""
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.cli.policy_flags import add_flag
+from balanceroute.proxy.live.flags import GROUPS, OPTIONS
+from balanceroute.topologies import read_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from balanceroute.proxy.live.options import Option
+    from balanceroute.topologies import Topology
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        help="route requests to prefill and decode engines",
+        description=__doc__,
+        epilog="Times are in seconds. A topology names the engines, the connector and the models; "
+        "every other flag can stand in its [proxy] table, with underscores. A flag goes before the "
+        "file.",
+        # A new flag must not make what somebody abbreviates ambiguous.
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="the engines and settings as a TOML file, or the name of a shipped one",
+    )
+    add_serve_flags(parser)
+
+
+def add_serve_flags(
+    parser: argparse.ArgumentParser, *, without: "Collection[Option[object]]" = ()
+) -> None:
+    """Add the flag of every setting but those named."""
+    for heading, options in GROUPS.items():
+        group = parser.add_argument_group(heading)
+        for option in options:
+            if option not in without:
+                add_flag(group, option)
+
+
+def flags_given(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the values of the settings' flags by name; None for those that were not given."""
+    return {option.name: getattr(arguments, option.name, None) for option in OPTIONS}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: serve until a signal ends it.
+
+    Raises:
+        ConfigError: A setting cannot be served.
+        TopologyError: The topology cannot be used.
+        OSError: A file cannot be read, or an address cannot be bound.
+    """
+    topology = None if arguments.topology is None else read_topology(arguments.topology)
+    return configure_and_serve(topology, flags_given(arguments))
+
+
+def configure_and_serve(topology: "Topology | None", given: "Mapping[str, object]") -> int:
+    """Serve until a signal ends it; return the exit status.
+
+    Raises:
+        ConfigError: A setting cannot be served.
+        OSError: A file cannot be read, or an address cannot be bound.
+    """
+    # Here, so that the other subcommands start without them.
+    from balanceroute.proxy.live.configure import make_config  # noqa: PLC0415
+    from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
+
+    return serve(make_config(topology, given, environment=os.environ))

@@ -1,0 +1,1 @@
+"""The live proxy: sockets, clocks and engines around the sans-IO core."""

@@ -1,0 +1,137 @@
+"""The client's JSON body: parsed once, and rewritten only where an engine leg needs it.
+
+The members are cut out of the text as they stand, so that everything a leg does not override reaches
+the engine byte for byte: number formats, escapes and the order of keys. A decode body that
+tokenises differently from its prefill body kills a vLLM decode engine, so nothing else may change.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+
+# Characters of a refused key that are told.
+_MAX_NAME = 64
+# Parsing takes some 970 levels and dumping a few less, so what is dumped again must stay well below.
+_MAX_LEVELS = 100
+# White space as in RFC 8259; \s matches more.
+_SPACE = r"[ \t\n\r]*"
+_KEY = rf'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"{_SPACE}:{_SPACE}'
+_FIRST = re.compile(rf"{_SPACE}\{{{_SPACE}(?:{_KEY})?")
+_NEXT = re.compile(rf"{_SPACE},{_SPACE}{_KEY}")
+_END = re.compile(rf"{_SPACE}\}}{_SPACE}")
+
+
+class BodyError(BalanceRouteError):
+    """The body cannot be served; the message is for the client."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestBody:
+    """A JSON object with the text of each member.
+
+    Args:
+        data: UTF-8 JSON.
+
+    Attributes:
+        values: The members, decoded.
+
+    Raises:
+        BodyError: Not a JSON object, or a key stands twice: two parsers might then read two
+            different requests.
+    """
+
+    __slots__ = ("_places", "_text", "values")
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            self._text = data.decode()
+        except UnicodeDecodeError as error:
+            raise BodyError(f"the body is not UTF-8: byte {error.start}") from None
+        self.values: dict[str, Any] = {}
+        # Where each member stands in the text, from its key to the end of its value.
+        self._places: dict[str, tuple[int, int]] = {}
+        try:
+            self._parse()
+        except json.JSONDecodeError as error:
+            raise BodyError(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
+        except RecursionError:
+            raise BodyError("the body is nested too deeply") from None
+        except ValueError as error:
+            # NaN and Infinity, and integers of more digits than Python converts.
+            raise BodyError(f"the body is not valid JSON: {error}") from None
+
+    def encode(self, overrides: Mapping[str, object], drop: Collection[str] = ()) -> bytes:
+        """Return the object without `drop`, with `overrides` in the place of their members or last."""
+        text, places = self._text, self._places
+        parts: list[str] = []
+        for key, (begin, end) in places.items():
+            if key in overrides:
+                parts.append(_members({key: overrides[key]}))
+            elif key not in drop:
+                parts.append(text[begin:end])
+        new = {key: value for key, value in overrides.items() if key not in places}
+        if new:
+            parts.append(_members(new))
+        # The text was decoded from UTF-8 and JSON is dumped as ASCII, so there is no lone surrogate.
+        return ("{" + ", ".join(parts) + "}").encode()
+
+    def text_length(self, key: str) -> int:
+        """Return the number of characters of a member's text; 0 if it is absent."""
+        begin, end = self._places.get(key, (0, 0))
+        return end - begin
+
+    def _parse(self) -> None:
+        text, values, places = self._text, self.values, self._places
+        found = _FIRST.match(text)
+        if found is None:
+            raise BodyError("the body must be a JSON object")
+        end = found.end()
+        member = None if found[1] is None else found
+        while member is not None:
+            key = member[1]
+            begin = member.start(1) - 1
+            if "\\" in key:
+                key, _ = _decode(text, begin)
+            value, end = _decode(text, member.end())
+            if key in values:
+                name = key[:_MAX_NAME]
+                raise BodyError(f"the body has the key {name!r} twice", name)
+            values[key] = value
+            places[key] = (begin, end)
+            member = _NEXT.match(text, end)
+        if _END.fullmatch(text, end) is None:
+            raise json.JSONDecodeError("malformed object", text, end)
+
+
+def is_deep(value: object) -> bool:
+    """Return whether a decoded value is nested too deeply to be encoded again without risk."""
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        inner: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _members(values: Mapping[str, object]) -> str:
+    return _dump(values)[1:-1]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+_dump = json.JSONEncoder().encode

@@ -1,0 +1,44 @@
+"""vLLM's MooncakeConnector: the proxy names the transfer, the decoder asks a bootstrap server.
+
+The prefill answer carries no parameters. Keys as in real requests to vLLM 0.32; the engine id comes
+from `GET <bootstrap>/query`, keyed by data-parallel rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.live.connectors.base import MissingKvError, PrefillerIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeConnector:
+    """MooncakeConnector of vLLM."""
+
+    name: str
+    lease_s: float | None
+    recomputes: bool = False
+    decode_first: bool = False
+
+    def prefill_params(self, transfer: str) -> Mapping[str, object]:
+        """Return the parameters that name the transfer."""
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+
+    def decode_params(
+        self, transfer: str, returned: object, identity: PrefillerIdentity | None
+    ) -> Mapping[str, Any]:
+        """Return the parameters with which a decoder finds the transfer.
+
+        Raises:
+            MissingKvError: The prefiller's bootstrap server has not told its engine id.
+        """
+        del returned
+        if identity is None:
+            raise MissingKvError("the prefiller's bootstrap server has not answered")
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": identity.bootstrap_address,
+            "remote_engine_id": identity.engine_id,
+            "transfer_id": transfer,
+        }

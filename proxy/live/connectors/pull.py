@@ -1,0 +1,59 @@
+"""Connectors whose prefill answer carries all that the decoder needs to pull the KV cache.
+
+NIXL (vLLM): https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html. MooncakeConnectorV1
+(vllm-ascend) returns further keys, which pass through with the rest; its decode ranks run the
+recompute scheduler, which hands requests back under KV pressure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.live.connectors.base import MissingKvError, PrefillerIdentity
+
+_PREFILL_PARAMS: Mapping[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PullConnector:
+    """NIXL in pull mode, and MooncakeConnectorV1 of vllm-ascend."""
+
+    name: str
+    lease_s: float | None
+    recomputes: bool
+    decode_first: bool = False
+
+    def prefill_params(self, transfer: str) -> Mapping[str, object]:
+        """Return the parameters that make the prefiller keep the KV cache for a decoder."""
+        del transfer
+        return _PREFILL_PARAMS
+
+    def decode_params(
+        self, transfer: str, returned: object, identity: PrefillerIdentity | None
+    ) -> Mapping[str, Any]:
+        """Return what the prefiller returned, if a decoder can pull with it.
+
+        Raises:
+            MissingKvError: It is no object, or lacks what every pull needs.
+        """
+        del transfer, identity
+        if not isinstance(returned, dict):
+            raise MissingKvError("the prefill answer has no kv_transfer_params")
+        if returned.get("do_remote_prefill") is not True:
+            raise MissingKvError("kv_transfer_params of the prefill answer do not ask for a pull")
+        for key, kind in (
+            ("remote_block_ids", list),
+            ("remote_engine_id", str),
+            ("remote_host", str),
+            ("remote_port", int),
+        ):
+            if not isinstance(returned.get(key), kind) or returned[key] == "":
+                raise MissingKvError(f"kv_transfer_params of the prefill answer lack {key}")
+        return returned

@@ -1,0 +1,463 @@
+"""The live driver: feeds the scheduler what happens on the sockets and performs what it decides.
+
+The same role as the simulator's driver, with the loop's clock. Admissions are decided in ticks. A
+tick comes at once when a request enters the pool; when a slot becomes free it comes a moment later,
+so that all requests that end with the same step are seen by one decision.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from balanceroute.proxy.core.admission import Admission, Refusal
+from balanceroute.proxy.core.events import (
+    AbortDecode,
+    AbortPrefill,
+    Action,
+    Admit,
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    Expire,
+    PrefillDone,
+    PrefillerClosed,
+    PrefillerOpened,
+    PrefillLost,
+    RankClosed,
+    RankOpened,
+    ReleasePrefill,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+    TokensEmitted,
+)
+from balanceroute.proxy.core.fscore import idle_tokens
+from balanceroute.proxy.live.instances import Instances, Prefiller
+from balanceroute.proxy.live.leg_settings import LegSettings
+from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.retry_budget import RetryBudget
+from balanceroute.proxy.live.session import Session
+from balanceroute.proxy.live.shape import CHARACTERS_PER_TOKEN, Shape
+from balanceroute.proxy.live.step_clock import StepClock
+from balanceroute.proxy.live.target import Fault, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.body import RequestBody
+    from balanceroute.proxy.live.connectors import Connector
+    from balanceroute.proxy.live.hand_off import HandOff
+    from balanceroute.proxy.live.health import Health
+    from balanceroute.proxy.live.metrics import Metrics
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.server import Reply
+
+# How often deadlines are looked at and progress is taken, in seconds.
+_SWEEP_S = 0.25
+# Weight of one more prompt in the running mean of characters per token.
+_WEIGHT = 1 / 32
+# After these a slot may be free for a request that waits.
+_FREEING = (RequestFinished, RequestFailed, RequestCancelled, RequestRecomputed, RankOpened)
+# After these a request is on no rank.
+_UNBINDING = (RequestRecomputed, DecodeLost, PrefillLost)
+# After these a request may be new in the pool.
+_POOLING = (PrefillDone, RequestArrived, DecodeLost)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSettings:
+    """How the driver works.
+
+    Attributes:
+        legs: Time limits and retries.
+        lease_s: How long a prefiller keeps a KV cache; None for ever.
+        settle_s: How long a tick waits for further requests to end with the same step.
+    """
+
+    legs: LegSettings
+    lease_s: float | None
+    settle_s: float = 0.002
+
+
+class Log(Protocol):
+    """Writes down requests that ended."""
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Write one request's line."""
+
+
+class Driver:
+    """One scheduler and the sessions it decides for.
+
+    Args:
+        scheduler: Its numbers of ranks and prefillers are those of `instances`.
+        instances: The engines.
+        connector: How KV caches travel.
+        predictor: Told of every finished request.
+        health: Told how legs end.
+        metrics: Told of everything countable.
+        log: Told of every request that ended.
+        admission: Asked before a request is let in.
+        settings: See there.
+        rng: Makes tokens that name transfers.
+        stopwatch: Real seconds, for the cost of decisions.
+
+    Attributes:
+        sessions: All live requests.
+        idle_tokens: Sum of the missing tokens over the inferred steps; see `Snapshot`.
+        capacity_tokens: See `Snapshot`.
+        clock_of_steps: The inferred steps.
+        draining: Whether new requests are refused.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        instances: Instances,
+        connector: "Connector",
+        predictor: "Predictor",
+        *,
+        health: "Health",
+        metrics: "Metrics",
+        log: Log,
+        admission: Admission,
+        settings: DriverSettings,
+        rng: random.Random,
+        stopwatch: Callable[[], float],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.scheduler = scheduler
+        self.instances = instances
+        self.connector = connector
+        self.legs = settings.legs
+        self.lease_s = settings.lease_s
+        self.clock = loop.time
+        self.call_later = loop.call_later
+        self.observe_gap = metrics.observe_itl
+        self.sessions: dict[RequestId, Session] = {}
+        self.steps = StepClock()
+        self.idle_tokens = 0
+        self.capacity_tokens = 0
+        self.draining = False
+        self._loop = loop
+        self._predictor = predictor
+        self._health = health
+        self._metrics = metrics
+        self._log = log
+        self._admission = admission
+        self._settle_s = settings.settle_s
+        self._rng = rng
+        self._stopwatch = stopwatch
+        self._lap_s = 0.0
+        self._retries = RetryBudget()
+        self._arrived = 0
+        self._ids: Counter[str] = Counter()  # Client request ids in use.
+        self._characters_per_token = CHARACTERS_PER_TOKEN
+        self._serving = instances.serving()
+        # What the scheduler has been told of who is open.
+        self._open_prefillers = [True] * len(instances.prefillers)
+        self._open_ranks = [True] * len(instances.ranks)
+        # In their rank's batch; and admitted, without a stream to tell when they join it.
+        self._started: dict[RequestId, Session] = {}
+        self._unheard: dict[RequestId, float] = {}
+        self._transfer_s = 0.0
+        self._hand_offs: dict[str, HandOff] = {}
+        # Timers.
+        self._tick_timer: asyncio.Handle | None = None
+        self._tick_soon = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    # What the gateway does.
+
+    def refuse(self) -> Refusal | None:
+        """Return why a request that comes now cannot be taken, or None."""
+        if self.draining:
+            return Refusal("the proxy is shutting down", 1)
+        return self._admission.refuse(self.scheduler.waiting, self._now_ns())
+
+    def submit(
+        self,
+        *,
+        shape: Shape,
+        body: "RequestBody",
+        headers: "Headers",
+        reply: "Reply",
+        record: RequestRecord,
+    ) -> None:
+        """Take a request that was not refused."""
+        number = RequestId(self._arrived)
+        self._arrived += 1
+        self._retries.earn()
+        session = Session(
+            number, self, shape=shape, body=body, headers=headers, reply=reply, record=record
+        )
+        self.sessions[number] = session
+        self._ids[record.request_id] += 1
+        self._empty.clear()
+        if self._sweep_timer is None:
+            self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
+        tokens = shape.prompt_tokens
+        if tokens is None:
+            tokens = max(1, round(shape.prompt_characters / self._characters_per_token))
+        prefill = session.has_prefill_leg
+        if not prefill:
+            session.pooled()
+        self.feed(RequestArrived(number, tokens, slots=shape.sequences, prefill=prefill))
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        await self._empty.wait()
+
+    def shut_down(self) -> None:
+        """End every request and every timer."""
+        for session in list(self.sessions.values()):
+            session.shut_down()
+        for timer in (self._tick_timer, self._deadline_timer, self._sweep_timer):
+            if timer is not None:
+                timer.cancel()
+        self._tick_timer = self._deadline_timer = self._sweep_timer = None
+
+    def lap(self, stage: str) -> None:
+        """Note that a stage of the present decision ended."""
+        now_s = self._stopwatch()
+        self._metrics.dispatched(stage, now_s - self._lap_s)
+        self._lap_s = now_s
+
+    def reopen(self) -> None:
+        """Tell the scheduler which instances are open now, after any of them changed."""
+        for prefiller in self.instances.prefillers:
+            if self._open_prefillers[prefiller.id] != prefiller.open:
+                self._open_prefillers[prefiller.id] = prefiller.open
+                change = PrefillerOpened if prefiller.open else PrefillerClosed
+                self.feed(change(prefiller.id))
+        for rank in self.instances.ranks:
+            if self._open_ranks[rank.id] != rank.open:
+                self._open_ranks[rank.id] = rank.open
+                self.feed(RankOpened(rank.id) if rank.open else RankClosed(rank.id))
+        self._serving = self.instances.serving()
+
+    def grown(self) -> None:
+        """Note that instances were added, which the scheduler has been told by `reshape`."""
+        prefillers, ranks = self.instances.prefillers, self.instances.ranks
+        self._open_prefillers += [True] * (len(prefillers) - len(self._open_prefillers))
+        self._open_ranks += [True] * (len(ranks) - len(self._open_ranks))
+        self.reopen()
+        self._wake(0.0)
+
+    def engine_id(self, request_id: str) -> str:
+        """Return what a request is called at the engines: its id, unless that is in use.
+
+        Two requests of one name would be one to some engines.
+        """
+        if request_id in self._ids:
+            return f"{request_id}-{self._rng.getrandbits(32):08x}"
+        return request_id
+
+    def hand_off(self, transfer: str, params: "Mapping[str, Any]") -> bool:
+        """Take a decode rank's call for its prefill; return whether one was expected."""
+        expected = self._hand_offs.get(transfer)
+        if expected is None:
+            return False
+        expected.take(params)
+        return True
+
+    # What a session does: Host.
+
+    def feed(self, event: Event) -> None:
+        """Give the scheduler an event, perform what it decides, and see that a tick follows."""
+        if isinstance(event, _UNBINDING):
+            self._started.pop(event.request, None)
+            self._unheard.pop(event.request, None)
+        for action in self.scheduler.handle(event, now_ns=self._now_ns()):
+            self._perform(action)
+        if isinstance(event, _POOLING):
+            self._watch_deadlines()
+            if len(self.scheduler.pool):
+                self._wake(0.0)
+        elif isinstance(event, _FREEING) and len(self.scheduler.pool):
+            self._wake(self._settle_s)
+
+    def unique(self) -> str:
+        """Return 128 random bits in hexadecimal."""
+        return f"{self._rng.getrandbits(128):032x}"
+
+    def choose_prefiller(self, other_than: Prefiller | None) -> Prefiller | None:
+        """Return the open prefiller with the fewest hand-offs, another than the last if there is."""
+        able = [prefiller for prefiller in self.instances.prefillers if prefiller.open]
+        able = [prefiller for prefiller in able if prefiller is not other_than] or able
+        return min(able, key=lambda prefiller: prefiller.hand_offs, default=None)
+
+    def expect(self, transfer: str, hand_off: "HandOff") -> None:
+        """Let the decode rank of `transfer` call back."""
+        self._hand_offs[transfer] = hand_off
+
+    def expect_no_more(self, transfer: str) -> None:
+        """Let it call back no more."""
+        self._hand_offs.pop(transfer, None)
+
+    def may_retry(self, leg: str, fault: Fault) -> bool:
+        """Take one retry from the budget, if there is one."""
+        if not self._retries.spend():
+            return False
+        self._metrics.retry(leg, fault.value)
+        return True
+
+    def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
+        """Report a failure to the health checks."""
+        self._health.failed(target, fault, reason)
+
+    def leg_succeeded(self, target: Target) -> None:
+        """Report a success to the health checks."""
+        self._health.succeeded(target)
+
+    def counted(self, shape: Shape, prompt_tokens: int) -> None:
+        """Learn how many characters a token has."""
+        if shape.prompt_tokens is None:
+            ratio = shape.prompt_characters / prompt_tokens
+            self._characters_per_token += _WEIGHT * (ratio - self._characters_per_token)
+
+    def started(self, session: Session) -> None:
+        """Note that a stream began: the request is in its rank's batch."""
+        self._join(session)
+        assert session.record.admitted_ns is not None
+        waited_s = self.clock() - session.record.admitted_ns / 1e9
+        self._transfer_s += 0.1 * (waited_s - self._transfer_s)
+
+    def ended(self, session: Session) -> None:
+        """Forget a session that is over, and count it."""
+        number, record = session.number, session.record
+        del self.sessions[number]
+        self._ids[record.request_id] -= 1
+        if not self._ids[record.request_id]:
+            del self._ids[record.request_id]
+        self._started.pop(number, None)
+        self._unheard.pop(number, None)
+        if record.outcome is Outcome.OK and record.output_tokens:
+            self._predictor.observe(number, record.output_tokens)
+            if not session.streaming and record.admitted_ns is not None:
+                took_s = (record.ended_ns - record.admitted_ns) / 1e9
+                self.steps.observe_answer(took_s * record.choices / record.output_tokens)
+        self._metrics.request_ended(record)
+        self._log.request_ended(record)
+        if not self.sessions:
+            self._empty.set()
+
+    # Decisions.
+
+    def _now_ns(self) -> int:
+        return round(self.clock() * 1e9)
+
+    def _wake(self, delay_s: float) -> None:
+        """See that a tick comes after at most `delay_s`."""
+        if self._tick_timer is not None:
+            if self._tick_soon or delay_s > 0.0:
+                return
+            self._tick_timer.cancel()
+        self._tick_soon = delay_s == 0.0
+        if self._tick_soon:
+            self._tick_timer = self._loop.call_soon(self._tick)
+        else:
+            self._tick_timer = self.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        self._follow()
+        self._lap_s = begin_s = self._stopwatch()
+        actions = self.scheduler.handle(Tick(), now_ns=self._now_ns())
+        self._metrics.dispatched("total", self._stopwatch() - begin_s)
+        for action in actions:
+            self._perform(action)
+        self._watch_deadlines()
+
+    def _watch_deadlines(self) -> None:
+        """See that a tick comes when something in the scheduler falls due."""
+        deadline_ns = self.scheduler.next_deadline_ns()
+        if deadline_ns is None:
+            return
+        # A hair later than due, so that rounding cannot make the tick come too early.
+        at_s = deadline_ns / 1e9 + 1e-6
+        timer = self._deadline_timer
+        if timer is not None:
+            if timer.when() <= at_s:
+                return
+            timer.cancel()
+        self._deadline_timer = self._loop.call_at(at_s, self._due)
+
+    def _due(self) -> None:
+        self._deadline_timer = None
+        self._tick()
+
+    def _perform(self, action: Action) -> None:
+        session = self.sessions[action.request]
+        match action:
+            case StartPrefill(_, prefiller, _):
+                session.start_prefill(self.instances.prefillers[prefiller])
+            case AbortPrefill() | AbortDecode():
+                session.drop_leg()
+            case ReleasePrefill(number):
+                # No engine takes such a word over HTTP: the blocks stay until their lease ends.
+                if number in self.scheduler.requests:
+                    session.lease_lapsed()
+                    self._metrics.abandoned_lease("lapsed")
+                else:
+                    self._metrics.abandoned_lease("ended")
+            case Admit(number, rank):
+                if not session.shape.stream:
+                    self._unheard[number] = self.clock()
+                session.start_decode(self.instances.ranks[rank])
+            case Expire():
+                session.expire("the request waited longer than it may")
+
+    # Progress.
+
+    def _follow(self) -> None:
+        """Bring the scheduler's mirror of the ranks up to date."""
+        now_s = self.clock()
+        for number, since_s in list(self._unheard.items()):
+            if now_s - since_s >= self._transfer_s:
+                self._join(self.sessions[number])
+                self.feed(DecodeStarted(number))
+        advance = self.steps.advance(self._started.values(), now_s)
+        if advance.steps:
+            step = StepCompleted()
+            for _ in range(advance.steps):
+                self.scheduler.handle(step, now_ns=0)
+            self._measure_balance(advance.steps)
+        for session, rounds in advance.corrections:
+            assert isinstance(session, Session)
+            tokens = rounds * session.shape.sequences
+            self.scheduler.handle(TokensEmitted(session.number, tokens), now_ns=0)
+
+    def _join(self, session: Session) -> None:
+        self._unheard.pop(session.number, None)
+        self._started[session.number] = session
+        self.steps.start(session)
+
+    def _measure_balance(self, steps: int) -> None:
+        loads = self.scheduler.ledger.loads[self._serving]
+        self.idle_tokens += steps * idle_tokens(loads)
+        self.capacity_tokens += steps * len(loads) * int(loads.max())
+
+    def _sweep(self, expected_s: float) -> None:
+        now_s = self.clock()
+        self._metrics.loop_lag(max(0.0, now_s - expected_s))
+        self._follow()
+        for session in list(self.sessions.values()):
+            session.check_deadline(now_s)
+        self._sweep_timer = None
+        if self.sessions:
+            self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)

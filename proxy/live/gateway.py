@@ -1,0 +1,226 @@
+"""The public HTTP interface: routes, keys, bodies; then the driver's.
+
+Routes match exactly and everything else is 404: no path reaches an engine by accident.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from balanceroute import __version__
+from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.body import BodyError, RequestBody
+from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.credentials import Secret
+from balanceroute.proxy.live.instances import Instances
+from balanceroute.proxy.live.metrics import CONTENT_TYPE
+from balanceroute.proxy.live.pass_through import PassThrough
+from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.request_head import (
+    BadRequestIdError,
+    client_request_id,
+    engine_headers,
+    is_authorised,
+)
+from balanceroute.proxy.live.shape import Api, read_shape
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.driver import Driver, Log
+    from balanceroute.proxy.live.metrics import Metrics
+    from balanceroute.proxy.live.model_choice import ModelChoice
+    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.server import Reply
+
+_GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
+# Answered by any one engine; they neither take a slot nor need the KV cache of another.
+_PASSED_ON: Mapping[bytes, bytes] = {
+    b"/v1/models": b"GET",
+    b"/v1/embeddings": b"POST",
+    b"/tokenize": b"POST",
+    b"/detokenize": b"POST",
+}
+_OWN = (b"/health", b"/ready", b"/version", b"/metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """How clients are served.
+
+    Attributes:
+        api_keys: Bearer tokens that are accepted; empty for no check.
+        engine_key: Bearer token for the engines; None for none.
+        pass_authorization: Whether the engines get the client's own.
+        max_sequences: The most answers that one request may ask for.
+    """
+
+    api_keys: tuple[Secret, ...] = ()
+    engine_key: Secret | None = None
+    pass_authorization: bool = True
+    max_sequences: int = 128
+
+
+class Gateway:
+    """The application behind the public listener.
+
+    Args:
+        driver: Takes the generation requests.
+        instances: Serve the rest.
+        models: Which models are served.
+        metrics: Rendered on /metrics, and told of refused requests.
+        log: Told of refused requests.
+        settings: See there.
+        unix_s: Wall-clock time, for the log.
+    """
+
+    def __init__(
+        self,
+        driver: "Driver",
+        instances: Instances,
+        models: "ModelChoice",
+        *,
+        metrics: "Metrics",
+        log: "Log",
+        settings: GatewaySettings,
+        unix_s: Callable[[], float],
+    ) -> None:
+        self._driver = driver
+        self._instances = instances
+        self._models = models
+        self._metrics = metrics
+        self._log = log
+        self._settings = settings
+        self._unix_s = unix_s
+        self.pass_through = PassThrough(instances, driver.legs)
+
+    def __call__(self, request: "Request", reply: "Reply") -> None:
+        """Answer one request."""
+        path = request.path
+        if path in _OWN:
+            self._answer_itself(request, reply)
+            return
+        if path.startswith(METASERVER_PATH) and request.method == b"POST":
+            self._hand_off(request, reply)
+            return
+        method = b"POST" if path in _GENERATION else _PASSED_ON.get(path)
+        if method is None:
+            _error(reply, 404, "Not Found")
+        elif request.method != method:
+            _error(reply, 405, "Method Not Allowed", [(b"allow", method)])
+        elif self._settings.api_keys and not is_authorised(request, self._settings.api_keys):
+            _error(reply, 401, "Unauthorized", [(b"www-authenticate", b"Bearer")])
+        else:
+            self._serve(request, reply)
+
+    def _serve(self, request: "Request", reply: "Reply") -> None:
+        try:
+            given_id = client_request_id(request)
+        except BadRequestIdError:
+            _error(reply, 400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
+            return
+        request_id = given_id or self._driver.unique()
+        if request.path in _GENERATION:
+            self._generate(request, reply, request_id)
+        else:
+            self.pass_through(request, reply, self._headers(request, request_id), request_id)
+
+    def _generate(self, request: "Request", reply: "Reply", request_id: str) -> None:
+        driver = self._driver
+        api = _GENERATION[request.path]
+        record = RequestRecord(request_id, api.value, round(driver.clock() * 1e9), self._unix_s())
+        try:
+            body = RequestBody(request.body)
+            shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
+        except BodyError as error:
+            self._refuse(reply, record, 400, str(error), param=error.param)
+            return
+        record.model = shape.model[:128]
+        record.stream = shape.stream
+        record.choices = shape.sequences
+        no_model = self._models.refuse(shape.model)
+        if no_model is not None:
+            self._refuse(reply, record, 404, no_model, param="model")
+            return
+        refusal = driver.refuse()
+        if refusal is not None:
+            status = 503 if driver.draining else 429
+            self._refuse(reply, record, status, refusal.reason, retry_s=refusal.retry_after_s)
+        elif not self._instances.ready:
+            self._refuse(reply, record, 503, "no engine of each role is up", retry_s=1)
+        else:
+            driver.submit(
+                shape=shape,
+                body=body,
+                headers=self._headers(request, driver.engine_id(request_id)),
+                reply=reply,
+                record=record,
+            )
+
+    def _hand_off(self, request: "Request", reply: "Reply") -> None:
+        """Take a decode engine's call for a prefill. The path is the secret that authorises it."""
+        transfer = request.path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
+        try:
+            params = json.loads(request.body)
+        except (ValueError, RecursionError):
+            params = None
+        if not isinstance(params, dict):
+            _error(reply, 400, "the hand-off must be a JSON object")
+        elif self._driver.hand_off(transfer, params):
+            reply.send(200, JSON_HEADERS, b"{}")
+        else:
+            _error(reply, 404, "Not Found")
+
+    def _headers(self, request: "Request", request_id: str) -> "Headers":
+        return engine_headers(
+            request.headers,
+            request_id=request_id,
+            engine_key=self._settings.engine_key,
+            keep_key=self._settings.pass_authorization,
+        )
+
+    def _refuse(
+        self,
+        reply: "Reply",
+        record: RequestRecord,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
+        headers = [(b"x-request-id", record.request_id.encode())]
+        if retry_s is not None:
+            headers.append((b"retry-after", b"%d" % retry_s))
+        _error(reply, status, message, headers, param=param)
+        record.status = status
+        record.outcome = Outcome.REJECTED if retry_s is not None else Outcome.CLIENT_ERROR
+        record.reason = message
+        record.ended_ns = round(self._driver.clock() * 1e9)
+        self._metrics.request_ended(record)
+        self._log.request_ended(record)
+
+    def _answer_itself(self, request: "Request", reply: "Reply") -> None:
+        if request.method not in (b"GET", b"HEAD"):
+            _error(reply, 405, "Method Not Allowed", [(b"allow", b"GET, HEAD")])
+        elif request.path == b"/health":
+            reply.send(200, [], b"")
+        elif request.path == b"/ready":
+            if self._instances.ready and not self._driver.draining:
+                reply.send(200, [], b"")
+            else:
+                _error(reply, 503, "not ready", [(b"retry-after", b"1")])
+        elif request.path == b"/version":
+            reply.send(200, JSON_HEADERS, b'{"version":"%b"}' % __version__.encode())
+        else:
+            reply.send(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
+
+
+def _error(
+    reply: "Reply",
+    status: int,
+    message: str,
+    headers: "Headers | None" = None,
+    *,
+    param: str | None = None,
+) -> None:
+    reply.send(status, JSON_HEADERS + (headers or []), error_body(status, message, param=param))

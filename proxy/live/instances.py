@@ -1,0 +1,118 @@
+"""The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import PrefillerId, RankId
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.connectors import PrefillerIdentity
+    from balanceroute.proxy.live.target import Target
+    from balanceroute.proxy.wire.client import Endpoint
+
+
+class Role(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Status(Enum):
+    """Whether an instance may be used."""
+
+    UP = "up"
+    QUARANTINED = "quarantined"  # It fails; health probes bring it back.
+    DRAINING = "draining"  # Takes nothing new, on an operator's word.
+    REMOVED = "removed"
+
+
+@dataclass(slots=True, eq=False)
+class Prefiller:
+    """One prefill instance.
+
+    Attributes:
+        id: Its place in the scheduler.
+        name: Its URL.
+        target: What health checks watch.
+        endpoint: Its connections.
+        bootstrap: URL of its bootstrap server, for connectors that have one. Without what that
+            tells nobody can use its KV caches, so until then it takes no probes.
+        identity: What the bootstrap server told.
+        utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
+        crowded: Whether that is too much for another probe.
+        hand_offs: Prefills that decode ranks called for, running now.
+    """
+
+    id: PrefillerId
+    name: str
+    target: "Target"
+    endpoint: "Endpoint"
+    bootstrap: str | None = None
+    identity: "PrefillerIdentity | None" = None
+    status: Status = Status.UP
+    utilisation: float = 0.0
+    crowded: bool = False
+    hand_offs: int = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes probes."""
+        known = self.bootstrap is None or self.identity is not None
+        return self.status is Status.UP and known and not self.crowded
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """One data-parallel decode rank.
+
+    Attributes:
+        id: Its place in the scheduler.
+        name: URL, with "@rank" behind it if several ranks share it.
+        target: What health checks watch: its server.
+        endpoint: Connections to that server.
+        header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
+    """
+
+    id: RankId
+    name: str
+    target: "Target"
+    endpoint: "Endpoint"
+    header: bytes | None = None
+    status: Status = Status.UP
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes requests."""
+        return self.status is Status.UP
+
+
+class Instances:
+    """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
+
+    Attributes:
+        prefillers: By PrefillerId.
+        ranks: By RankId.
+    """
+
+    def __init__(self) -> None:
+        self.prefillers: list[Prefiller] = []
+        self.ranks: list[Rank] = []
+
+    def of(self, target: "Target") -> "list[Prefiller] | list[Rank]":
+        """Return what runs on an instance that health checks watch."""
+        if target.role is Role.PREFILL:
+            return [prefiller for prefiller in self.prefillers if prefiller.target == target]
+        return [rank for rank in self.ranks if rank.target == target]
+
+    def serving(self) -> list[RankId]:
+        """Return the ranks that are not removed, whose loads make the barrier."""
+        return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served now: one instance of each role is up."""
+        return any(prefiller.status is Status.UP for prefiller in self.prefillers) and any(
+            rank.open for rank in self.ranks
+        )

@@ -1,0 +1,49 @@
+"""The bodies of the two legs: the client's own, with the documented overrides and nothing else.
+
+Prefill leg: one token, one sequence, no stream. Both legs: the connector's `kv_transfer_params`, and
+never a client's (`read_shape` refuses them within `vllm_xargs`). Both must tokenise alike, so nothing
+that reaches the prompt is touched.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.shape import INTERNAL_FIELDS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.body import RequestBody
+
+_NOT_FOR_PREFILL = INTERNAL_FIELDS | {"stream_options", "best_of"}
+
+
+def prefill_body(
+    body: "RequestBody", members: Mapping[str, object], params: Mapping[str, object]
+) -> bytes:
+    """Return the prefill leg's body.
+
+    Args:
+        body: The client's.
+        members: Changed by an earlier binding; see `resumed_members`.
+        params: The connector's.
+    """
+    overrides: dict[str, object] = {
+        **members,
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "n": 1,
+        "kv_transfer_params": params,
+    }
+    if "max_completion_tokens" in body.values:
+        overrides["max_completion_tokens"] = 1
+    return body.encode(overrides, drop=_NOT_FOR_PREFILL)
+
+
+def decode_body(
+    body: "RequestBody", members: Mapping[str, object], params: Mapping[str, Any] | None
+) -> bytes:
+    """Return the decode leg's body; without `params` the engine computes the prompt itself."""
+    overrides: dict[str, object] = dict(members)
+    if params is not None:
+        overrides["kv_transfer_params"] = params
+    return body.encode(overrides, drop=INTERNAL_FIELDS)

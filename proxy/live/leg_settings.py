@@ -1,0 +1,32 @@
+"""Time limits and retries of the legs to the engines."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LegSettings:
+    """How long a leg may take, and how often it is tried. Times in seconds.
+
+    Attributes:
+        prefill_timeout_s: For the whole prefill leg.
+        first_token_timeout_s: From the decode leg's start to its first event. Some engines hang
+            silently on a hand-off that cannot be used.
+        idle_timeout_s: Between two pieces of a stream that has begun.
+        answer_timeout_s: For an answer that is not streamed.
+        attempts: Of each leg, the first included.
+        backoff_s: Before the second attempt; it doubles from one to the next.
+        backoff_max_s: The longest.
+        answer_bytes: The largest answer that is taken as a whole.
+        recompute_missing_kv: Whether a decode rank computes the prompt when a prefill left no
+            usable KV cache; else such a request is prefilled again elsewhere.
+    """
+
+    prefill_timeout_s: float = 300.0
+    first_token_timeout_s: float = 60.0
+    idle_timeout_s: float = 60.0
+    answer_timeout_s: float = 1800.0
+    attempts: int = 3
+    backoff_s: float = 0.05
+    backoff_max_s: float = 1.0
+    answer_bytes: int = 256 << 20
+    recompute_missing_kv: bool = True

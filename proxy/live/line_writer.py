@@ -1,0 +1,174 @@
+"""A log file, or a standard stream, behind a thread: the event loop never waits for a disk or a pipe.
+
+Lines go into a bounded queue that one daemon thread empties; it alone touches the file. A line that
+finds the queue full, or that the file does not take, is dropped and counted. Only whole lines are
+dropped: when a full disk cuts one, its rest is the first thing written when there is room again.
+"""
+
+import os
+import select
+import threading
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from balanceroute.proxy.core.errors import ConfigError
+
+_BATCH_LINES = 1024
+_FILE_MODE = 0o640
+
+
+class _Order:
+    """What the thread is told besides lines."""
+
+
+_REOPEN = _Order()
+_CLOSE = _Order()
+
+
+class LineWriter:
+    """Writes lines to a file or to an open descriptor. Call its methods from one thread.
+
+    Attributes:
+        fault: What the file failed with last; empty if it took everything since.
+    """
+
+    def __init__(self, sink: Path | int, *, capacity: int = 16_384) -> None:
+        """Open the file and start the thread.
+
+        Args:
+            sink: The file to append to, or a descriptor such as standard output's, which stays open.
+            capacity: Lines that may wait.
+
+        Raises:
+            ConfigError: The file cannot be opened.
+        """
+        self._path = sink if isinstance(sink, Path) else None
+        self.fault = ""
+        self._capacity = capacity
+        self._queue: SimpleQueue[bytes | _Order] = SimpleQueue()
+        self._refused = 0  # Counted by the caller.
+        self._lost = 0  # Counted by the thread.
+        self._cut = b""  # The rest of a line that is already in the file in part.
+        self._closing = False
+        try:
+            self._file = _open(sink) if isinstance(sink, Path) else sink
+        except OSError as error:
+            raise ConfigError(f"the log {sink} cannot be opened: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name=f"log {sink}", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Lines dropped since the start."""
+        return self._refused + self._lost
+
+    def write(self, line: bytes) -> None:
+        """Take one line, newline included; never blocks.
+
+        Args:
+            line: The line; dropped and counted if too many wait already.
+        """
+        if self._closing or self._queue.qsize() >= self._capacity:
+            self._refused += 1
+        else:
+            self._queue.put(line)
+
+    def reopen(self) -> None:
+        """Open the file anew after it was moved away; lines already taken go to the old one.
+
+        If that fails, the thread goes on with the old file.
+        """
+        if not self._closing:
+            self._queue.put(_REOPEN)
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Write what waits and close the file.
+
+        Args:
+            timeout_s: How long to wait for that.
+
+        Returns:
+            Whether it was done in time; if not, the thread dies with the process.
+        """
+        if not self._closing:
+            self._closing = True
+            self._queue.put(_CLOSE)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        order: _Order | None = None
+        while order is not _CLOSE:
+            lines, order = self._next_batch()
+            self._write_batch(lines)
+            if order is _REOPEN and self._path is not None:
+                self._reopen(self._path)
+        self._lost += self._cut != b""
+        if self._path is not None:
+            os.close(self._file)
+
+    def _next_batch(self) -> tuple[list[bytes], _Order | None]:
+        """Wait for lines; return them, and the order that stands behind them, if any."""
+        lines: list[bytes] = []
+        item = self._queue.get()
+        while isinstance(item, bytes):
+            lines.append(item)
+            if len(lines) == _BATCH_LINES:
+                return lines, None
+            try:
+                item = self._queue.get_nowait()
+            except Empty:
+                return lines, None
+        return lines, item
+
+    def _write_batch(self, lines: list[bytes]) -> None:
+        """Write lines, behind the rest of the one that was cut, and count those that got lost."""
+        written = self._written(self._cut + b"".join(lines))
+        if written < len(self._cut):
+            self._cut = self._cut[written:]
+            self._lost += len(lines)
+            return
+        written -= len(self._cut)
+        self._cut = b""
+        for number, line in enumerate(lines):
+            if written < len(line):
+                self._cut = line[written:] if written else b""
+                self._lost += len(lines) - number - bool(written)
+                return
+            written -= len(line)
+
+    def _written(self, text: bytes) -> int:
+        """Write as much as the file takes, waiting where it asks for that; return how much."""
+        done = 0
+        try:
+            while done < len(text):
+                try:
+                    done += os.write(self._file, memoryview(text)[done:])
+                except BlockingIOError:
+                    # A pipe that is full and does not block: ours to wait for.
+                    poll = select.poll()
+                    poll.register(self._file, select.POLLOUT)
+                    poll.poll()
+        except OSError as error:
+            self.fault = error.strerror or type(error).__name__
+        else:
+            self.fault = ""
+        return done
+
+    def _reopen(self, path: Path) -> None:
+        try:
+            file = _open(path)
+        except OSError as error:
+            self.fault = f"cannot be opened: {error.strerror}"
+            return
+        os.close(self._file)
+        self._file = file
+        # What was cut belongs to the old file.
+        self._lost += self._cut != b""
+        self._cut = b""
+
+
+def _open(path: Path) -> int:
+    # Not to block: opening a named pipe would wait for someone to read it.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    return os.open(path, flags, _FILE_MODE)

@@ -1,0 +1,341 @@
+"""The whole proxy, put together from its configuration: what `serve` runs and tests drive.
+
+Everything that is not the event loop's comes in through `Environment`, so that the same proxy runs
+on real sockets and in virtual time.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.proxy.core.admission import BoundedQueue
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import Ingredients, Policy, make_policy
+from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.live.admin import Admin
+from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.bootstrap import MAX_BYTES, read_identity
+from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.control import ProxyControl
+from balanceroute.proxy.live.driver import Driver, DriverSettings, Log
+from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine_gauges
+from balanceroute.proxy.live.engine_url import EngineUrl
+from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.health import Health
+from balanceroute.proxy.live.instances import Instances, Status
+from balanceroute.proxy.live.metrics import Metrics
+from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
+from balanceroute.proxy.live.roster import Roster
+from balanceroute.proxy.live.scrape import Scraper
+from balanceroute.proxy.live.state import take_snapshot
+from balanceroute.proxy.live.target import Fault, FetchError, Target
+from balanceroute.proxy.live.tls import engine_context, server_context
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.server import Server
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.scheduler import SchedulerConfig
+    from balanceroute.proxy.live.config import ProxyConfig
+    from balanceroute.proxy.live.snapshot import Snapshot
+    from balanceroute.proxy.wire.messages import Headers
+
+_log = logging.getLogger(__name__)
+# Pages of metrics longer than this are not read.
+_PAGE_BYTES = 4 << 20
+_IDENTITY_RETRY_S = 1.0
+
+
+class Fetcher(Protocol):
+    """The client for the small exchanges with engines."""
+
+    async def status(self, url: str) -> int:
+        """GET a page; return its status. Raises FetchError."""
+        ...
+
+    async def body(self, url: str, *, max_bytes: int) -> bytes:
+        """GET a page; return its body. Raises FetchError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the outside world gives the proxy.
+
+    Attributes:
+        fetcher: For health probes, scrapes and discovery.
+        log: Takes a line per request.
+        rng: Of every random choice.
+        unix_s: Wall-clock time, for logs alone.
+        stopwatch: Seconds of real time, for the cost of decisions.
+        log_lines_dropped: Lines the logs had to drop.
+    """
+
+    fetcher: Fetcher
+    log: Log
+    rng: random.Random
+    unix_s: Callable[[], float]
+    stopwatch: Callable[[], float]
+    log_lines_dropped: Callable[[], int] = lambda: 0
+
+
+class Proxy:
+    """One proxy. `start` it, then `drain` and `close` it."""
+
+    def __init__(self, config: "ProxyConfig", environment: Environment) -> None:
+        self.config = config
+        self._environment = environment
+        self._fetcher = environment.fetcher
+        self._tls: SSLContext | None = None
+        fleet = config.fleet
+        urls = [p.url for p in fleet.prefill] + [d.url for d in fleet.decode]
+        if any(url.scheme == "https" for url in urls):
+            self._tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
+        self._policy_name = config.scheduling.policy
+        self._predictor = _make_predictor(config.scheduling.predictor)
+        self.instances = Instances()
+        self.roster = Roster(
+            self.instances,
+            connect=self._connect,
+            discover=self._discover,
+            utilisation_limit=config.scheduling.prefiller_utilisation_limit,
+        )
+        self.metrics = Metrics(
+            lambda: self.snapshot(requests=False),
+            log_lines_dropped=environment.log_lines_dropped,
+        )
+        self.health = Health(
+            config.health,
+            fetch=self._fetcher.status,
+            on_change=self.roster.health_changed,
+            clock=asyncio.get_running_loop().time,
+            rng=environment.rng,
+        )
+        self.scraper = Scraper(
+            config.scrape,
+            fetch=self._page,
+            on_utilisation=self.roster.utilisation_changed,
+            on_failure=self._scrape_failed,
+            clock=asyncio.get_running_loop().time,
+            rng=environment.rng,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.driver: Driver
+        self.server: Server
+        self.admin: Server | None = None
+
+    async def start(self) -> None:
+        """Find the engines and listen.
+
+        Raises:
+            ConfigError: A decode server does not tell its ranks.
+            OSError: An address cannot be bound.
+        """
+        for prefill in self.config.fleet.prefill:
+            self.roster.enlist_prefiller(prefill)
+        for decode in self.config.fleet.decode:
+            await self.roster.enlist_decoder(decode)
+        self.driver = self._make_driver()
+        self.roster.attach(self.driver, self.health, self.scraper, self.metrics, self._reshape)
+        # Every task ends the proxy if it fails: it then does what it should no longer.
+        self._tasks = [
+            asyncio.create_task(self.health.run()),
+            asyncio.create_task(self.scraper.run()),
+        ]
+        if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
+            self._tasks.append(asyncio.create_task(self._identify()))
+        await self._listen()
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until everything that runs has ended or time is up."""
+        self.driver.draining = True
+        self.server.stop_accepting()
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.driver.drained()
+        except TimeoutError:
+            _log.warning("requests cut at shutdown", extra={"count": len(self.driver.sessions)})
+
+    async def close(self) -> None:
+        """End what is left and close every socket."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.driver.draining = True
+        self.driver.shut_down()
+        self.roster.close()
+        for server in (self.server, self.admin):
+            if server is not None:
+                server.close()
+                await server.drain()
+
+    def snapshot(self, *, requests: bool) -> "Snapshot":
+        """Return the state, with each live request if asked."""
+        return take_snapshot(
+            self.driver,
+            policy=self._policy_name,
+            predictor=self.config.scheduling.predictor,
+            client_connections=self.server.connections,
+            engine_connections=sum(e.connections for e in self.roster.endpoints.values()),
+            requests=requests,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now."""
+        return self.instances.ready and not self.driver.draining
+
+    def set_policy(self, name: str) -> None:
+        """Decide by another policy from now on.
+
+        Raises:
+            ConfigError: No policy has that name.
+        """
+        before, self._policy_name = self._policy_name, name
+        try:
+            self._reshape()
+        except ConfigError:
+            self._policy_name = before
+            raise
+        self.driver.grown()
+
+    # Parts.
+
+    async def _listen(self) -> None:
+        config = self.config
+        gateway = Gateway(
+            self.driver,
+            self.instances,
+            ListedModels(config.fleet.models) if config.fleet.models else AnyModel(),
+            metrics=self.metrics,
+            log=self._environment.log,
+            settings=GatewaySettings(
+                api_keys=config.listen.api_keys,
+                engine_key=config.fleet.key,
+                pass_authorization=config.pass_authorization,
+            ),
+            unix_s=self._environment.unix_s,
+        )
+        self.gateway = gateway
+        self.server = Server(gateway, limits=config.listen.limits, refuse=_refuse)
+        tls = None
+        if config.listen.tls_cert is not None and config.listen.tls_key is not None:
+            tls = server_context(config.listen.tls_cert, config.listen.tls_key)
+        await self.server.start(config.listen.host, config.listen.port, ssl=tls)
+        if not config.fleet.metaserver:
+            scheme = "http" if tls is None else "https"
+            own = EngineUrl(scheme, config.listen.host, self.server.port)
+            self.driver.connector = make_connector(config.fleet.connector, callback=own.base)
+        if config.admin is not None:
+            pages = Admin(
+                ProxyControl(self),
+                page_of_metrics=self.metrics.render,
+                config=config.redacted(),
+                token=config.admin.token,
+            )
+            self.admin = Server(pages, limits=config.listen.limits, refuse=_refuse)
+            await self.admin.start(config.admin.host, config.admin.port)
+
+    def _make_driver(self) -> Driver:
+        config, environment = self.config, self._environment
+        connector = make_connector(config.fleet.connector, callback=config.fleet.metaserver)
+        ranks = len(self.instances.ranks)
+        return Driver(
+            # The policy times its stages through the driver, which is not there yet.
+            Scheduler(self._scheduler_config(), self._make_policy(ranks, self._lap)),
+            self.instances,
+            connector,
+            self._predictor,
+            health=self.health,
+            metrics=self.metrics,
+            log=environment.log,
+            admission=BoundedQueue(config.scheduling.queue_limit),
+            settings=DriverSettings(config.legs, config.fleet.lease_s),
+            rng=environment.rng,
+            stopwatch=environment.stopwatch,
+        )
+
+    def _lap(self, stage: str) -> None:
+        self.driver.lap(stage)
+
+    def _reshape(self) -> None:
+        ranks = len(self.instances.ranks)
+        policy = self._make_policy(ranks, self._lap)
+        self.driver.scheduler.reshape(self._scheduler_config(), policy)
+
+    def _scheduler_config(self) -> "SchedulerConfig":
+        config = self.config.scheduler_config(len(self.instances.ranks))
+        return replace(config, prefillers=len(self.instances.prefillers))
+
+    def _make_policy(self, ranks: int, lap: Callable[[str], None]) -> Policy:
+        scheduling = self.config.scheduling
+        return make_policy(
+            self._policy_name,
+            Ingredients(
+                ranks,
+                scheduling.batch_limit,
+                scheduling.settings,
+                random.Random(scheduling.seed),
+                self._predictor,
+                lap,
+            ),
+        )
+
+    # Engines.
+
+    def _connect(self, url: EngineUrl) -> Endpoint:
+        return Endpoint(
+            url.host,
+            url.port,
+            ssl=self._tls if url.scheme == "https" else None,
+            connect_timeout_s=self.config.fleet.connect_timeout_s,
+        )
+
+    async def _page(self, url: str) -> bytes:
+        return await self._fetcher.body(url, max_bytes=_PAGE_BYTES)
+
+    async def _discover(self, url: EngineUrl) -> int:
+        try:
+            gauges = parse_engine_gauges(await self._page(f"{url.base}/metrics"))
+        except MetricsPageError as error:
+            raise FetchError(Fault.PROTOCOL, str(error)) from None
+        return len(gauges.engines)
+
+    def _scrape_failed(self, target: Target, reason: str) -> None:
+        self.metrics.scrape_failed(target.role)
+        _log.debug("scrape failed", extra={"url": target.url, "reason": reason})
+
+    async def _identify(self) -> None:
+        """Ask bootstrap servers who their engines are, as long as that is not known."""
+        while True:
+            for prefiller in self.instances.prefillers:
+                if prefiller.identity is not None or prefiller.status is not Status.UP:
+                    continue
+                if prefiller.bootstrap is None:
+                    continue
+                try:
+                    page = await self._fetcher.body(
+                        f"{prefiller.bootstrap}/query", max_bytes=MAX_BYTES
+                    )
+                    prefiller.identity = read_identity(page, prefiller.bootstrap)
+                except FetchError as error:
+                    _log.warning(
+                        "no bootstrap", extra={"url": prefiller.name, "reason": str(error)}
+                    )
+                else:
+                    self.driver.reopen()
+            await asyncio.sleep(_IDENTITY_RETRY_S)
+
+
+def _refuse(status: int, message: str) -> "tuple[Headers, bytes]":
+    return JSON_HEADERS, error_body(status, message)
+
+
+def _make_predictor(name: str) -> "Predictor":
+    return Survival([]) if name == "survival" else NoPrediction()

@@ -1,0 +1,65 @@
+"""What is known of one client request when it ends: the source of its log line and its metrics."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Outcome(Enum):
+    """How a request ended; every request ends in exactly one of these."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours.
+    REJECTED = "rejected"  # Refused before any work: the queue is full, or the proxy drains.
+    EXPIRED = "expired"  # Waited longer than it may.
+    UPSTREAM_ERROR = "upstream_error"  # The engines failed and no retry was left.
+    CANCELLED = "cancelled"  # The client left.
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's life, filled in as it happens. Times are the loop's, in nanoseconds.
+
+    Attributes:
+        request_id: The client's X-Request-Id, or ours.
+        endpoint: The path, for example /v1/chat/completions.
+        model: The `model` of the body, cut to 128 characters.
+        stream: Whether the client asked for a stream.
+        arrived_unix_s: Wall-clock time of arrival, for the log alone.
+        prompt_tokens: As the engine counted them; 0 while unknown.
+        cached_tokens: Those of them that the prefiller had cached; None if it did not say.
+        output_tokens: Tokens that reached the client.
+        choices: n, sequences of the answer.
+        status: HTTP status sent to the client; 0 if none was.
+        retries: Legs sent again, of both kinds.
+        lease_lapses: Prefills repeated because the KV lease ran out.
+        recomputes: Times a rank gave the request back to be prefilled again.
+        pool_wait_ns: Time spent prefilled and unbound, all bindings together.
+        itl_max_ns: Longest gap between two pieces of the stream.
+        reason: Why it did not end well; empty if it did.
+    """
+
+    request_id: str
+    endpoint: str
+    arrived_ns: int
+    arrived_unix_s: float
+    model: str = ""
+    stream: bool = False
+    outcome: Outcome | None = None
+    status: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    choices: int = 1
+    prefiller: str = ""
+    rank: str = ""
+    prefill_started_ns: int | None = None
+    prefilled_ns: int | None = None
+    admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    ended_ns: int = 0
+    pool_wait_ns: int = 0
+    itl_max_ns: int = 0
+    retries: int = 0
+    recomputes: int = 0
+    lease_lapses: int = 0
+    reason: str = ""

@@ -1,0 +1,74 @@
+"""The head of a client's request: identity, and what of it may reach an engine.
+
+Engine requests are built from an allow-list, never by removing from what the client sent: rank
+headers, proxies' own headers and cookies cannot pass by being forgotten.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.credentials import Secret, matches_any
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers, Request
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
+_PASSED = frozenset({b"traceparent", b"tracestate", b"user-agent"})
+
+
+class BadRequestIdError(Exception):
+    """X-Request-Id is given twice, or is not a plain identifier."""
+
+
+def client_request_id(request: "Request") -> str | None:
+    """Return the client's X-Request-Id, or None if it gave none.
+
+    Raises:
+        BadRequestIdError: It cannot be passed on and logged as it is.
+    """
+    values = [value for name, value in request.headers if name == b"x-request-id"]
+    if not values:
+        return None
+    if len(values) > 1 or not _REQUEST_ID.fullmatch(values[0]):
+        raise BadRequestIdError
+    return values[0].decode()
+
+
+def is_authorised(request: "Request", keys: Collection[Secret]) -> bool:
+    """Return whether the request carries one of `keys` as its bearer token."""
+    values = [value for name, value in request.headers if name == b"authorization"]
+    if len(values) != 1:
+        return False
+    scheme, _, token = values[0].partition(b" ")
+    if scheme.lower() != b"bearer":
+        return False
+    return matches_any(keys, token.strip())
+
+
+def engine_headers(
+    headers: "Sequence[tuple[bytes, bytes]]",
+    *,
+    request_id: str,
+    engine_key: Secret | None,
+    keep_key: bool,
+) -> "Headers":
+    """Return the headers of every engine leg.
+
+    Args:
+        headers: The client's.
+        request_id: Names the request at the engine; vLLM makes the response's id of it.
+        engine_key: Bearer token for the engines; None for none.
+        keep_key: Whether the client's own Authorization is for the engines.
+    """
+    made: Headers = [
+        (b"content-type", b"application/json"),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if engine_key is not None:
+        made.append((b"authorization", b"Bearer " + engine_key.value))
+    for name, value in headers:
+        if name in _PASSED or (name == b"authorization" and keep_key and engine_key is None):
+            made.append((name, value))
+    return made

@@ -1,0 +1,234 @@
+"""Engines coming and going: what operators and health checks decide, told to everyone concerned.
+
+One object owns every change of the instances, so that scheduler, health checks, scrapes and the list
+itself cannot disagree.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.live.admin import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.engine_url import EngineUrl
+from balanceroute.proxy.live.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Role, Status
+from balanceroute.proxy.live.target import FetchError, Target
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.driver import Driver
+    from balanceroute.proxy.live.health import Health
+    from balanceroute.proxy.live.metrics import Metrics
+    from balanceroute.proxy.live.scrape import Scraper
+    from balanceroute.proxy.live.session import Session
+    from balanceroute.proxy.wire.client import Endpoint
+
+_log = logging.getLogger(__name__)
+
+
+class Roster:
+    """Owns the changes of `instances`.
+
+    Args:
+        instances: The list; empty at first.
+        connect: Makes the connections to an engine.
+        discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
+        utilisation_limit: KV-cache use of a prefiller above which it takes no probe.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        *,
+        connect: "Callable[[EngineUrl], Endpoint]",
+        discover: Callable[[EngineUrl], Awaitable[int]],
+        utilisation_limit: float,
+    ) -> None:
+        self.instances = instances
+        self.endpoints: dict[str, Endpoint] = {}
+        self._connect = connect
+        self._discover = discover
+        self._utilisation_limit = utilisation_limit
+        self._driver: Driver | None = None
+        self._health: Health | None = None
+        self._scraper: Scraper | None = None
+        self._metrics: Metrics | None = None
+        # Makes the scheduler fit the instances; set with `attach`.
+        self._reshape: Callable[[], None] = lambda: None
+
+    def attach(
+        self,
+        driver: "Driver",
+        health: "Health",
+        scraper: "Scraper",
+        metrics: "Metrics",
+        reshape: Callable[[], None],
+    ) -> None:
+        """Say whom to tell from now on; they learn of the instances there are."""
+        self._driver, self._health, self._scraper = driver, health, scraper
+        self._metrics, self._reshape = metrics, reshape
+        for target in self.targets():
+            health.add(target)
+            scraper.add(target)
+        driver.reopen()
+
+    def targets(self) -> list[Target]:
+        """Return the instances that are not removed."""
+        present: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        return list(dict.fromkeys(i.target for i in present if i.status is not Status.REMOVED))
+
+    def enlist_prefiller(self, server: PrefillServer) -> Target:
+        """Add a prefiller to the list."""
+        target = Target(Role.PREFILL, server.url.base)
+        self.instances.prefillers.append(
+            Prefiller(
+                PrefillerId(len(self.instances.prefillers)),
+                server.url.base,
+                target,
+                self._endpoint(server.url),
+                bootstrap=None if server.bootstrap is None else server.bootstrap.base,
+            )
+        )
+        return target
+
+    async def enlist_decoder(self, server: DecodeServer) -> Target:
+        """Add the ranks of a decode server to the list, asking it for them if need be.
+
+        Raises:
+            ConfigError: It does not tell.
+        """
+        urls = server.ranks
+        if server.discover:
+            try:
+                count = await self._discover(server.url)
+            except FetchError as error:
+                raise ConfigError(
+                    f"{server.url.base}: cannot discover its ranks: {error}"
+                ) from None
+            urls = tuple(server.url.at(rank) for rank in range(count))
+        target = Target(Role.DECODE, server.url.base)
+        endpoint = self._endpoint(server.url)
+        for url in urls:
+            header = None if url.rank is None else b"%d" % url.rank
+            number = RankId(len(self.instances.ranks))
+            self.instances.ranks.append(Rank(number, url.name, target, endpoint, header))
+        return target
+
+    async def add(self, role: Role, url: str, ranks: int | None) -> None:
+        """Add an instance while the proxy serves, or take a draining one back.
+
+        Raises:
+            ConfigError: The address is none, or the server does not tell its ranks.
+            ConflictError: It is there already.
+        """
+        address = EngineUrl.parse(url)
+        if address.rank is not None:
+            raise ConfigError(f"{address.name}: give the server and the number of its ranks")
+        target = Target(role, address.base)
+        present = [i for i in self.instances.of(target) if i.status is not Status.REMOVED]
+        if any(instance.status is not Status.DRAINING for instance in present):
+            raise ConflictError(f"{role.value} {address.base} is there already")
+        if present:
+            self._set(target, Status.UP, "taken back")
+            return
+        if role is Role.PREFILL:
+            self.enlist_prefiller(PrefillServer(address))
+        else:
+            known = None if ranks in (None, 1) else tuple(range(ranks or 0))
+            await self.enlist_decoder(DecodeServer(address, known, discover=ranks is None))
+        assert self._driver is not None
+        assert self._health is not None
+        assert self._scraper is not None
+        self._reshape()
+        self._driver.grown()
+        self._health.add(target)
+        self._scraper.add(target)
+        _log.info("instance added", extra={"role": role.value, "url": address.base})
+
+    def drain(self, role: Role, url: str) -> None:
+        """Send nothing new to an instance.
+
+        Raises:
+            UnknownInstanceError: It is not there.
+        """
+        self._set(self._find(role, url), Status.DRAINING, "drained")
+
+    def remove(self, role: Role, url: str, *, force: bool) -> None:
+        """Forget an instance.
+
+        Raises:
+            UnknownInstanceError: It is not there.
+            ConflictError: Requests are in flight on it, and `force` does not say to end them.
+        """
+        target = self._find(role, url)
+        busy = self.sessions_on(target)
+        if busy and not force:
+            raise ConflictError(
+                f"{len(busy)} requests are in flight on {target.url}: drain it first"
+            )
+        self._set(target, Status.REMOVED, "removed")
+        for session in busy:
+            session.instance_removed()
+        assert self._health is not None
+        assert self._scraper is not None
+        self._health.remove(target)
+        self._scraper.remove(target)
+        if all(other.url != target.url for other in self.targets()):
+            self.endpoints.pop(target.url).close()
+
+    def sessions_on(self, target: Target) -> "list[Session]":
+        """Return the requests in flight on an instance."""
+        assert self._driver is not None
+        return [s for s in self._driver.sessions.values() if s.is_on(target)]
+
+    def health_changed(self, target: Target, up: bool, reason: str) -> None:
+        """Take in what the health checks found; an operator's word goes before theirs."""
+        assert self._metrics is not None
+        if not up:
+            self._metrics.quarantined(target.role)
+        for instance in self.instances.of(target):
+            if instance.status in (Status.UP, Status.QUARANTINED):
+                instance.status = Status.UP if up else Status.QUARANTINED
+            if isinstance(instance, Prefiller) and not up:
+                instance.identity = None  # A restarted engine has another id.
+        _log.warning(
+            "instance is up" if up else "instance is quarantined",
+            extra={"role": target.role.value, "url": target.url, "reason": reason},
+        )
+        assert self._driver is not None
+        self._driver.reopen()
+
+    def utilisation_changed(self, target: Target, utilisation: float) -> None:
+        """Take in what a scrape told."""
+        for instance in self.instances.of(target):
+            if isinstance(instance, Prefiller):
+                instance.utilisation = utilisation
+                instance.crowded = utilisation > self._utilisation_limit
+        assert self._driver is not None
+        self._driver.reopen()
+
+    def close(self) -> None:
+        """Close every connection."""
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+
+    def _endpoint(self, url: EngineUrl) -> "Endpoint":
+        endpoint = self.endpoints.get(url.base)
+        if endpoint is None:
+            endpoint = self.endpoints[url.base] = self._connect(url.at(None))
+        return endpoint
+
+    def _find(self, role: Role, url: str) -> Target:
+        target = Target(role, EngineUrl.parse(url).base)
+        if target not in self.targets():
+            raise UnknownInstanceError(f"there is no {role.value} {target.url}")
+        return target
+
+    def _set(self, target: Target, status: Status, word: str) -> None:
+        for instance in self.instances.of(target):
+            if instance.status is not Status.REMOVED:
+                instance.status = status
+        assert self._driver is not None
+        self._driver.reopen()
+        _log.info("instance %s", word, extra={"role": target.role.value, "url": target.url})

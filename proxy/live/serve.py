@@ -1,0 +1,149 @@
+"""Running the proxy as a process: uvloop, signals, logs."""
+
+import asyncio
+import gc
+import logging
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from balanceroute.proxy.live.http_client import fetch_body, fetch_status, make_http_client
+from balanceroute.proxy.live.line_writer import LineWriter
+from balanceroute.proxy.live.process_log import set_up_process_log
+from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.request_log import RequestLog
+from balanceroute.proxy.live.tls import engine_context
+
+if TYPE_CHECKING:
+    import httpx
+
+    from balanceroute.proxy.live.config import ProxyConfig
+    from balanceroute.proxy.live.credentials import Secret
+    from balanceroute.proxy.live.record import RequestRecord
+
+_log = logging.getLogger(__name__)
+_FLUSH_S = 2.0
+
+
+class HttpxFetcher:
+    """Fetches with httpx: not hot, and well kept."""
+
+    def __init__(self, client: "httpx.AsyncClient") -> None:
+        self._client = client
+
+    async def status(self, url: str) -> int:
+        """GET a page; return its status."""
+        return await fetch_status(self._client, url)
+
+    async def body(self, url: str, *, max_bytes: int) -> bytes:
+        """GET a page; return its body."""
+        return await fetch_body(self._client, url, max_bytes=max_bytes)
+
+
+class _NoLog:
+    def request_ended(self, record: "RequestRecord") -> None:
+        del record
+
+
+def serve(config: "ProxyConfig") -> int:
+    """Serve until SIGINT or SIGTERM; return the exit status.
+
+    The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
+    """
+    return uvloop.run(_serve(config))
+
+
+async def _serve(config: "ProxyConfig") -> int:
+    loop = asyncio.get_running_loop()
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    writer = _make_writer(config.log.to)
+    if writer is not None:
+        set_up_process_log(writer.write, level=config.log.level, secrets=_secrets(config))
+        loop.add_signal_handler(signal.SIGHUP, writer.reopen)
+    headers = {}
+    if config.fleet.key is not None:
+        headers["authorization"] = f"Bearer {config.fleet.key.value.decode()}"
+    fleet = config.fleet
+    client = make_http_client(
+        engine_context(fleet.ca_file, insecure=fleet.insecure),
+        timeout_s=fleet.connect_timeout_s,
+        headers=headers,
+    )
+    environment = Environment(
+        fetcher=HttpxFetcher(client),
+        log=_NoLog() if writer is None else RequestLog(writer.write),
+        rng=random.SystemRandom(),
+        unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
+        stopwatch=time.perf_counter,
+        log_lines_dropped=(lambda: 0) if writer is None else (lambda: writer.dropped),
+    )
+    proxy = Proxy(config, environment)
+    try:
+        await proxy.start()
+        _settle_garbage_collector()
+        _announce(proxy)
+        await stop.wait()
+        _log.info("draining")
+        drain = asyncio.create_task(proxy.drain())
+        cut = asyncio.create_task(now.wait())
+        await asyncio.wait((drain, cut), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, cut):
+            task.cancel()
+        await proxy.close()
+    finally:
+        await client.aclose()
+        if writer is not None:
+            writer.close(timeout_s=_FLUSH_S)
+    return 0
+
+
+def _announce(proxy: Proxy) -> None:
+    config = proxy.config
+    scheme = "http" if config.listen.tls_cert is None else "https"
+    line = f"listening on {scheme}://{config.listen.host}:{proxy.server.port}"
+    if proxy.admin is not None:
+        assert config.admin is not None
+        line += f", admin on http://{config.admin.host}:{proxy.admin.port}"
+    print(line, flush=True)  # noqa: T201 - the command's answer, which scripts wait for.
+    _log.info(
+        "serving",
+        extra={
+            "port": proxy.server.port,
+            "prefillers": len(proxy.instances.prefillers),
+            "ranks": len(proxy.instances.ranks),
+            "policy": config.scheduling.policy,
+        },
+    )
+
+
+def _settle_garbage_collector() -> None:
+    """Keep collections rare and short: what is there now stays, and requests leave few cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+def _make_writer(to: str) -> LineWriter | None:
+    if to == "none":
+        return None
+    return LineWriter(sys.stderr.fileno() if to == "-" else Path(to))
+
+
+def _secrets(config: "ProxyConfig") -> "list[Secret]":
+    found = list(config.listen.api_keys)
+    if config.fleet.key is not None:
+        found.append(config.fleet.key)
+    if config.admin is not None and config.admin.token is not None:
+        found.append(config.admin.token)
+    return found

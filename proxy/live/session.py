@@ -1,0 +1,713 @@
+"""One client request on its way: what it is, the leg in flight, and how it is answered.
+
+A session reacts to its engines and its client and tells the driver; the driver tells it what the
+scheduler decided. It ends exactly once. Until the first byte of the answer went to the client every
+failure may be mended by another instance; after it, a failure is an SSE error event and a cut body.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.core.events import (
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    PrefillDone,
+    PrefillLost,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+)
+from balanceroute.proxy.live.answer import counts_of, is_recomputed, with_cached_tokens
+from balanceroute.proxy.live.api_error import JSON_HEADERS
+from balanceroute.proxy.live.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.client_answer import ClientAnswer
+from balanceroute.proxy.live.connectors import MissingKvError
+from balanceroute.proxy.live.hand_off import HandOff
+from balanceroute.proxy.live.leg_body import decode_body, prefill_body
+from balanceroute.proxy.live.prefill_answer import (
+    BadPrefillAnswerError,
+    PrefillAnswer,
+    read_prefill_answer,
+)
+from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.resume import CannotResumeError, resumed_members
+from balanceroute.proxy.live.session_host import Host
+from balanceroute.proxy.live.shape import Api, Shape
+from balanceroute.proxy.live.short_answer import short_answer_body, short_answer_events
+from balanceroute.proxy.live.stream_leg import StreamLeg
+from balanceroute.proxy.live.target import Fault, Target, fault_of
+from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.wire.sse import event_data
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from balanceroute.proxy.live.body import RequestBody
+    from balanceroute.proxy.live.instances import Prefiller, Rank
+    from balanceroute.proxy.wire.client import Call
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.server import Reply
+
+# Answers of an engine that another one may not give.
+_BUSY = frozenset({429, 503})
+
+
+class Session:
+    """One request.
+
+    Args:
+        number: Its arrival number.
+        host: The driver.
+        shape: What it asks for.
+        body: What it sent.
+        headers: For every engine leg.
+        reply: The client.
+        record: What is known of it, kept up to date.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_attempts",
+        "_backoff",
+        "_body",
+        "_call",
+        "_deadline_s",
+        "_emitted",
+        "_hand_off",
+        "_headers",
+        "_host",
+        "_kv",
+        "_leg",
+        "_members",
+        "_pooled_s",
+        "_prefiller",
+        "_rank",
+        "_text",
+        "_transfer",
+        "_tries_of_kv",
+        "number",
+        "offset",
+        "record",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        number: RequestId,
+        host: Host,
+        *,
+        shape: Shape,
+        body: "RequestBody",
+        headers: "Headers",
+        reply: "Reply",
+        record: RequestRecord,
+    ) -> None:
+        self.number = number
+        self.shape = shape
+        self.record = record
+        self.offset = 0  # The step clock's.
+        self._host = host
+        self._body: RequestBody | None = body
+        self._headers = headers
+        self._answer = ClientAnswer(
+            reply, record, left=self.client_left, paused=self._pause, resumed=self._resume
+        )
+        # The leg in flight.
+        self._call: Call | None = None
+        self._leg: StreamLeg | None = None
+        self._backoff: asyncio.TimerHandle | None = None
+        self._hand_off: HandOff | None = None
+        self._deadline_s = inf
+        self._attempts = {"prefill": 0, "decode": 0}
+        # The prefill's result.
+        self._prefiller: Prefiller | None = None
+        self._transfer = ""
+        self._kv: Mapping[str, Any] | None = None
+        self._tries_of_kv = 0
+        self._pooled_s = 0.0
+        self._rank: Rank | None = None
+        # Emitted in earlier bindings.
+        self._emitted = 0
+        self._text = ""
+        self._members: Mapping[str, object] = {}
+
+    @property
+    def rounds(self) -> int | None:
+        """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
+        return None if self._leg is None else self._leg.tokens // self.shape.sequences
+
+    @property
+    def emitted_tokens(self) -> int:
+        """Tokens emitted so far, as far as a stream tells."""
+        return self._emitted + (0 if self._leg is None else self._leg.tokens)
+
+    @property
+    def has_prefill_leg(self) -> bool:
+        """Whether it is prefilled before it may be bound to a rank."""
+        return not self.shape.direct and not self._host.connector.decode_first
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a stream tells its progress."""
+        return self._leg is not None
+
+    # What the driver says.
+
+    def start_prefill(self, prefiller: "Prefiller") -> None:
+        """Send the prefill leg."""
+        assert self._body is not None
+        host, now_s = self._host, self._host.clock()
+        self._prefiller = prefiller
+        self.record.prefiller = prefiller.name
+        if self.record.prefill_started_ns is None:
+            self.record.prefill_started_ns = round(now_s * 1e9)
+        self._attempts["prefill"] += 1
+        self._transfer = f"xfer-{host.unique()}"
+        body = prefill_body(
+            self._body, self._members, host.connector.prefill_params(self._transfer)
+        )
+        leg = BufferedLeg(
+            self._prefill_answered, self._prefill_broken, max_bytes=host.legs.answer_bytes
+        )
+        self._deadline_s = now_s + host.legs.prefill_timeout_s
+        self._call = prefiller.endpoint.request(
+            b"POST", self.shape.api.value.encode(), self._headers, body, leg
+        )
+
+    def start_decode(self, rank: "Rank") -> None:
+        """Send the decode leg."""
+        assert self._body is not None
+        host, now_s = self._host, self._host.clock()
+        record = self.record
+        self._rank = rank
+        record.rank = rank.name
+        record.admitted_ns = round(now_s * 1e9)
+        record.pool_wait_ns += round((now_s - self._pooled_s) * 1e9)
+        self._attempts["decode"] += 1
+        self._tries_of_kv += 1
+        if host.connector.decode_first and not self.shape.direct:
+            self._expect_hand_off()
+        body = decode_body(self._body, self._members, self._kv)
+        headers = self._headers
+        if rank.header is not None:
+            headers = [*headers, (b"x-data-parallel-rank", rank.header)]
+        leg: StreamLeg | BufferedLeg
+        if self.shape.stream:
+            leg = self._leg = self._make_stream_leg()
+            timeout_s = host.legs.first_token_timeout_s
+            if self._kv is None:
+                timeout_s += host.legs.prefill_timeout_s
+        else:
+            leg = BufferedLeg(
+                self._decode_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
+            )
+            timeout_s = host.legs.answer_timeout_s
+        self._deadline_s = now_s + timeout_s
+        self._call = rank.endpoint.request(
+            b"POST", self.shape.api.value.encode(), headers, body, leg
+        )
+
+    def _expect_hand_off(self) -> None:
+        assert self._body is not None
+        host = self._host
+        self._transfer = host.unique()
+        self._kv = host.connector.decode_params(self._transfer, None, None)
+        self._hand_off = HandOff(
+            host,
+            self.shape.api,
+            self._body,
+            self._members,
+            self._headers,
+            prefilled=self._handed_off,
+            failed=self._not_handed_off,
+        )
+        host.expect(self._transfer, self._hand_off)
+
+    def pooled(self) -> None:
+        """Note that the session waits for a rank from now on."""
+        self._pooled_s = self._host.clock()
+
+    def drop_leg(self) -> None:
+        """Stop the leg in flight, if any; nothing more comes of it."""
+        self._call_off()
+        if self._backoff is not None:
+            self._backoff.cancel()
+            self._backoff = None
+
+    def lease_lapsed(self) -> None:
+        """Note that the KV cache must not be used any more."""
+        self.record.lease_lapses += 1
+        self._forget_kv()
+
+    def expire(self, reason: str) -> None:
+        """Give the request up: it waited too long. The scheduler knows."""
+        self._refuse(503, reason, Outcome.EXPIRED, retry_after_s=1)
+
+    def shut_down(self) -> None:
+        """End the request because the proxy stops."""
+        self._fail(503, "the proxy is shutting down")
+
+    def is_on(self, target: Target) -> bool:
+        """Return whether an instance works for this request, or holds its KV cache."""
+        if self._rank is not None and self._rank.target == target:
+            return True
+        started = self._leg is not None and self._leg.started
+        return self._prefiller is not None and not started and self._prefiller.target == target
+
+    def instance_removed(self) -> None:
+        """Go on without an instance that this request was on."""
+        reason = "the engine was removed"
+        error = WireError(WireFault.RESET, reason, sent=True, answered=True)
+        if self._rank is not None:
+            self._call_off()
+            self.stream_broken(error)
+        elif self._call is not None:
+            self._call_off()
+            self._prefill_broken(error)
+        elif self._backoff is None:
+            self._forget_kv()
+            self._host.feed(PrefillLost(self.number, elsewhere=True))
+
+    def check_deadline(self, now_s: float) -> None:
+        """Act if the leg in flight takes too long."""
+        leg, legs = self._leg, self._host.legs
+        if leg is not None and leg.started:
+            if not self._answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
+                self._time_out(f"the stream stood still for {legs.idle_timeout_s:g} s")
+        elif now_s > self._deadline_s:
+            if self._rank is None:
+                self._time_out(f"the prefill took longer than {legs.prefill_timeout_s:g} s")
+            elif self.shape.stream:
+                self._time_out(f"no token came within {legs.first_token_timeout_s:g} s")
+            else:
+                self._time_out(f"no answer came within {legs.answer_timeout_s:g} s")
+
+    # What the client does.
+
+    def client_left(self) -> None:
+        """Stop everything: nobody reads the answer any more."""
+        if self.record.outcome is not None:
+            return
+        leg = self._leg
+        if leg is not None and leg.started and leg.finished >= self.shape.sequences:
+            # It had the whole answer, only not the last bytes of the stream.
+            self._call_off()
+            self._host.feed(RequestFinished(self.number))
+            self._end(Outcome.OK, 200)
+            return
+        self._host.feed(RequestCancelled(self.number))
+        self._end(Outcome.CANCELLED, self.record.status)
+
+    def _pause(self) -> None:
+        if self._call is not None:
+            self._call.pause()
+
+    def _resume(self) -> None:
+        if self._leg is not None:
+            self._leg.last_s = self._host.clock()
+        if self._call is not None:
+            self._call.resume()
+
+    # What the prefiller answers.
+
+    def _prefill_answered(self, status: int, headers: "Headers", body: bytes) -> None:
+        self._call = None
+        self._deadline_s = inf
+        prefiller = self._prefiller
+        assert prefiller is not None
+        if status != 200:
+            self._prefill_refused(status, headers, body)
+            return
+        try:
+            answer = read_prefill_answer(body)
+        except BadPrefillAnswerError as error:
+            self._host.leg_failed(prefiller.target, Fault.PROTOCOL, str(error))
+            self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, str(error)))
+            return
+        self._host.leg_succeeded(prefiller.target)
+        record = self.record
+        record.prefilled_ns = round(self._host.clock() * 1e9)
+        if self._emitted == 0:
+            record.prompt_tokens = answer.prompt_tokens
+            record.cached_tokens = answer.cached_tokens
+        try:
+            self._kv = self._host.connector.decode_params(
+                self._transfer, answer.kv_transfer_params, prefiller.identity
+            )
+        except MissingKvError as error:
+            if not self._take_answer_without_kv(answer, str(error)):
+                return
+        self._tries_of_kv = 0
+        self._enter_pool(answer.prompt_tokens)
+
+    def _take_answer_without_kv(self, answer: PrefillAnswer, reason: str) -> bool:
+        """Return whether the request goes on to decode all the same."""
+        self._kv = None
+        if answer.complete and self.shape.sequences == 1 and self._emitted == 0:
+            self._answer_shortly(answer)
+            return False
+        if answer.complete or self._host.legs.recompute_missing_kv:
+            return True  # The decode rank computes the prompt itself.
+        self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, reason))
+        return False
+
+    def _enter_pool(self, prompt_tokens: int) -> None:
+        lease_ns = None
+        lease_s = self._host.lease_s
+        if lease_s is not None and self._kv is not None:
+            lease_ns = round((self._host.clock() + lease_s) * 1e9)
+        self.pooled()
+        if self._emitted == 0:
+            self._host.counted(self.shape, prompt_tokens)
+        self._host.feed(PrefillDone(self.number, prompt_tokens, lease_ns))
+
+    def _handed_off(self, body: bytes) -> None:
+        """Take the answer of a prefill that the decode rank called for."""
+        assert self._hand_off is not None
+        assert self._hand_off.prefiller is not None
+        record = self.record
+        record.prefiller = self._hand_off.prefiller.name
+        record.prefilled_ns = round(self._host.clock() * 1e9)
+        if self._emitted == 0:
+            try:
+                answer = read_prefill_answer(body)
+            except BadPrefillAnswerError:
+                return  # The rank has the KV cache; only the counts are missing.
+            record.prompt_tokens = answer.prompt_tokens
+            record.cached_tokens = answer.cached_tokens
+            self._host.counted(self.shape, answer.prompt_tokens)
+
+    def _not_handed_off(self, fault: Fault) -> None:
+        """Mend a decode leg that waits for a prefill which nobody did."""
+        self._call_off()
+        give_up = partial(self._fail, 502, f"prefill failed: {fault.value}")
+        if self._answer.opened:
+            give_up()
+        else:
+            self._again_with_new_kv(fault, give_up)
+
+    def _answer_shortly(self, answer: PrefillAnswer) -> None:
+        self.record.output_tokens = 1
+        self.record.first_token_ns = self.record.prefilled_ns
+        if self.shape.stream:
+            assert self._body is not None
+            options = self._body.values.get("stream_options")
+            usage = isinstance(options, dict) and options.get("include_usage") is True
+            self._answer.open(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+            self._answer.reply.write(
+                short_answer_events(self.shape.api, answer.message, include_usage=usage)
+            )
+            self._answer.reply.end()
+        else:
+            self._answer.send(200, JSON_HEADERS, short_answer_body(answer.message))
+        self._host.feed(RequestFinished(self.number))
+        self._end(Outcome.OK, 200)
+
+    def _prefill_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+        prefiller = self._prefiller
+        assert prefiller is not None
+        give_up = partial(self._pass_on, status, headers, body)
+        if status < 500 and status not in _BUSY:
+            give_up()
+            return
+        if status not in _BUSY:
+            self._host.leg_failed(prefiller.target, Fault.SERVER_ERROR, f"status {status}")
+        self._again_elsewhere(Fault.SERVER_ERROR, give_up)
+
+    def _prefill_broken(self, error: WireError) -> None:
+        self._call = None
+        self._deadline_s = inf
+        prefiller = self._prefiller
+        assert prefiller is not None
+        fault = fault_of(error)
+        self._host.leg_failed(prefiller.target, fault, str(error))
+        self._again_elsewhere(fault, partial(self._fail, 502, f"prefill failed: {error}"))
+
+    def _again_elsewhere(self, fault: Fault, give_up: Callable[[], None]) -> None:
+        self._try_again("prefill", fault, give_up, self._probe_lost)
+
+    def _probe_lost(self) -> Event:
+        self._forget_kv()
+        return PrefillLost(self.number, elsewhere=True)
+
+    # What the rank answers: StreamOwner.
+
+    def stream_started(self, status: int, headers: "Headers") -> None:
+        """Open the client's stream with the first event."""
+        host = self._host
+        assert self._rank is not None
+        self._deadline_s = inf
+        if self.record.first_token_ns is None:
+            self.record.first_token_ns = round(host.clock() * 1e9)
+        if not self._answer.opened:
+            self._answer.open(status, headers)
+        if not host.connector.recomputes:
+            self._body = None  # Large, and nothing is sent again after the first byte.
+        host.leg_succeeded(self._rank.target)
+        host.started(self)
+        host.feed(DecodeStarted(self.number))
+
+    def stream_ended(self) -> None:
+        """Finish the answer."""
+        leg = self._leg
+        assert leg is not None
+        self._call = None
+        if not leg.started:
+            # A stream without an event: the engine has nothing to say, which is no answer.
+            self.stream_broken(
+                WireError(WireFault.RESET, "the stream is empty", sent=True, answered=True)
+            )
+            return
+        self._count_tokens()
+        self._answer.reply.end()
+        self._host.feed(RequestFinished(self.number))
+        self._end(Outcome.OK, 200)
+
+    def stream_error(self, message: str) -> None:
+        """End a stream in which the engine reported an error of its own."""
+        self._call = None
+        self._count_tokens()
+        self._answer.reply.end()
+        self._host.feed(RequestFailed(self.number))
+        self._end(Outcome.UPSTREAM_ERROR, 200, f"the engine reported: {message}")
+
+    def stream_error_first(self, event: bytes) -> None:
+        """Answer, or try again, when the first event is an error."""
+        self._call_off()
+        payload = event_data(event)
+        error = json.loads(payload)["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if type(code) is int and 400 <= code <= 599 else 500
+        give_up = partial(self._pass_on, status, JSON_HEADERS, payload)
+        if status < 500:
+            give_up()
+        else:
+            # Seen from vLLM when it cannot pull the KV cache; what is left of it is not trusted.
+            self._again_with_new_kv(Fault.SERVER_ERROR, give_up)
+
+    def stream_recomputed(self) -> None:
+        """Prefill again with what was emitted, and go on."""
+        self._recompute()
+
+    def stream_broken(self, error: WireError) -> None:
+        """Mend a decode leg that broke off, or end the answer truthfully."""
+        self._call = None
+        self._deadline_s = inf
+        rank = self._rank
+        assert rank is not None
+        fault = fault_of(error)
+        self._host.leg_failed(rank.target, fault, str(error))
+        if self._answer.opened:
+            self._fail(502, f"the decode engine broke off: {error}")
+        else:
+            self._again_on_another_rank(fault, partial(self._fail, 502, f"decode failed: {error}"))
+
+    def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+        """Take an answer that is no stream."""
+        self._call = None
+        self._deadline_s = inf
+        if status == 200:
+            self._decode_answered(status, headers, body)
+            return
+        rank = self._rank
+        assert rank is not None
+        give_up = partial(self._pass_on, status, headers, body)
+        if self._answer.opened:  # A resumed answer; its status was sent long ago.
+            self._fail(502, f"the decode engine answered {status}")
+        elif status < 500 and status not in _BUSY:
+            give_up()
+        else:
+            if status not in _BUSY:
+                self._host.leg_failed(rank.target, Fault.SERVER_ERROR, f"status {status}")
+            self._again_on_another_rank(Fault.SERVER_ERROR, give_up)
+
+    def _decode_answered(self, status: int, headers: "Headers", body: bytes) -> None:
+        if status != 200:
+            self.decode_refused(status, headers, body)
+            return
+        self._call = None
+        self._deadline_s = inf
+        if is_recomputed(body):
+            self._recompute()
+            return
+        rank, record = self._rank, self.record
+        assert rank is not None
+        self._host.leg_succeeded(rank.target)
+        prompt_tokens, record.output_tokens = counts_of(body)
+        record.prompt_tokens = record.prompt_tokens or prompt_tokens
+        if record.cached_tokens is not None:
+            body = with_cached_tokens(body, record.cached_tokens)
+        self._answer.send(200, headers, body)
+        self._host.feed(RequestFinished(self.number))
+        self._end(Outcome.OK, 200)
+
+    def _recompute(self) -> None:
+        self._call_off()
+        self.record.recomputes += 1
+        leg, self._leg = self._leg, None
+        if leg is not None and leg.started and leg.tokens:
+            try:
+                self._remember(leg)
+            except CannotResumeError as error:
+                self._fail(502, f"the engine dropped the request, and {error}")
+                return
+        # Else nothing reached the client: the next answer starts afresh.
+        self._forget_kv()
+        if not self.has_prefill_leg:
+            self.pooled()
+        self._rank = None
+        self._host.feed(RequestRecomputed(self.number))
+
+    def _remember(self, leg: StreamLeg) -> None:
+        assert self._body is not None
+        if leg.text is None or self.shape.sequences != 1:
+            raise CannotResumeError("its answer cannot be continued from text")
+        self._emitted += leg.tokens
+        self._text += "".join(leg.text)
+        self._members = resumed_members(
+            self.shape.api, self._body.values, self._text, self._emitted
+        )
+
+    def _again_on_another_rank(self, fault: Fault, give_up: Callable[[], None]) -> None:
+        if self._tries_of_kv > 1:  # The same lease is offered to a second rank, never a third.
+            self._again_with_new_kv(fault, give_up)
+            return
+        self._try_again("decode", fault, give_up, self._decode_lost)
+
+    def _decode_lost(self) -> Event:
+        self._rank = self._leg = None
+        self.pooled()
+        return DecodeLost(self.number)
+
+    def _again_with_new_kv(self, fault: Fault, give_up: Callable[[], None]) -> None:
+        self._try_again("decode", fault, give_up, self._prefill_lost)
+
+    def _prefill_lost(self) -> Event:
+        self._rank = self._leg = None
+        if self._kv is None or self._host.connector.decode_first:
+            self._forget_kv()
+            self.pooled()
+            return DecodeLost(self.number)  # There is no prefill to repeat.
+        self._forget_kv()
+        return PrefillLost(self.number)
+
+    # Shared by both legs.
+
+    def _try_again(
+        self, leg: str, fault: Fault, give_up: Callable[[], None], lost: Callable[[], Event]
+    ) -> None:
+        host, legs = self._host, self._host.legs
+        tried = self._attempts[leg]
+        if tried >= legs.attempts or not host.may_retry(leg, fault):
+            give_up()
+            return
+        self.record.retries += 1
+        delay_s = min(legs.backoff_max_s, legs.backoff_s * 2 ** (tried - 1))
+
+        def lose() -> None:
+            self._backoff = None
+            host.feed(lost())
+
+        self._backoff = host.call_later(delay_s, lose)
+
+    def _time_out(self, reason: str) -> None:
+        self._call_off()
+        give_up = partial(self._fail, 504, reason)
+        if self._rank is None:
+            assert self._prefiller is not None
+            self._host.leg_failed(self._prefiller.target, Fault.TIMEOUT, reason)
+            self._again_elsewhere(Fault.TIMEOUT, give_up)
+            return
+        self._host.leg_failed(self._rank.target, Fault.TIMEOUT, reason)
+        if self._answer.opened:
+            give_up()
+        else:
+            self._again_with_new_kv(Fault.TIMEOUT, give_up)
+
+    def _call_off(self) -> None:
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        self._drop_hand_off()
+        self._deadline_s = inf
+
+    def _drop_hand_off(self) -> None:
+        if self._hand_off is not None:
+            self._hand_off.abort()
+            self._host.expect_no_more(self._transfer)
+            self._hand_off = None
+
+    def _forget_kv(self) -> None:
+        self._prefiller = None
+        self._kv = None
+        self._tries_of_kv = 0
+
+    def _make_stream_leg(self) -> StreamLeg:
+        host = self._host
+        return StreamLeg(
+            self,
+            self._answer.reply,
+            host.clock,
+            openai=self.shape.api in (Api.CHAT, Api.COMPLETIONS),
+            sequences=self.shape.sequences,
+            cached_tokens=self.record.cached_tokens,
+            resumed_tokens=self._emitted,
+            keep_text=host.connector.recomputes,
+            observe_gap=host.observe_gap,
+        )
+
+    # The end.
+
+    def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
+        """Give the client an engine's own refusal."""
+        self._answer.send(status, headers, body)
+        self._host.feed(RequestFailed(self.number))
+        outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
+        self._end(outcome, status, f"the engine answered {status}")
+
+    def _fail(self, status: int, reason: str) -> None:
+        """Give the request up, truthfully."""
+        self._host.feed(RequestFailed(self.number))
+        self._refuse(status, reason, Outcome.UPSTREAM_ERROR)
+
+    def _refuse(
+        self, status: int, reason: str, outcome: Outcome, *, retry_after_s: int | None = None
+    ) -> None:
+        self.drop_leg()
+        if self._answer.opened:
+            self._count_tokens()
+        self._answer.fail(status, reason, retry_after_s=retry_after_s)
+        self._end(outcome, self.record.status, reason)
+
+    def _count_tokens(self) -> None:
+        leg = self._leg
+        tokens = self._emitted
+        if leg is not None:
+            if leg.usage_tokens is None:
+                tokens += leg.tokens
+            else:
+                tokens += leg.usage_tokens
+            self.record.itl_max_ns = max(self.record.itl_max_ns, round(leg.gap_max_s * 1e9))
+        self.record.output_tokens = tokens
+
+    def _end(self, outcome: Outcome, status: int, reason: str = "") -> None:
+        record = self.record
+        assert record.outcome is None, (
+            f"request {self.number} ends as {record.outcome} and {outcome}"
+        )
+        if outcome is Outcome.CANCELLED:
+            self._count_tokens()
+        record.outcome = outcome
+        record.status = status
+        record.reason = reason
+        record.ended_ns = round(self._host.clock() * 1e9)
+        self._body = None
+        self._drop_hand_off()
+        self._answer.forget()
+        self._host.ended(self)

@@ -1,0 +1,69 @@
+"""What a session needs of its surroundings: the seam between one request and the driver."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from balanceroute.proxy.core.events import Event
+    from balanceroute.proxy.live.connectors import Connector
+    from balanceroute.proxy.live.hand_off import HandOff
+    from balanceroute.proxy.live.instances import Prefiller
+    from balanceroute.proxy.live.leg_settings import LegSettings
+    from balanceroute.proxy.live.session import Session
+    from balanceroute.proxy.live.shape import Shape
+    from balanceroute.proxy.live.target import Fault, Target
+
+
+class Host(Protocol):
+    """What a session needs of the driver."""
+
+    @property
+    def connector(self) -> "Connector": ...  # noqa: D102
+    @property
+    def legs(self) -> "LegSettings": ...  # noqa: D102
+    @property
+    def lease_s(self) -> float | None: ...  # noqa: D102
+
+    def clock(self) -> float:
+        """Return the loop's time, in seconds."""
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> "asyncio.TimerHandle":
+        """Call back after a delay."""
+
+    def feed(self, event: "Event") -> None:
+        """Give the scheduler an event and perform what it decides."""
+
+    def unique(self) -> str:
+        """Return a token that no other leg has."""
+
+    def choose_prefiller(self, other_than: "Prefiller | None") -> "Prefiller | None":
+        """Return who takes a prefill that a decode rank called for; None if nobody can."""
+
+    def expect(self, transfer: str, hand_off: "HandOff") -> None:
+        """Let the decode rank of `transfer` call back."""
+
+    def expect_no_more(self, transfer: str) -> None:
+        """Let it call back no more."""
+
+    def may_retry(self, leg: str, fault: "Fault") -> bool:
+        """Return whether the retry budget allows one more attempt, and count it."""
+
+    def leg_failed(self, target: "Target", fault: "Fault", reason: str) -> None:
+        """Note that a leg failed through its engine's fault."""
+
+    def leg_succeeded(self, target: "Target") -> None:
+        """Note that a leg worked."""
+
+    def counted(self, shape: "Shape", prompt_tokens: int) -> None:
+        """Note how many tokens a prompt really has."""
+
+    def observe_gap(self, gap_s: float) -> None:
+        """Note the time between two pieces of a stream."""
+
+    def started(self, session: "Session") -> None:
+        """Note that the session is in its rank's batch."""
+
+    def ended(self, session: "Session") -> None:
+        """Note that the session is over."""

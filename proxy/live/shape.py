@@ -1,0 +1,170 @@
+"""What a generation request asks for, as far as routing depends on it.
+
+A request takes the **PD** path (prefill leg, pool, decode leg) unless its answer needs something
+that only the engine which computes the prompt can give, or that one KV cache cannot carry. Those go
+**direct**: the decode rank computes the prompt itself, and the answer is exactly a single engine's.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeGuard
+
+from balanceroute.proxy.live.body import BodyError, RequestBody
+
+# Never taken from a client: they steer KV transfer or engine-internal routing.
+INTERNAL_FIELDS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "disagg_prefill_resp",
+        "disagg_spec",
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "metaserver",
+        "priority",
+        "remote_kv_source",
+        "request_id",
+        "ret_first_tok",
+    }
+)
+# With the least value that is good.
+_REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
+# A first guess of the tokens in a text; corrected by what the prefillers count.
+CHARACTERS_PER_TOKEN = 4.0
+
+
+class Api(Enum):
+    """The generation endpoints, by the text that their answers carry."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What routing needs to know of a request.
+
+    Attributes:
+        api: The endpoint.
+        model: The `model` member, "" if it is absent.
+        stream: Whether the client wants a stream.
+        sequences: How many answers the engine decodes at a time. `best_of` adds none: vLLM has not
+            taken it since its engine V1.
+        direct: Whether the decode rank has to compute the prompt itself.
+        prompt_tokens: Exact for token ids; else None.
+        prompt_characters: Length of the prompt's text, if `prompt_tokens` is None.
+        max_tokens: The limit of the answer, None if there is none.
+    """
+
+    api: Api
+    model: str
+    stream: bool
+    sequences: int
+    direct: bool
+    prompt_tokens: int | None
+    prompt_characters: int
+    max_tokens: int | None
+
+
+def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
+    """Return what `body` asks for.
+
+    Only what routing depends on is judged here. Anything else that is wrong goes to an engine, whose
+    answer is the true one.
+
+    Raises:
+        BodyError: A member that routing depends on is of the wrong type or out of range.
+    """
+    values = body.values
+    model = values.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BodyError("model must be a string", "model")
+    stream = values.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise BodyError("stream must be true or false", "stream")
+    _count(values, "best_of", max_sequences)
+    prompts, tokens = _prompts(values.get("prompt")) if api is Api.COMPLETIONS else (1, None)
+    sequences = _count(values, "n", max_sequences) * prompts
+    if sequences > max_sequences:
+        raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
+    _check_extra_arguments(values.get("vllm_xargs"))
+    limit = _limit(values)
+    return Shape(
+        api=api,
+        model=model or "",
+        stream=bool(stream),
+        sequences=sequences,
+        direct=_needs_one_engine(api, values, prompts),
+        prompt_tokens=tokens,
+        prompt_characters=max(body.text_length(_PROMPT[api]), 1),
+        max_tokens=limit if _is_count(limit, 1) else None,
+    )
+
+
+_PROMPT = {
+    Api.CHAT: "messages",
+    Api.COMPLETIONS: "prompt",
+    Api.RESPONSES: "input",
+    Api.MESSAGES: "messages",
+}
+
+
+def _count(values: dict[str, Any], key: str, most: int) -> int:
+    value = values.get(key)
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise BodyError(f"{key} must be an integer from 1 to {most}", key)
+    return value
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
+    return type(value) is int and value >= least
+
+
+def _check_extra_arguments(extra: object) -> None:
+    """Refuse what vLLM would merge with its own parameters for KV transfer."""
+    if isinstance(extra, dict) and not INTERNAL_FIELDS.isdisjoint(extra):
+        field = min(INTERNAL_FIELDS & extra.keys())
+        raise BodyError(f"vllm_xargs must not have {field}", "vllm_xargs")
+
+
+def _prompts(prompt: object) -> tuple[int, int | None]:
+    """Return the number of prompts, and the mean tokens of each if they are given as ids."""
+    if not isinstance(prompt, list) or not prompt:
+        return 1, None
+    # Not a loop over elements: a prompt may have a million.
+    types = set(map(type, prompt))
+    if types == {int}:
+        return 1, len(prompt)
+    if types == {list}:
+        return len(prompt), max(1, sum(map(len, prompt)) // len(prompt))
+    return len(prompt), None
+
+
+def _limit(values: dict[str, Any]) -> object:
+    limit = values.get("max_completion_tokens")
+    return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
+
+
+def _needs_one_engine(api: Api, values: dict[str, Any], prompts: int) -> bool:
+    if api not in (Api.CHAT, Api.COMPLETIONS):
+        return True
+    if prompts > 1 or values.get("use_beam_search") or values.get("prompt_embeds") is not None:
+        return True
+    # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
+    # would be missing if the prefill's one token were the whole answer.
+    if values.get("prompt_logprobs") is not None or values.get("echo"):
+        return True
+    # -1 cuts the prompt to what max_tokens leaves of the context, so the legs would differ in it.
+    truncate = values.get("truncate_prompt_tokens")
+    if truncate is not None and not _is_count(truncate, 0):
+        return True
+    # The prefill leg replaces these, so a bad value would be found out only after a prefill.
+    return not all(
+        values.get(name) is None or _is_count(values[name], least) for name, least in _REPLACED
+    )

@@ -1,0 +1,68 @@
+"""The state of the proxy at one instant, as the admin page shows it and the metrics export it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One decode rank. Loads are the proxy's mirror of the engine."""
+
+    rank: int
+    name: str
+    open: bool
+    status: str  # up, quarantined, draining, removed.
+    kv_tokens: int
+    bound: int
+    started: int
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerState:
+    """One prefiller."""
+
+    prefiller: int
+    name: str
+    open: bool
+    status: str
+    probes: int
+    held_tokens: int
+    utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One live request."""
+
+    number: int
+    request_id: str
+    state: str  # queued, prefilling, pooled, decoding.
+    prompt_tokens: int
+    emitted_tokens: int
+    age_s: float
+    prefiller: str
+    rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything. Counters are since start."""
+
+    policy: str
+    predictor: str
+    ranks: list[RankState]
+    prefillers: list[PrefillerState]
+    queued: int
+    prefilling: int
+    pooled: int
+    decoding: int
+    oldest_pooled_s: float
+    imbalance_tokens: int
+    steps: int
+    step_s: float  # Running mean of the inferred time of a step; 0 before the first.
+    idle_tokens: int  # Sum over the inferred steps of sum_g (max L - L_g).
+    capacity_tokens: int  # Sum over the inferred steps of G x max L.
+    client_connections: int
+    engine_connections: int
+    draining: bool
+    requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

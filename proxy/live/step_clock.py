@@ -1,0 +1,137 @@
+"""The decode fleet's steps, inferred from the token counts of the streams.
+
+An engine does not say when a step ends. But every started request emits one token a step, so the
+median progress of the streams tells how many steps passed, and one `StepCompleted` brings all of the
+scheduler's mirror forward. A request that deviates (its rank is slower, its text comes in larger
+pieces) is corrected singly once it is off by more than a few tokens: on loads of thousands of tokens
+less does not matter, and single corrections are dear.
+
+While no stream runs, answers that are not streamed progress by the running mean of the step time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+# Tokens that a request may be off before it is corrected.
+_TOLERANCE = 4
+# Weight of one more measurement in the running mean of the step time.
+_WEIGHT = 0.1
+# A step counts as at most this many mean steps: a pause of the fleet is not one slow step. It counts
+# all the same, so that a first measurement which was too short is outgrown.
+_LONGEST_STEP = 4.0
+# No engine is faster. Without a least step, an answer that lies about its length would make the clock
+# race.
+_SHORTEST_STEP_S = 1e-4
+# Steps taken at a time without a stream to tell them: time spent suspended is no progress.
+_MOST_SILENT_STEPS = 10_000
+
+
+class Progress(Protocol):
+    """One started request, as the clock sees it.
+
+    `rounds` is the number of tokens each of its sequences has emitted, by the stream; None if the
+    answer is not streamed. `offset` is the clock's own: what to add to compare it with the clock.
+    """
+
+    offset: int
+
+    @property
+    def rounds(self) -> int | None:
+        """Tokens that each sequence has emitted; None if unknown."""
+        ...
+
+
+@dataclass(slots=True)
+class Advance:
+    """What changed since the last look."""
+
+    steps: int
+    corrections: "list[tuple[Progress, int]]"
+
+
+class StepClock:
+    """Counts inferred steps.
+
+    Attributes:
+        steps: Steps so far.
+        step_s: Running mean of a step's time; 0.0 before the first measurement.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.step_s = 0.0
+        # When and where the clock was set last; None while nothing runs.
+        self._since_s: float | None = None
+        self._since_steps = 0
+        self._heard = False  # Whether streams told the progress the last time.
+
+    def start(self, request: Progress) -> None:
+        """Note that `request` is in its rank's batch; the tokens it has emitted are yet to count."""
+        request.offset = self.steps
+
+    def advance(self, requests: Iterable[Progress], now_s: float) -> Advance:
+        """Compare every started request with the clock and move the clock on."""
+        leads: list[tuple[int, Progress]] = []
+        silent = False
+        for request in requests:
+            rounds = request.rounds
+            if rounds is None:
+                silent = True
+            else:
+                leads.append((rounds + request.offset, request))
+        self._heard = bool(leads)
+        if not leads:
+            return Advance(self._advance_silently(now_s) if silent else self._rest(), [])
+        places = sorted(lead for lead, _ in leads)
+        steps = max(0, places[len(places) // 2] - self.steps)
+        if steps:
+            self.steps += steps
+            self._measure(now_s)
+        corrections: list[tuple[Progress, int]] = []
+        for lead, request in leads:
+            off = lead - self.steps
+            if abs(off) > _TOLERANCE:
+                request.offset -= off
+                corrections.append((request, off))
+        return Advance(steps, corrections)
+
+    def observe_answer(self, step_s: float) -> None:
+        """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""
+        if step_s > 0.0 and (self._since_s is None or not self._heard):
+            self._learn(step_s)
+
+    def _learn(self, step_s: float) -> None:
+        step_s = max(step_s, _SHORTEST_STEP_S)
+        if self.step_s:
+            step_s = min(step_s, _LONGEST_STEP * self.step_s)
+            self.step_s += _WEIGHT * (step_s - self.step_s)
+        else:
+            self.step_s = step_s
+
+    def _measure(self, now_s: float) -> None:
+        if self._since_s is not None:
+            if now_s <= self._since_s:
+                return  # These steps count with the next ones.
+            self._learn((now_s - self._since_s) / (self.steps - self._since_steps))
+        self._set(now_s)
+
+    def _set(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._since_steps = self.steps
+
+    def _rest(self) -> int:
+        self._since_s = None
+        return 0
+
+    def _advance_silently(self, now_s: float) -> int:
+        if self._since_s is None or not self.step_s:
+            self._set(now_s)
+            return 0
+        steps = int((now_s - self._since_s) / self.step_s)
+        if steps > _MOST_SILENT_STEPS:
+            self._set(now_s)
+            return 0
+        self.steps += steps
+        self._set(self._since_s + steps * self.step_s)
+        return steps

@@ -1,0 +1,56 @@
+"""An engine instance as health checks and scrapes know it, and what can go wrong with it."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.instances import Role
+from balanceroute.proxy.wire.messages import WireError, WireFault
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One engine instance: ranks that share a server are one target.
+
+    Attributes:
+        role: What it does.
+        url: Its base URL, as in `http://10.0.0.1:8000`.
+    """
+
+    role: Role
+    url: str
+
+
+class Fault(Enum):
+    """How an exchange with an engine failed."""
+
+    CONNECT = "connect"  # Refused, unreachable, or its certificate is not good.
+    CONNECT_TIMEOUT = "connect_timeout"
+    RESET = "reset"  # Closed before a complete answer.
+    TIMEOUT = "timeout"  # Connected, then silent for too long.
+    SERVER_ERROR = "server_error"  # An answer of 5xx.
+    PROTOCOL = "protocol"  # An answer that is not HTTP, or not what was asked for.
+    LOCAL = "local"  # Ours: no file descriptor, memory or port left. Says nothing of the engine.
+
+
+_FAULTS = {
+    WireFault.CONNECT: Fault.CONNECT,
+    WireFault.CONNECT_TIMEOUT: Fault.CONNECT_TIMEOUT,
+    WireFault.RESET: Fault.RESET,
+    WireFault.PROTOCOL: Fault.PROTOCOL,
+    WireFault.TOO_LARGE: Fault.PROTOCOL,
+    WireFault.TIMEOUT: Fault.TIMEOUT,
+}
+
+
+def fault_of(error: WireError) -> Fault:
+    """Return what a broken exchange says of its engine."""
+    return _FAULTS[error.kind]
+
+
+class FetchError(BalanceRouteError):
+    """A request to an engine that got no usable answer."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(f"{fault.value}: {message}")
+        self.fault = fault

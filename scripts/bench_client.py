@@ -1,0 +1,193 @@
+"""The load for benchmarks of proxies: raw connections, and every event checked.
+
+Prints one JSON object: what was received, what was wrong, and how long it took.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from typing import Any, cast
+
+import uvloop
+
+_CONTENT = re.compile(rb'"content":"(\d+)\.(\d+)"')
+
+
+class Load:
+    """What all connections share."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.tokens = arguments.tokens
+        self.left = arguments.requests
+        self.stream = arguments.tokens > 0
+        body = {
+            "model": "bench",
+            "prompt": "t" * arguments.prompt_bytes,
+            "max_tokens": max(1, arguments.tokens),
+        }
+        if self.stream:
+            body["stream"] = True
+        payload = json.dumps(body).encode()
+        self.request = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(payload), payload)
+        )
+        self.running = 0
+        self.events = 0
+        self.errors = 0
+        self.transit_ns: list[int] = []
+        self.first_ns: list[int] = []
+        self.done = asyncio.get_running_loop().create_future()
+
+    def next(self) -> bool:
+        """Take one request, if any is left."""
+        if self.left == 0:
+            return False
+        self.left -= 1
+        self.running += 1
+        return True
+
+    def ended(self, *, well: bool) -> None:
+        """Count one request that is over."""
+        self.running -= 1
+        self.errors += not well
+        if self.running == 0 and self.left == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One connection: a request at a time."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._transport: asyncio.Transport | None = None
+        self._head = b""
+        self._tail = b""
+        self._left = 0  # Of a body with a length.
+        self._seen = 0
+        self._sent_ns = 0
+        self._busy = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+        # uvloop's transports are asyncio transports by duck typing alone.
+        self._transport = cast("asyncio.Transport", transport)
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+        del exc
+        if self._busy:
+            self._busy = False
+            self._load.ended(well=False)
+
+    def data_received(self, data: bytes) -> None:  # noqa: D102
+        now_ns = time.monotonic_ns()
+        if self._left == 0 and self._seen == 0 and self._head is not None:
+            self._head += data
+            head, mark, data = self._head.partition(b"\r\n\r\n")
+            if not mark:
+                return
+            self._open(head)
+        if self._load.stream:
+            self._take_events(data, now_ns)
+        else:
+            self._left -= len(data)
+            if self._left == 0:
+                self._end(now_ns)
+
+    def _open(self, head: bytes) -> None:
+        self._head = None  # type: ignore[assignment]
+        lower = head.lower()
+        if not head.startswith(b"HTTP/1.1 200"):
+            self._load.errors += 1
+        if not self._load.stream:
+            begin = lower.index(b"content-length:") + 15
+            self._left = int(lower[begin:].split(b"\r\n", 1)[0])
+
+    def _take_events(self, data: bytes, now_ns: int) -> None:
+        if self._tail:
+            data = self._tail + data
+        place = 0
+        for match in _CONTENT.finditer(data):
+            number, sent_ns = int(match[1]), int(match[2])
+            if number != self._seen:
+                self._load.errors += 1
+            if self._seen == 0:
+                self._load.first_ns.append(now_ns - self._sent_ns)
+            self._seen += 1
+            self._load.events += 1
+            self._load.transit_ns.append(now_ns - sent_ns)
+            place = match.end()
+        self._tail = data[max(place, len(data) - 256) :]
+        if self._tail.endswith(b"0\r\n\r\n"):
+            if self._seen != self._load.tokens or b"[DONE]" not in self._tail:
+                self._load.errors += 1
+            self._end(now_ns)
+
+    def _end(self, now_ns: int) -> None:
+        if not self._load.stream:
+            self._load.first_ns.append(now_ns - self._sent_ns)
+        self._busy = False
+        self._load.ended(well=True)
+        self._send()
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        if not self._load.next():
+            self._transport.close()
+            return
+        self._busy = True
+        self._head, self._tail, self._left, self._seen = b"", b"", 0, 0
+        self._sent_ns = time.monotonic_ns()
+        self._transport.write(self._load.request)
+
+
+async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    load = Load(arguments)
+    begin = time.monotonic()
+    failed = 0
+
+    async def connect() -> None:
+        nonlocal failed
+        try:
+            await loop.create_connection(lambda: Connection(load), "127.0.0.1", arguments.port)
+        except OSError:
+            failed += 1
+
+    await asyncio.gather(*(connect() for _ in range(arguments.connections)))
+    if failed == arguments.connections:
+        load.done.set_result(None)
+    await load.done
+    return {
+        "seconds": time.monotonic() - begin,
+        "events": load.events,
+        "requests": arguments.requests - load.left,
+        "errors": load.errors + failed,
+        "first_us": _percentiles(load.first_ns),
+        "transit_us": _percentiles(load.transit_ns),
+    }
+
+
+def _percentiles(samples_ns: list[int]) -> dict[str, float]:
+    ordered = sorted(samples_ns) or [0]
+    return {
+        name: ordered[min(len(ordered) - 1, round(share * len(ordered)))] / 1e3
+        for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+    }
+
+
+def main() -> None:
+    """Run the load of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=0, help="0: one token, not streamed")
+    parser.add_argument("--prompt-bytes", type=int, default=64)
+    print(json.dumps(uvloop.run(_run(parser.parse_args()))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
