@@ -70,18 +70,18 @@ class Connection(asyncio.Protocol):
         self._sent_ns = 0
         self._busy = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio transports by duck typing alone.
         self._transport = cast("asyncio.Transport", transport)
         self._send()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+    def connection_lost(self, exc: Exception | None) -> None:
         del exc
         if self._busy:
             self._busy = False
             self._load.ended(well=False)
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
+    def data_received(self, data: bytes) -> None:
         now_ns = time.monotonic_ns()
         if self._left == 0 and self._seen == 0 and self._head is not None:
             self._head += data

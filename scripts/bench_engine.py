@@ -64,7 +64,11 @@ class Engine:
 
     def add(self, connection: "Connection", tokens: int) -> None:
         """Stream `tokens` events to a connection, from the next step on."""
-        self._streams[connection] = (0, tokens)
+        last = tokens == 1
+        self._send(connection, 0, last=last)
+        if last:
+            return
+        self._streams[connection] = (1, tokens)
         if not self._stepping:
             self._stepping = True
             loop = asyncio.get_running_loop()
@@ -74,12 +78,15 @@ class Engine:
         """Stop streaming to a connection that is gone."""
         self._streams.pop(connection, None)
 
+    def _send(self, connection: "Connection", number: int, *, last: bool) -> None:
+        event = _EVENT % (number, time.monotonic_ns(), b'"length"' if last else b"null")
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        connection.send(chunk + _DONE if last else chunk)
+
     def _step(self, due_s: float) -> None:
         for connection, (sent, tokens) in list(self._streams.items()):
             last = sent + 1 == tokens
-            event = _EVENT % (sent, time.monotonic_ns(), b'"length"' if last else b"null")
-            chunk = b"%x\r\n%b\r\n" % (len(event), event)
-            connection.send(chunk + _DONE if last else chunk)
+            self._send(connection, sent, last=last)
             if last:
                 del self._streams[connection]
             else:
@@ -101,25 +108,25 @@ class Connection(asyncio.Protocol):
         self._path = b""
         self._body: list[bytes] = []
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio transports by duck typing alone.
         self._transport = cast("asyncio.Transport", transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+    def connection_lost(self, exc: Exception | None) -> None:
         del exc
         self._engine.remove(self)
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
+    def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
-    def on_url(self, url: bytes) -> None:  # noqa: D102
+    def on_url(self, url: bytes) -> None:
         self._path = url
         self._body = []
 
-    def on_body(self, body: bytes) -> None:  # noqa: D102
+    def on_body(self, body: bytes) -> None:
         self._body.append(body)
 
-    def on_message_complete(self) -> None:  # noqa: D102
+    def on_message_complete(self) -> None:
         if self._path == b"/metrics":
             self._answer(_METRICS)
         elif self._path == b"/v1/models":

@@ -46,13 +46,16 @@ class RequestBody:
             different requests.
     """
 
-    __slots__ = ("_places", "_text", "values")
+    __slots__ = ("_ascii", "_places", "_text", "_view", "values")
 
     def __init__(self, data: bytes) -> None:
         try:
             self._text = data.decode()
         except UnicodeDecodeError as error:
             raise BodyError(f"the body is not UTF-8: byte {error.start}") from None
+        # If so, a place in the text is the same place in the data.
+        self._ascii = len(self._text) == len(data)
+        self._view = memoryview(data)
         self.values: dict[str, Any] = {}
         # Where each member stands in the text, from its key to the end of its value.
         self._places: dict[str, tuple[int, int]] = {}
@@ -65,26 +68,34 @@ class RequestBody:
         except ValueError as error:
             # NaN and Infinity, and integers of more digits than Python converts.
             raise BodyError(f"the body is not valid JSON: {error}") from None
+        if self._ascii:
+            self._text = ""  # Not needed any more, and as large as the body.
 
     def encode(self, overrides: Mapping[str, object], drop: Collection[str] = ()) -> bytes:
-        """Return the object without `drop`, with `overrides` in the place of their members or last."""
-        text, places = self._text, self._places
-        parts: list[str] = []
-        for key, (begin, end) in places.items():
-            if key in overrides:
-                parts.append(_members({key: overrides[key]}))
-            elif key not in drop:
-                parts.append(text[begin:end])
-        new = {key: value for key, value in overrides.items() if key not in places}
-        if new:
-            parts.append(_members(new))
-        # The text was decoded from UTF-8 and JSON is dumped as ASCII, so there is no lone surrogate.
-        return ("{" + ", ".join(parts) + "}").encode()
+        """Return the object without `drop` and with `overrides`, which come last."""
+        # Pieces of the body itself, so that a prompt of megabytes is copied once.
+        parts: list[bytes | memoryview] = []
+        for key, (begin, end) in self._places.items():
+            if key not in overrides and key not in drop:
+                parts += (b", ", self._piece(begin, end))
+        if overrides:
+            parts += (b", ", _dump(overrides)[1:-1].encode())
+        if not parts:
+            return b"{}"
+        parts[0] = b"{"
+        parts.append(b"}")
+        return b"".join(parts)
 
     def text_length(self, key: str) -> int:
         """Return the number of characters of a member's text; 0 if it is absent."""
         begin, end = self._places.get(key, (0, 0))
         return end - begin
+
+    def _piece(self, begin: int, end: int) -> bytes | memoryview:
+        if self._ascii:
+            return self._view[begin:end]
+        # It was decoded from UTF-8, so it holds no lone surrogate.
+        return self._text[begin:end].encode()
 
     def _parse(self) -> None:
         text, values, places = self._text, self.values, self._places
@@ -123,10 +134,6 @@ def is_deep(value: object) -> bool:
             return False
         level = inner
     return True
-
-
-def _members(values: Mapping[str, object]) -> str:
-    return _dump(values)[1:-1]
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -176,7 +176,6 @@ class Driver:
         # Timers.
         self._tick_timer: asyncio.Handle | None = None
         self._tick_soon = False
-        self._deadline_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -226,10 +225,10 @@ class Driver:
         """End every request and every timer."""
         for session in list(self.sessions.values()):
             session.shut_down()
-        for timer in (self._tick_timer, self._deadline_timer, self._sweep_timer):
+        for timer in (self._tick_timer, self._sweep_timer):
             if timer is not None:
                 timer.cancel()
-        self._tick_timer = self._deadline_timer = self._sweep_timer = None
+        self._tick_timer = self._sweep_timer = None
 
     def lap(self, stage: str) -> None:
         """Note that a stage of the present decision ended."""
@@ -285,7 +284,6 @@ class Driver:
         for action in self.scheduler.handle(event, now_ns=self._now_ns()):
             self._perform(action)
         if isinstance(event, _POOLING):
-            self._watch_deadlines()
             if len(self.scheduler.pool):
                 self._wake(0.0)
         elif isinstance(event, _FREEING) and len(self.scheduler.pool):
@@ -374,32 +372,15 @@ class Driver:
             self._tick_timer = self.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        self._tick_timer = None
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+            self._tick_timer = None
         self._follow()
         self._lap_s = begin_s = self._stopwatch()
         actions = self.scheduler.handle(Tick(), now_ns=self._now_ns())
         self._metrics.dispatched("total", self._stopwatch() - begin_s)
         for action in actions:
             self._perform(action)
-        self._watch_deadlines()
-
-    def _watch_deadlines(self) -> None:
-        """See that a tick comes when something in the scheduler falls due."""
-        deadline_ns = self.scheduler.next_deadline_ns()
-        if deadline_ns is None:
-            return
-        # A hair later than due, so that rounding cannot make the tick come too early.
-        at_s = deadline_ns / 1e9 + 1e-6
-        timer = self._deadline_timer
-        if timer is not None:
-            if timer.when() <= at_s:
-                return
-            timer.cancel()
-        self._deadline_timer = self._loop.call_at(at_s, self._due)
-
-    def _due(self) -> None:
-        self._deadline_timer = None
-        self._tick()
 
     def _perform(self, action: Action) -> None:
         session = self.sessions[action.request]
@@ -455,7 +436,11 @@ class Driver:
     def _sweep(self, expected_s: float) -> None:
         now_s = self.clock()
         self._metrics.loop_lag(max(0.0, now_s - expected_s))
-        self._follow()
+        deadline_ns = self.scheduler.next_deadline_ns()
+        if deadline_ns is not None and deadline_ns <= self._now_ns():
+            self._tick()
+        else:
+            self._follow()
         for session in list(self.sessions.values()):
             session.check_deadline(now_s)
         self._sweep_timer = None

@@ -1,0 +1,250 @@
+"""The client's body: what is refused, and that nothing else of it ever changes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
+
+spaces = st.text(" \t\n\r", max_size=2)
+numbers = st.sampled_from(
+    ["0", "-0", "7", "1E-7", "0.10", "-1.5e+3", "1e400", "123456789012345678901234567890"]
+)
+
+
+@st.composite
+def string_texts(draw: st.DrawFn) -> str:
+    """Draw a JSON string, each of its characters written in one of the ways there are."""
+    text = '"'
+    for character in draw(st.text(max_size=6)):
+        plain = json.dumps(character, ensure_ascii=False)[1:-1]
+        escaped = "".join(
+            f"\\u{unit:04X}"
+            for unit in memoryview(character.encode("utf-16-le", "surrogatepass")).cast("H")
+        )
+        text += draw(st.sampled_from([plain, escaped]))
+    return text + '"'
+
+
+def containers(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Draw arrays and objects; their keys may stand twice, which only the top level refuses."""
+    pairs = st.tuples(string_texts(), spaces, texts).map(lambda pair: "{}:{}{}".format(*pair))
+    return st.one_of(
+        st.lists(texts, max_size=3).map(lambda items: "[" + ", ".join(items) + "]"),
+        st.lists(pairs, max_size=3).map(lambda items: "{" + " ,".join(items) + "\n}"),
+    )
+
+
+value_texts = st.recursive(
+    st.one_of(st.sampled_from(["null", "true", "false"]), numbers, string_texts()),
+    containers,
+    max_leaves=6,
+)
+
+
+@st.composite
+def objects(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
+    """Draw the text of an object without duplicates, and the text of each member by its key."""
+    members: dict[str, str] = {}
+    for key in draw(st.lists(string_texts(), max_size=5, unique_by=json.loads)):
+        colon = f"{draw(spaces)}:{draw(spaces)}"
+        members[json.loads(key)] = key + colon + draw(value_texts)
+    inner = f"{draw(spaces)},{draw(spaces)}".join(members.values())
+    text = f"{draw(spaces)}{{{draw(spaces)}{inner}{draw(spaces)}}}{draw(spaces)}"
+    return text, members
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(BodyError) as caught:
+        RequestBody(data)
+    return str(caught.value)
+
+
+@given(objects())
+def test_every_member_that_is_not_overridden_keeps_its_text(
+    drawn: tuple[str, dict[str, str]],
+) -> None:
+    text, members = drawn
+    body = RequestBody(text.encode())
+    assert body.encode({}) == ("{" + ", ".join(members.values()) + "}").encode()
+    assert body.values == json.loads(text)
+    assert list(body.values) == list(members)
+    for key, member in members.items():
+        assert body.text_length(key) == len(member)
+
+
+@given(objects(), st.dictionaries(st.text(max_size=3), st.integers(), max_size=3), st.data())
+def test_what_is_kept_keeps_its_order_and_the_overrides_come_last(
+    drawn: tuple[str, dict[str, str]], new: dict[str, int], data: st.DataObject
+) -> None:
+    text, members = drawn
+    chosen = st.sets(st.sampled_from(sorted(members))) if members else st.just(set[str]())
+    overrides = new | dict.fromkeys(data.draw(chosen), 0)
+    drop = data.draw(chosen)
+    encoded = RequestBody(text.encode()).encode(overrides, drop=drop)
+    kept = {
+        key: member for key, member in members.items() if key not in overrides and key not in drop
+    }
+    assert all(member.encode() in encoded for member in kept.values())
+    assert json.loads(encoded) == {key: json.loads(text)[key] for key in kept} | overrides
+    assert list(json.loads(encoded)) == [*kept, *overrides]
+
+
+@given(objects(), st.data())
+@example(('{"a": 1}', {}), None)
+def test_damaged_bytes_are_refused_or_are_json_after_all(
+    drawn: tuple[str, dict[str, str]], data: st.DataObject | None
+) -> None:
+    damaged = bytearray(drawn[0].encode())
+    if data is not None:
+        for _ in range(data.draw(st.integers(1, 3))):
+            at = data.draw(st.integers(0, len(damaged)))
+            damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        body = RequestBody(bytes(damaged))
+    except BodyError:
+        with pytest.raises(ValueError):  # noqa: PT011 - whatever the strict reading says.
+            strictly_read(bytes(damaged))
+    else:
+        assert body.values == strictly_read(bytes(damaged))
+
+
+def strictly_read(data: bytes) -> dict[str, Any]:
+    """Read an object as the standard library does, less what it takes beyond RFC 8259."""
+
+    def no_constant(name: str) -> object:
+        raise ValueError(name)
+
+    def once(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return pairs
+
+    pairs = json.loads(data.decode(), parse_constant=no_constant, object_pairs_hook=once)
+    if not data.decode().lstrip(" \t\n\r").startswith("{"):
+        raise ValueError("no object")
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    result = json.loads(data.decode(), parse_constant=no_constant)
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "[1, 2]",
+        "null",
+        '"a"',
+        "7",
+        "{",
+        '{"a"',
+        '{"a":',
+        '{"a": 1',
+        '{"a": 1,',
+        '{"a": 1,}',
+        "{,}",
+        "{a: 1}",
+        "{'a': 1}",
+        '{"a" 1}',
+        '{"a": 01}',
+        '{"a": .5}',
+        '{"a": +1}',
+        '{"a": 1} x',
+        '{"a": 1}{}',
+        '{"a": "\n"}',
+        '{"a\n": 1}',
+        '{"\\x": 1}',
+        '{"\\ud8": 1}',
+        '\ufeff{"a": 1}',
+        '{"a": 1}\0',
+        '{"a":\xa01}',
+        '{"a": 1 /* no */}',
+    ],
+)
+def test_what_is_no_json_object_is_refused(text: str) -> None:
+    assert refused(text.encode())
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("form", ['{"a": %s}', '{"a": [{"b": %s}]}'])
+def test_numbers_that_json_does_not_have_are_refused(constant: str, form: str) -> None:
+    assert constant in refused((form % constant).encode())
+
+
+def test_a_body_that_is_not_utf_8_is_refused() -> None:
+    assert refused(b'{"a": "\xff"}') == "the body is not UTF-8: byte 7"
+    assert refused('{"a": 1}'.encode("utf-16"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"max_tokens": 1, "max_tokens": 2}',
+        '{"max_tokens": 1, "n": 2, "max_tokens": 1}',
+        '{"max_tokens": 1, "max\\u005ftokens": 2}',
+        '{"kv_transfer_params": {"remote_host": "evil"}, "kv_transfer_params": null}',
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_however_it_is_written(text: str) -> None:
+    with pytest.raises(BodyError, match="twice") as caught:
+        RequestBody(text.encode())
+    assert caught.value.param in ("max_tokens", "kv_transfer_params")
+
+
+def test_a_long_key_is_not_told_whole() -> None:
+    key = b'"' + b"k" * 10_000 + b'": 1'
+    assert len(refused(b"{" + key + b", " + key + b"}")) < 200
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_nesting_without_end_is_refused(opening: bytes) -> None:
+    assert refused(b'{"a": ' + opening * 100_000) == "the body is nested too deeply"
+
+
+def test_an_integer_of_thousands_of_digits_is_refused() -> None:
+    assert "digits" in refused(b'{"seed": ' + b"9" * 5_000 + b"}")
+
+
+def test_a_lone_surrogate_goes_through_as_it_was_escaped() -> None:
+    text = b'{"prompt": "\\ud800", "\\udfff": 1}'
+    body = RequestBody(text)
+    assert body.encode({}) == text
+    assert json.loads(body.encode({"prompt": body.values["prompt"]})) == json.loads(text)
+
+
+def test_a_text_in_other_scripts_keeps_its_bytes() -> None:
+    text = '{"prompt": "数据\u202e 🦙", "ключ": 1E-7}'.encode()
+    assert RequestBody(text).encode({}) == text
+
+
+def test_an_absent_member_has_no_text() -> None:
+    assert RequestBody(b"{}").text_length("prompt") == 0
+
+
+@pytest.mark.parametrize("text", [b"{}", b" {\n} ", b'{"a": {}}'])
+def test_an_empty_object_is_an_object(text: bytes) -> None:
+    encoded = RequestBody(text).encode({"b": None}, drop={"a"})
+    assert json.loads(encoded) == {"b": None}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nixl_chat_stream_usage_decode.req", "mooncake_cmpl_stream_logprobs_decode.req"],
+)
+def test_a_real_body_goes_through_byte_for_byte(body_of: Callable[[str], bytes], name: str) -> None:
+    assert RequestBody(body_of(name)).encode({}) == body_of(name)
+
+
+def test_what_may_be_encoded_again_is_told_from_what_may_not() -> None:
+    deep: object = 1
+    for _ in range(200):
+        deep = [{"a": deep}]
+    assert is_deep(deep)
+    assert is_deep({"a": [1, deep]})
+    flat: list[object] = [None, 7, "a" * 500, [[]] * 500, {"a": {"b": [1, 2, {"c": []}]}}]
+    assert not any(is_deep(value) for value in flat)
