@@ -10,8 +10,6 @@ import sys
 import time
 from math import inf
 
-import uvloop
-
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import (
@@ -23,6 +21,7 @@ from balanceroute.proxy.emulate import (
 )
 
 _DEFAULTS = EmulationSettings()
+_READ_BYTES = 4_096
 # The range of every number.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "--prefillers": (0, 1e3),
@@ -164,7 +163,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--exit-with-stdin",
         action="store_true",
-        help="end when standard input does: with whoever started this",
+        help="end when standard input ends: with the process that writes to it",
     )
 
 
@@ -198,6 +197,8 @@ def run(arguments: argparse.Namespace) -> int:
         mean_output_tokens=arguments.mean_output,
         prompt_tokens_details=arguments.prompt_tokens_details,
     )
+    import uvloop  # noqa: PLC0415 - so that the other subcommands start without it.
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, arguments))
     return 0
@@ -221,7 +222,7 @@ async def _serve(settings: EmulationSettings, arguments: argparse.Namespace) -> 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     if arguments.exit_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _watch_stdin, stopped)
+        _watch_stdin(loop, stopped)
     epoch_s = time.time_ns() / 1e9 - loop.time()
     fleet = EmulatedFleet(settings, rng=random.Random(arguments.seed), epoch_s=epoch_s)
     await fleet.start(arguments.host, arguments.port)
@@ -232,10 +233,23 @@ async def _serve(settings: EmulationSettings, arguments: argparse.Namespace) -> 
         await fleet.close()
 
 
-def _watch_stdin(stopped: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        stopped.set()
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    """Set `stopped` when standard input ends.
+
+    Raises:
+        ConfigError: It is nothing that can be waited for.
+    """
+    descriptor = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(descriptor, _READ_BYTES):
+            loop.remove_reader(descriptor)
+            stopped.set()
+
+    try:
+        loop.add_reader(descriptor, read)
+    except OSError as error:
+        raise ConfigError(f"--exit-with-stdin: standard input: {error.strerror}") from error
 
 
 def _announce(fleet: EmulatedFleet, *, as_json: bool) -> None:

@@ -15,7 +15,12 @@ from balanceroute.proxy.wire.messages import Headers
 
 DONE = b"data: [DONE]\n\n"
 # What each token says, escaped for the inside of a JSON string.
-SAYINGS_JSON = tuple(json.dumps(said, ensure_ascii=False)[1:-1].encode() for said in SAYINGS)
+SAYINGS_JSON = tuple(
+    said.encode()
+    if said[0] == " " and said[1:].isalnum()  # What needs no escape.
+    else json.dumps(said, ensure_ascii=False)[1:-1].encode()
+    for said in SAYINGS
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,6 @@ class Exchange:
         if self.over:
             return
         self.over = True
-        self.reply.on_closed = None
         stages, self.stages = self.stages, {}
         for cancel in stages.values():
             cancel(crashed)

@@ -22,7 +22,7 @@ class MalformedStream(Enum):
     BOM = "bom"
     BYTES = "bytes"  # One byte at a time.
     JOINED = "joined"  # Many events in one piece.
-    HUGE = "huge"  # A comment of 20 MiB before each event.
+    HUGE = "huge"  # A comment of 20 MiB within the first event.
 
 
 class MalformedAnswer(Enum):
@@ -61,7 +61,7 @@ class Faults:
         unhealthy: GET /health answers 503.
         delay_s: Emulated time that a request waits before anything is done about it.
         reset_after_tokens: The connection is cut after so many tokens of a choice; with 0 after the
-            headers. Likewise the next four.
+            headers. An answer that ends sooner ends well. Likewise the next four.
         end_after_tokens: The stream ends in good order, but without a finish reason or `[DONE]`.
         stall_after_tokens: No further token comes, and the slot stays taken.
         error_event_after_tokens: The engine fails as vLLM does.

@@ -21,15 +21,24 @@ def malformed_write(kind: MalformedStream, write: Write) -> Write:
         kind: What is wrong with them.
         write: Writes bytes in the right way.
     """
+    broken: Write
     match kind:
         case MalformedStream.BYTES:
-            return _Bytewise(write).write
+            broken = _Bytewise(write).write
         case MalformedStream.JOINED:
-            return _Joined(write).write
+            broken = _Joined(write).write
         case MalformedStream.BOM:
-            return _Marked(write).write
+            broken = _Marked(write, b"\xef\xbb\xbf").write
+        case MalformedStream.HUGE:
+            broken = _Marked(write, b":" + b"x" * _HUGE_BYTES + b"\n").write
         case _:
-            return lambda event: write(_spoilt(kind, event))
+            broken = _Spoilt(write, kind).write
+
+    def write_event(event: bytes) -> None:
+        if event:  # Some tokens show nothing.
+            broken(event)
+
+    return write_event
 
 
 def send_malformed(reply: Reply, headers: Headers, body: bytes, faults: Faults) -> None:
@@ -89,15 +98,26 @@ class _Joined:
 
 
 class _Marked:
-    """Writes a byte order mark first."""
+    """Writes something before the first event."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, mark: bytes) -> None:
         self._write = write
-        self._mark = b"\xef\xbb\xbf"
+        self._mark = mark
 
     def write(self, event: bytes) -> None:
         self._write(self._mark + event)
         self._mark = b""
+
+
+class _Spoilt:
+    """Writes each event with something wrong in it."""
+
+    def __init__(self, write: Write, kind: MalformedStream) -> None:
+        self._write = write
+        self._kind = kind
+
+    def write(self, event: bytes) -> None:
+        self._write(_spoilt(self._kind, event))
 
 
 def _spoilt(kind: MalformedStream, event: bytes) -> bytes:
@@ -119,7 +139,5 @@ def _spoilt(kind: MalformedStream, event: bytes) -> bytes:
             return b": ping\n\n" + event
         case MalformedStream.FIELDS:
             return b"event: message\nid: 7\nretry: 1000\n" + event
-        case MalformedStream.HUGE:
-            return b":" + b"x" * _HUGE_BYTES + b"\n" + event
         case _:
             return event
