@@ -53,12 +53,12 @@ from balanceroute.proxy.live.target import Fault, Target
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from balanceroute.proxy.core.prediction import Predictor
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.health import Health
+    from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
     from balanceroute.proxy.live.metrics import Metrics
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
@@ -126,7 +126,7 @@ class Driver:
         scheduler: "Scheduler",
         instances: Instances,
         connector: "Connector",
-        predictor: "Predictor",
+        predictor: "MeasuredPredictor",
         *,
         health: "Health",
         metrics: "Metrics",
@@ -349,6 +349,7 @@ class Driver:
             if not session.streaming and record.admitted_ns is not None:
                 took_s = (record.ended_ns - record.admitted_ns) / 1e9
                 self.steps.observe_answer(took_s * record.choices / record.output_tokens)
+        self._predictor.forget(number)
         self._metrics.request_ended(record)
         self._log.request_ended(record)
         if not self.sessions:

@@ -5,7 +5,6 @@ the environment, no cookies kept. Answers are bounded in size and never decompre
 do not pass here; `proxy/wire` carries them.
 """
 
-import errno
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,8 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 import httpx
 
 from balanceroute import __version__
-from balanceroute.proxy.live.target import Fault, FetchError
+from balanceroute.proxy.live.target import Fault, FetchError, is_local
 
-# The system's errors that mean a want of this process. A proxy that blamed the engines for them
-# would quarantine all of them at once.
-_LOCAL_ERRORS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
-)
 # httpx sweeps its idle connections at each request, in quadratic time: 4 ms for 256 of them.
 _MAX_IDLE_CONNECTIONS = 32
 # uvicorn closes idle connections after 5 s; one that is about to close is not used again.
@@ -113,7 +107,7 @@ def _faults() -> Iterator[None]:
     except httpx.TimeoutException as error:
         raise FetchError(Fault.TIMEOUT, str(error)) from error
     except httpx.NetworkError as error:
-        if _is_local(error):
+        if is_local(error):
             fault = Fault.LOCAL
         elif isinstance(error, httpx.ConnectError):
             fault = Fault.CONNECT
@@ -122,20 +116,3 @@ def _faults() -> Iterator[None]:
         raise FetchError(fault, str(error)) from error
     except httpx.HTTPError as error:
         raise FetchError(Fault.PROTOCOL, str(error)) from error
-
-
-def _is_local(error: BaseException) -> bool:
-    """Tell whether an error comes, through any chain of causes, from a want of this process."""
-    seen: set[int] = set()
-    open_ends: list[BaseException | None] = [error]
-    while open_ends:
-        cause = open_ends.pop()
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        if isinstance(cause, OSError) and cause.errno in _LOCAL_ERRORS:
-            return True
-        open_ends += [cause.__cause__, cause.__context__]
-        if isinstance(cause, BaseExceptionGroup):
-            open_ends += cause.exceptions
-    return False

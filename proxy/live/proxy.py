@@ -27,6 +27,7 @@ from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.health import Health
 from balanceroute.proxy.live.instances import Instances, Status
+from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
 from balanceroute.proxy.live.roster import Roster
@@ -98,7 +99,6 @@ class Proxy:
         if any(url.scheme == "https" for url in urls):
             self._tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
         self._policy_name = config.scheduling.policy
-        self._predictor = _make_predictor(config.scheduling.predictor)
         self.instances = Instances()
         self.roster = Roster(
             self.instances,
@@ -109,6 +109,9 @@ class Proxy:
         self.metrics = Metrics(
             lambda: self.snapshot(requests=False),
             log_lines_dropped=environment.log_lines_dropped,
+        )
+        self._predictor = MeasuredPredictor(
+            _make_predictor(config.scheduling.predictor), self.metrics, environment.stopwatch
         )
         self.health = Health(
             config.health,

@@ -1,5 +1,6 @@
 """An engine instance as health checks and scrapes know it, and what can go wrong with it."""
 
+import errno
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +34,11 @@ class Fault(Enum):
     LOCAL = "local"  # Ours: no file descriptor, memory or port left. Says nothing of the engine.
 
 
+# The system's errors that mean a want of this process. A proxy that blamed the engines for them
+# would quarantine all of them at once.
+_LOCAL_ERRORS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+)
 _FAULTS = {
     WireFault.CONNECT: Fault.CONNECT,
     WireFault.CONNECT_TIMEOUT: Fault.CONNECT_TIMEOUT,
@@ -45,7 +51,24 @@ _FAULTS = {
 
 def fault_of(error: WireError) -> Fault:
     """Return what a broken exchange says of its engine."""
-    return _FAULTS[error.kind]
+    return Fault.LOCAL if is_local(error) else _FAULTS[error.kind]
+
+
+def is_local(error: BaseException) -> bool:
+    """Tell whether an error comes, through any chain of causes, from a want of this process."""
+    seen: set[int] = set()
+    open_ends: list[BaseException | None] = [error]
+    while open_ends:
+        cause = open_ends.pop()
+        if cause is None or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        if isinstance(cause, OSError) and cause.errno in _LOCAL_ERRORS:
+            return True
+        open_ends += [cause.__cause__, cause.__context__]
+        if isinstance(cause, BaseExceptionGroup):
+            open_ends += cause.exceptions
+    return False
 
 
 class FetchError(BalanceRouteError):

@@ -54,6 +54,7 @@ class PullConnector:
             ("remote_host", str),
             ("remote_port", int),
         ):
-            if not isinstance(returned.get(key), kind) or returned[key] == "":
+            # Not isinstance: true is no port.
+            if type(returned.get(key)) is not kind or returned[key] in ("", 0):
                 raise MissingKvError(f"kv_transfer_params of the prefill answer lack {key}")
         return returned

@@ -1,0 +1,183 @@
+"""What routing reads out of a request: which path it takes, how many slots it needs, what is refused."""
+
+import json
+
+import pytest
+
+from balanceroute.proxy.live.body import BodyError, RequestBody
+from balanceroute.proxy.live.shape import INTERNAL_FIELDS, Api, Shape, read_shape
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def shape_of(api: Api, **members: object) -> Shape:
+    return read_shape(api, RequestBody(json.dumps(members).encode()), max_sequences=8)
+
+
+def chat(**members: object) -> Shape:
+    return shape_of(Api.CHAT, **({"model": "m", "messages": MESSAGES} | members))
+
+
+def completion(**members: object) -> Shape:
+    return shape_of(Api.COMPLETIONS, **({"model": "m", "prompt": "hello"} | members))
+
+
+def refused_param(**members: object) -> str | None:
+    with pytest.raises(BodyError) as caught:
+        completion(**members)
+    return caught.value.param
+
+
+def test_an_ordinary_request_takes_the_pd_path() -> None:
+    assert chat(stream=True, max_tokens=5) == Shape(
+        api=Api.CHAT,
+        model="m",
+        stream=True,
+        sequences=1,
+        direct=False,
+        prompt_tokens=None,
+        prompt_characters=len('"messages": ' + json.dumps(MESSAGES)),
+        max_tokens=5,
+    )
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"n": 4},
+        {"logprobs": True, "top_logprobs": 2},
+        {"max_completion_tokens": 9},
+        {"max_tokens": None, "min_tokens": None, "n": None, "stream": None},
+        {"min_tokens": 0},
+        {"max_tokens": 10**30},
+        {"truncate_prompt_tokens": 100},
+        {"tools": [{}], "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"echo": False, "use_beam_search": False, "prompt_logprobs": None},
+        {"seed": 123456789012345678901234567890},
+        {"vllm_xargs": {"mine": 1}},
+        {"unheard_of": {"kv_transfer_params": 1}},
+    ],
+    ids=json.dumps,
+)
+def test_what_one_kv_cache_can_carry_takes_the_pd_path(members: dict[str, object]) -> None:
+    assert not chat(**members).direct
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt_embeds": "AAAA"},
+        {"use_beam_search": True, "n": 2},
+        {"prompt_logprobs": 0},
+        {"echo": True},
+        {"echo": True, "logprobs": 1},
+        # Engines refuse these, but a prefill leg would not find it out.
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 1.0},
+        {"max_tokens": "5"},
+        {"max_tokens": True},
+        {"max_completion_tokens": 0},
+        {"max_completion_tokens": 5, "max_tokens": 0},
+        {"min_tokens": -1},
+        {"min_tokens": "a"},
+        # Cut to what max_tokens leaves, which is not the same on both legs.
+        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": "-1"},
+    ],
+    ids=json.dumps,
+)
+def test_what_needs_one_engine_goes_direct(members: dict[str, object]) -> None:
+    assert completion(**members).direct
+
+
+@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
+def test_the_newer_apis_go_direct(api: Api) -> None:
+    shape = shape_of(api, model="m", input="hello", messages=MESSAGES, max_output_tokens=7)
+    assert shape.direct
+    assert shape.max_tokens == 7
+    assert shape.prompt_characters > len("hello")
+
+
+def test_the_limit_of_a_chat_is_the_newer_member() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=4).max_tokens == 4
+    assert chat(max_tokens=9, max_completion_tokens=None).max_tokens == 9
+    assert chat().max_tokens is None
+    assert chat(max_tokens="9").max_tokens is None
+    assert chat(max_tokens=True).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sequences", "tokens"),
+    [
+        ("text", 1, None),
+        (["text"], 1, None),
+        ([5, 6, 7], 1, 3),
+        ([[5, 6, 7]], 1, 3),
+        ([[5], [6, 7, 8], [9, 10]], 3, 2),
+        ([[], []], 2, 1),
+        (["a", "b", "c"], 3, None),
+        (["a", [1]], 2, None),
+        ([True, False], 2, None),
+        ([], 1, None),
+        (None, 1, None),
+        ({"a": 1}, 1, None),
+    ],
+)
+def test_prompts_are_counted(prompt: object, sequences: int, tokens: int | None) -> None:
+    shape = completion(prompt=prompt)
+    assert (shape.sequences, shape.prompt_tokens) == (sequences, tokens)
+    assert shape.prompt_characters == len(f'"prompt": {json.dumps(prompt)}')
+
+
+def test_every_prompt_is_answered_n_times() -> None:
+    assert completion(prompt=["a", "b"], n=3).sequences == 6
+
+
+def test_best_of_is_no_more_answers() -> None:
+    assert completion(best_of=5).sequences == 1
+
+
+def test_a_chat_has_one_prompt_whatever_a_prompt_member_says() -> None:
+    assert chat(prompt=["a", "b"]).sequences == 1
+
+
+def test_an_absent_prompt_is_for_the_engine_to_refuse() -> None:
+    shape = shape_of(Api.COMPLETIONS)
+    assert (shape.model, shape.prompt_characters) == ("", 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 9, 10**6, 1.0, "2", True, [], {}])
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_a_number_of_answers_out_of_range_is_refused(name: str, value: object) -> None:
+    assert refused_param(**{name: value}) == name
+
+
+def test_more_answers_than_allowed_are_refused_however_they_come_about() -> None:
+    assert refused_param(prompt=["a", "b", "c"], n=3) == "n"
+    assert refused_param(prompt=["a"] * 9) == "n"
+    assert completion(prompt=["a"] * 8).sequences == 8
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", [], {}])
+def test_a_stream_flag_that_parsers_could_read_differently_is_refused(value: object) -> None:
+    assert refused_param(stream=value) == "stream"
+
+
+@pytest.mark.parametrize("value", [0, True, [], {}])
+def test_a_model_that_is_no_string_is_refused(value: object) -> None:
+    assert refused_param(model=value) == "model"
+
+
+@pytest.mark.parametrize("field", sorted(INTERNAL_FIELDS))
+def test_internal_fields_cannot_hide_in_the_extra_arguments(field: str) -> None:
+    assert refused_param(vllm_xargs={"mine": 1, field: {"remote_host": "evil"}}) == "vllm_xargs"
+    assert refused_param(vllm_xargs={field: None}) == "vllm_xargs"
+
+
+@pytest.mark.parametrize("value", [None, [], "kv_transfer_params", 1])
+def test_extra_arguments_of_another_type_are_for_the_engine_to_refuse(value: object) -> None:
+    assert not completion(vllm_xargs=value).direct
