@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 # How often deadlines are looked at and progress is taken, in seconds.
 _SWEEP_S = 0.25
+# Tokens of an answer from which its time tells the time of a step.
+_TELLING = 16
 # Weight of one more prompt in the running mean of characters per token.
 _WEIGHT = 1 / 32
 # After these a slot may be free for a request that waits.
@@ -346,9 +348,10 @@ class Driver:
         self._unheard.pop(number, None)
         if record.outcome is Outcome.OK and record.output_tokens:
             self._predictor.observe(number, record.output_tokens)
-            if not session.streaming and record.admitted_ns is not None:
-                took_s = (record.ended_ns - record.admitted_ns) / 1e9
-                self.steps.observe_answer(took_s * record.choices / record.output_tokens)
+            rounds = record.output_tokens / record.choices
+            # A short answer's time is mostly not that of its steps.
+            if not session.streaming and record.admitted_ns is not None and rounds >= _TELLING:
+                self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
         self._predictor.forget(number)
         self._metrics.request_ended(record)
         self._log.request_ended(record)

@@ -24,7 +24,7 @@ _LONGEST_STEP = 4.0
 # race.
 _SHORTEST_STEP_S = 1e-4
 # Steps taken at a time without a stream to tell them: time spent suspended is no progress.
-_MOST_SILENT_STEPS = 10_000
+_MOST_SILENT_STEPS = 1_000
 
 
 class Progress(Protocol):
@@ -61,9 +61,7 @@ class StepClock:
     def __init__(self) -> None:
         self.steps = 0
         self.step_s = 0.0
-        # When and where the clock was set last; None while nothing runs.
-        self._since_s: float | None = None
-        self._since_steps = 0
+        self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
         self._heard = False  # Whether streams told the progress the last time.
 
     def start(self, request: Progress) -> None:
@@ -87,7 +85,7 @@ class StepClock:
         steps = max(0, places[len(places) // 2] - self.steps)
         if steps:
             self.steps += steps
-            self._measure(now_s)
+            self._measure(steps, now_s)
         corrections: list[tuple[Progress, int]] = []
         for lead, request in leads:
             off = lead - self.steps
@@ -109,16 +107,10 @@ class StepClock:
         else:
             self.step_s = step_s
 
-    def _measure(self, now_s: float) -> None:
-        if self._since_s is not None:
-            if now_s <= self._since_s:
-                return  # These steps count with the next ones.
-            self._learn((now_s - self._since_s) / (self.steps - self._since_steps))
-        self._set(now_s)
-
-    def _set(self, now_s: float) -> None:
-        self._since_s = now_s
-        self._since_steps = self.steps
+    def _measure(self, steps: int, now_s: float) -> None:
+        since_s, self._since_s = self._since_s, now_s
+        if since_s is not None:
+            self._learn((now_s - since_s) / steps)
 
     def _rest(self) -> int:
         self._since_s = None
@@ -126,12 +118,12 @@ class StepClock:
 
     def _advance_silently(self, now_s: float) -> int:
         if self._since_s is None or not self.step_s:
-            self._set(now_s)
+            self._since_s = now_s
             return 0
         steps = int((now_s - self._since_s) / self.step_s)
         if steps > _MOST_SILENT_STEPS:
-            self._set(now_s)
+            self._since_s = now_s
             return 0
+        self._since_s += steps * self.step_s
         self.steps += steps
-        self._set(self._since_s + steps * self.step_s)
         return steps

@@ -1,5 +1,7 @@
 """A leg whose answer is taken whole."""
 
+import sys
+
 import pytest
 
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
@@ -40,6 +42,15 @@ def test_an_answer_past_the_limit_is_an_error_and_nothing_of_it_is_kept() -> Non
     assert [error.kind for error in listener.errors] == [WireFault.TOO_LARGE]
     assert listener.errors[0].sent
     assert listener.errors[0].answered
+
+
+def test_an_endless_answer_does_not_fill_the_memory() -> None:
+    listener = Listener(max_bytes=4)
+    piece = bytes(5)
+    held = sys.getrefcount(piece)
+    for _ in range(3):
+        listener.leg.on_data(piece)
+    assert sys.getrefcount(piece) == held
 
 
 def test_a_failure_is_handed_over() -> None:
