@@ -77,9 +77,11 @@ class StreamingEngine:
             return
         reply.start(200, [(b"content-type", b"text/event-stream")])
         self._replies.append(reply)
-        if len(self._replies) == self._sizes.streams:
-            replies, self._replies = self._replies, []
-            asyncio.get_running_loop().call_later(0.2, self._step, replies, self._sizes.events)
+
+    def begin(self) -> None:
+        """Begin to step, with the streams that are open."""
+        replies, self._replies = self._replies, []
+        self._step(replies, self._sizes.events)
 
     def _step(self, replies: list[Reply], left: int) -> None:
         for reply in replies:
@@ -94,11 +96,13 @@ class StreamingEngine:
 class Ignored:
     """Waits for the end of a response."""
 
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self, began: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._began = began
         self._ended = ended
 
     def on_head(self, status: int, headers: Headers) -> None:
         assert status == 200
+        self._began()
 
     def on_data(self, data: bytes) -> None:
         pass
@@ -110,22 +114,36 @@ class Ignored:
         raise error
 
 
-async def load(port: int, path: bytes, body_bytes: int, total: int, concurrency: int) -> None:
+async def load(
+    port: int,
+    path: bytes,
+    body_bytes: int,
+    total: int,
+    concurrency: int,
+    *,
+    all_began: Callable[[], None] = lambda: None,
+) -> None:
     """Make `total` requests, `concurrency` at a time; a body of 0 bytes stands for a prompt."""
     body = bytes(body_bytes) or PROMPT
     endpoint = Endpoint(HOST, port)
     done = asyncio.get_running_loop().create_future()
-    begun = ended = 0
+    sent = began = ended = 0
 
     def begin() -> None:
-        nonlocal begun
-        begun += 1
-        endpoint.request(b"POST", path, HEADERS, body, Ignored(end))
+        nonlocal sent
+        sent += 1
+        endpoint.request(b"POST", path, HEADERS, body, Ignored(count_head, end))
+
+    def count_head() -> None:
+        nonlocal began
+        began += 1
+        if began == total:
+            all_began()
 
     def end() -> None:
         nonlocal ended
         ended += 1
-        if begun < total:
+        if sent < total:
             begin()
         elif ended == total:
             done.set_result(None)
@@ -138,12 +156,20 @@ async def load(port: int, path: bytes, body_bytes: int, total: int, concurrency:
 
 async def peer(pipe: Connection, sizes: Sizes) -> None:
     """Be the engine, and the clients when told."""
-    engine = Server(StreamingEngine(sizes).answer)
+    streaming = StreamingEngine(sizes)
+    engine = Server(streaming.answer)
     await engine.start(HOST, 0)
     pipe.send(engine.port)
     loop = asyncio.get_running_loop()
     while order := await loop.run_in_executor(None, pipe.recv):
-        await load(*order)
+        all_began = asyncio.Event()
+        loading = asyncio.create_task(load(*order, all_began=all_began.set))
+        if order[1] == b"/stream":
+            await all_began.wait()
+            pipe.send(None)
+            await loop.run_in_executor(None, pipe.recv)
+            streaming.begin()
+        await loading
         pipe.send(None)
     engine.close()
     await engine.drain()
@@ -223,7 +249,10 @@ class BareReturn(asyncio.Protocol):
     """Moves the engine's bytes to the client."""
 
     def __init__(self, client: asyncio.Transport) -> None:
-        self.data_received = client.write  # type: ignore[method-assign, assignment]
+        self._write = client.write
+
+    def data_received(self, data: bytes) -> None:
+        self._write(data)
 
 
 class BareAnswer(asyncio.Protocol):
@@ -285,9 +314,9 @@ class Bench:
         self._pipe.send(order)
         # Not in a thread: its CPU would count.
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        loop.add_reader(self._pipe.fileno(), lambda: done.done() or done.set_result(None))
-        await done
+        ready = asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), ready.set)
+        await ready.wait()
         loop.remove_reader(self._pipe.fileno())
         self._pipe.recv()
 
@@ -320,13 +349,11 @@ class Bench:
         return cpu_us
 
     async def _streams_through(self, port: int) -> float:
-        """The same streams with one event and with all: the difference is the events' own."""
+        """Open all streams, then time their events and ends alone."""
         sizes = self._sizes
-        task = asyncio.create_task(self._order(port, b"/stream", 0, sizes.streams, sizes.streams))
-        # The engine waits 0.2 s after the last stream began; by then this side is quiet.
-        await asyncio.sleep(0.15)
+        await self._order(port, b"/stream", 0, sizes.streams, sizes.streams)  # Until all began.
         begin = time.process_time()
-        await task
+        await self._order("begin")
         cpu_s = time.process_time() - begin
         return cpu_s / (sizes.streams * sizes.events) * 1e6
 
@@ -359,6 +386,7 @@ class Bench:
         return cpu_s / self._sizes.requests * 1e6
 
     async def _probes_by_endpoint(self) -> float:
+        await load(self._engine_port, b"/answer", 0, 16, 16)
         begin = time.process_time()
         await load(self._engine_port, b"/answer", 0, self._sizes.requests, 16)
         return (time.process_time() - begin) / self._sizes.requests * 1e6
@@ -392,6 +420,7 @@ class Bench:
             for _ in range(total // 16):
                 await probe()
 
+        await asyncio.gather(*(probe() for _ in range(16)))  # Imports and connects.
         begin = time.process_time()
         await asyncio.gather(*(some() for _ in range(16)))
         return (time.process_time() - begin) / (total // 16 * 16) * 1e6
@@ -446,8 +475,8 @@ def main() -> None:
         else Sizes(
             rounds=5,
             streams=arguments.streams,
-            events=40,
-            requests=4000,
+            events=25,
+            requests=2400,
             bodies=60,
             step_s=0.02,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.body import BodyError, RequestBody
+from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.credentials import Secret
 from balanceroute.proxy.live.instances import Instances
@@ -163,8 +163,8 @@ class Gateway:
             params = json.loads(request.body)
         except (ValueError, RecursionError):
             params = None
-        if not isinstance(params, dict):
-            _error(reply, 400, "the hand-off must be a JSON object")
+        if not isinstance(params, dict) or is_deep(params):
+            _error(reply, 400, "the hand-off must be a JSON object of moderate depth")
         elif self._driver.hand_off(transfer, params):
             reply.send(200, JSON_HEADERS, b"{}")
         else:

@@ -163,7 +163,9 @@ class Proxy:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self.driver.drained()
         except TimeoutError:
-            _log.warning("requests cut at shutdown", extra={"count": len(self.driver.sessions)})
+            _log.warning(
+                "requests cut at shutdown", extra={"fields": {"count": len(self.driver.sessions)}}
+            )
 
     async def close(self) -> None:
         """End what is left and close every socket."""
@@ -312,7 +314,7 @@ class Proxy:
 
     def _scrape_failed(self, target: Target, reason: str) -> None:
         self.metrics.scrape_failed(target.role)
-        _log.debug("scrape failed", extra={"url": target.url, "reason": reason})
+        _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     async def _identify(self) -> None:
         """Ask bootstrap servers who their engines are, as long as that is not known."""
@@ -329,7 +331,8 @@ class Proxy:
                     prefiller.identity = read_identity(page, prefiller.bootstrap)
                 except FetchError as error:
                     _log.warning(
-                        "no bootstrap", extra={"url": prefiller.name, "reason": str(error)}
+                        "no bootstrap",
+                        extra={"fields": {"url": prefiller.name, "reason": str(error)}},
                     )
                 else:
                     self.driver.reopen()

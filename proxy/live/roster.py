@@ -144,7 +144,7 @@ class Roster:
         self._driver.grown()
         self._health.add(target)
         self._scraper.add(target)
-        _log.info("instance added", extra={"role": role.value, "url": address.base})
+        _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
     def drain(self, role: Role, url: str) -> None:
         """Send nothing new to an instance.
@@ -194,7 +194,7 @@ class Roster:
                 instance.identity = None  # A restarted engine has another id.
         _log.warning(
             "instance is up" if up else "instance is quarantined",
-            extra={"role": target.role.value, "url": target.url, "reason": reason},
+            extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
         assert self._driver is not None
         self._driver.reopen()
@@ -231,4 +231,6 @@ class Roster:
                 instance.status = status
         assert self._driver is not None
         self._driver.reopen()
-        _log.info("instance %s", word, extra={"role": target.role.value, "url": target.url})
+        _log.info(
+            "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
+        )

@@ -119,10 +119,12 @@ def _announce(proxy: Proxy) -> None:
     _log.info(
         "serving",
         extra={
-            "port": proxy.server.port,
-            "prefillers": len(proxy.instances.prefillers),
-            "ranks": len(proxy.instances.ranks),
-            "policy": config.scheduling.policy,
+            "fields": {
+                "port": proxy.server.port,
+                "prefillers": len(proxy.instances.prefillers),
+                "ranks": len(proxy.instances.ranks),
+                "policy": config.scheduling.policy,
+            }
         },
     )
 

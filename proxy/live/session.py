@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 # Answers of an engine that another one may not give.
 _BUSY = frozenset({429, 503})
+# Each makes progress, unless the engine takes an answer's own stop word for one.
+_MOST_RECOMPUTES = 32
 
 
 class Session:
@@ -240,10 +242,16 @@ class Session:
             self._backoff.cancel()
             self._backoff = None
 
+    def forget_kv(self) -> None:
+        """Note that the KV cache is of no use any more."""
+        self._prefiller = None
+        self._kv = None
+        self._tries_of_kv = 0
+
     def lease_lapsed(self) -> None:
         """Note that the KV cache must not be used any more."""
         self.record.lease_lapses += 1
-        self._forget_kv()
+        self.forget_kv()
 
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
@@ -271,7 +279,7 @@ class Session:
             self._call_off()
             self._prefill_broken(error)
         elif self._backoff is None:
-            self._forget_kv()
+            self.forget_kv()
             self._host.feed(PrefillLost(self.number, elsewhere=True))
 
     def check_deadline(self, now_s: float) -> None:
@@ -298,6 +306,7 @@ class Session:
         if leg is not None and leg.started and leg.finished >= self.shape.sequences:
             # It had the whole answer, only not the last bytes of the stream.
             self._call_off()
+            self._count_tokens()
             self._host.feed(RequestFinished(self.number))
             self._end(Outcome.OK, 200)
             return
@@ -337,6 +346,9 @@ class Session:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
         try:
+            if answer.complete:
+                # Prefillers keep the KV cache only of answers that were cut off at their one token.
+                raise MissingKvError("the prefill answer is complete")
             self._kv = self._host.connector.decode_params(
                 self._transfer, answer.kv_transfer_params, prefiller.identity
             )
@@ -381,6 +393,8 @@ class Session:
                 return  # The rank has the KV cache; only the counts are missing.
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
+            if self._leg is not None and answer.cached_tokens is not None:
+                self._leg.correct_cached_tokens(answer.cached_tokens)
             self._host.counted(self.shape, answer.prompt_tokens)
 
     def _not_handed_off(self, fault: Fault) -> None:
@@ -433,7 +447,7 @@ class Session:
         self._try_again("prefill", fault, give_up, self._probe_lost)
 
     def _probe_lost(self) -> Event:
-        self._forget_kv()
+        self.forget_kv()
         return PrefillLost(self.number, elsewhere=True)
 
     # What the rank answers: StreamOwner.
@@ -497,8 +511,7 @@ class Session:
 
     def stream_broken(self, error: WireError) -> None:
         """Mend a decode leg that broke off, or end the answer truthfully."""
-        self._call = None
-        self._deadline_s = inf
+        self._call_off()  # What broke may be the answer, not the connection.
         rank = self._rank
         assert rank is not None
         fault = fault_of(error)
@@ -533,7 +546,7 @@ class Session:
             return
         self._call = None
         self._deadline_s = inf
-        if is_recomputed(body):
+        if self._host.connector.recomputes and is_recomputed(body):
             self._recompute()
             return
         rank, record = self._rank, self.record
@@ -550,7 +563,11 @@ class Session:
     def _recompute(self) -> None:
         self._call_off()
         self.record.recomputes += 1
-        leg, self._leg = self._leg, None
+        leg = self._leg
+        if self.record.recomputes > _MOST_RECOMPUTES:
+            self._fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
+            return
+        self._leg = None
         if leg is not None and leg.started and leg.tokens:
             try:
                 self._remember(leg)
@@ -558,7 +575,7 @@ class Session:
                 self._fail(502, f"the engine dropped the request, and {error}")
                 return
         # Else nothing reached the client: the next answer starts afresh.
-        self._forget_kv()
+        self.forget_kv()
         if not self.has_prefill_leg:
             self.pooled()
         self._rank = None
@@ -591,10 +608,10 @@ class Session:
     def _prefill_lost(self) -> Event:
         self._rank = self._leg = None
         if self._kv is None or self._host.connector.decode_first:
-            self._forget_kv()
+            self.forget_kv()
             self.pooled()
             return DecodeLost(self.number)  # There is no prefill to repeat.
-        self._forget_kv()
+        self.forget_kv()
         return PrefillLost(self.number)
 
     # Shared by both legs.
@@ -608,6 +625,7 @@ class Session:
             give_up()
             return
         self.record.retries += 1
+        self._drop_hand_off()  # Of the leg that failed: the next one makes its own.
         delay_s = min(legs.backoff_max_s, legs.backoff_s * 2 ** (tried - 1))
 
         def lose() -> None:
@@ -642,11 +660,6 @@ class Session:
             self._hand_off.abort()
             self._host.expect_no_more(self._transfer)
             self._hand_off = None
-
-    def _forget_kv(self) -> None:
-        self._prefiller = None
-        self._kv = None
-        self._tries_of_kv = 0
 
     def _make_stream_leg(self) -> StreamLeg:
         host = self._host

@@ -1,10 +1,12 @@
 """The chunked transfer coding (RFC 9112 §7.1): a strict decoder without IO.
 
 An engine that streams writes one chunk per event, and it mostly arrives as one segment: that case is
-a find, a look-up and a slice. Everything else goes through a small state machine.
+a find, a look-up and a slice. Several whole chunks are a split. Everything else goes through a small
+state machine.
 
-llhttp decodes a chunk in less (0.11 against 0.25 µs), but httptools does not say where in a segment
-the body ended, and what follows it is either the next request or an attack.
+llhttp takes less (0.1 µs against 0.3 for one chunk, 0.5 against 3 for eight, of the 15 that relaying
+a chunk costs), but httptools does not say where in a segment the body ended, and what follows it is
+either the next request or an attack.
 """
 
 import re
@@ -15,15 +17,15 @@ from balanceroute.proxy.wire.messages import MalformedError
 # The size lines of small chunks as other programs write them: int() takes +, _, 0x and blanks too.
 _SIZES = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%X")}
 _LONGEST_KEY = 3
-# At most 15 digits: 2**60 overflows nowhere. Extensions are skipped; a control byte in one is not.
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*+;[\t\x20-\x7e\x80-\xff]*+)?\r\n")
-_SIZE_LINE_START = re.compile(
-    rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?\r?|))?"
-)
-_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
-_TRAILER_START = re.compile(
-    rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++(?::[\t\x20-\x7e\x80-\xff]*+\r?)?|\r)?"
-)
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
+_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e]|\\[\t\x20-\x7e])*+"'
+_EXTENSIONS = rb"(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb"|" + _QUOTED + rb"))?)*+"
+# At most 15 digits: 2**60 overflows nowhere. Extensions are read only to be sure that they are such.
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})" + _EXTENSIONS + rb"\r\n")
+_SIZE_LINE_START = re.compile(rb"[0-9A-Fa-f]{1,15}(?:;[\t\x20-\x7e]*+)?\r?")
+_TRAILER = re.compile(_TOKEN + rb":" + _VALUE)
+_TRAILER_START = re.compile(rb"(?:" + _TOKEN + rb"(?::" + _VALUE + rb"\r?)?|\r)")
 _MAX_LINE_BYTES = 4096
 _MAX_TRAILER_BYTES = 16384
 
@@ -34,6 +36,9 @@ class _State(Enum):
     PAYLOAD_END = auto()
     TRAILER = auto()
     END = auto()
+
+
+_SIZE = _State.SIZE  # One look-up less for every segment.
 
 
 class ChunkedDecoder:
@@ -61,11 +66,19 @@ class ChunkedDecoder:
         Raises:
             MalformedError: The framing is broken. Feed no more.
         """
-        if self._state is _State.SIZE and not self._held:
-            end = data.find(b"\r\n", 0, _LONGEST_KEY + 2)
-            size = _SIZES.get(data[:end])
-            if size is not None and end + size + 4 == len(data) and data.endswith(b"\r\n"):
-                return data[end + 2 : -2]
+        if self._state is not _SIZE or self._held:
+            return self._feed(data)
+        end = data.find(b"\r\n", 0, _LONGEST_KEY + 2)
+        size = _SIZES.get(data[:end])
+        if size is not None and end + size + 4 == len(data) and data.endswith(b"\r\n"):
+            return data[end + 2 : -2]
+        if size is not None and data.endswith(b"\r\n"):
+            # Whole chunks whose payload has no CRLF: sizes and payloads take turns. If every size is
+            # its payload's, there is no other way to read them.
+            lines = data.split(b"\r\n")
+            payloads = lines[1::2]
+            if list(map(_SIZES.get, lines[:-1:2])) == list(map(len, payloads)):
+                return b"".join(payloads)
         return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:

@@ -147,9 +147,7 @@ class Endpoint:
         while self._idle:
             connection, since_s = self._idle.popitem()
             if self._loop.time() - since_s >= self._idle_timeout_s:
-                # The others are older still.
-                connection.drop()
-                self._close_idle(len(self._idle))
+                connection.drop()  # And so will the others be, which are older still.
             elif connection.usable:
                 return connection
         return None
@@ -203,4 +201,7 @@ class Endpoint:
         except (OSError, UnicodeError) as error:  # The latter for a name that DNS cannot hold.
             call.fail(WireFault.CONNECT, f"no connection to {self.name}: {error}", error)
             return
-        connection.begin(call)
+        if connection.usable:
+            connection.begin(call)
+        else:
+            call.fail(WireFault.RESET, f"{self.name} closed the connection at once")

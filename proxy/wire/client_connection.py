@@ -334,7 +334,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if call.head_only or head.status in WITHOUT_BODY or head.content_length == 0:
             self._finish(rest)
-        elif head.chunked:
+            return
+        if head.chunked:
             self._decoder = ChunkedDecoder()
             self._stage = _CHUNKED
         elif head.content_length is not None:
@@ -343,7 +344,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._keep_alive = False
             self._stage = _Stage.UNTIL_CLOSE
-        if rest and self._call is not None:
+        if rest:
             self.data_received(rest)
 
     # Ending.

@@ -124,7 +124,9 @@ class ServerConnection(asyncio.Protocol):
         if address:
             host, port = address[:2]
             self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.deadline_s = service.loop.time() + service.limits.header_timeout_s
+        self._idle_since_s = service.loop.time()
+        self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
+        self.closes_after_answer = service.stopping  # It was accepted just before.
         service.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -186,7 +188,7 @@ class ServerConnection(asyncio.Protocol):
     def answered(self) -> None:
         """Go on to the next request, or close."""
         self._reply = None
-        if self.closes_after_answer or self._service.stopping:
+        if self.closes_after_answer:
             if self._buffer and not self._eof:
                 self._linger()
             else:
@@ -291,11 +293,11 @@ class ServerConnection(asyncio.Protocol):
             buffer = self._buffer = buffer[2:]
         end = buffer.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
         if end < 4:
+            check_partial_head(buffer, self._checked)
             if len(buffer) > limits.target_bytes + _REQUEST_LINE_SLACK and b"\r\n" not in buffer:
                 raise MalformedError("the request target is too long", 414)
             if len(buffer) > limits.header_bytes:
                 raise MalformedError("the request's head is too long", 431)
-            check_partial_head(buffer, self._checked)
             self._checked = len(buffer)
             return False
         if end > limits.header_bytes:
@@ -359,7 +361,7 @@ class ServerConnection(asyncio.Protocol):
         )
         self._reply = reply
         self._stage = _Stage.ANSWER
-        self.closes_after_answer |= not head.keep_alive or self._service.stopping
+        self.closes_after_answer |= not head.keep_alive
         self._watch_writes()
         try:
             self._service.application(request, reply)
@@ -395,7 +397,6 @@ class ServerConnection(asyncio.Protocol):
         self._buffer = b""
         self._body = BytesIO()
         self._decoder = None
-        self._watch_writes()
         self.deadline_s = self._service.loop.time() + _LINGER_S
         self._resume_reading()
         if self._transport.can_write_eof():

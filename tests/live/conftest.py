@@ -1,11 +1,25 @@
-"""Bodies that a real engine was sent and that it answered."""
+"""Bodies that a real engine was sent and that it answered; and a whole proxy in virtual time."""
 
-from collections.abc import Callable
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from balanceroute.proxy.chaos.world import World, WorldSettings
+from balanceroute.proxy.emulate.routes import Routes
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.virtual.loop import VirtualLoop
+from balanceroute.proxy.virtual.runner import run
 from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.messages import Headers, Request, WireError, first_value
+from balanceroute.proxy.wire.server import Reply
+from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
@@ -19,3 +33,272 @@ def body_of() -> Callable[[str], bytes]:
         return ChunkedDecoder().feed(body) if b"transfer-encoding: chunked" in head else body
 
     return read
+
+
+class Exchanged:
+    """One exchange, as far as it has come.
+
+    Attributes:
+        status: 0 until the head came.
+        events: Of a stream: its complete events.
+        error: How it broke off, or None.
+    """
+
+    call: Call
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.events: list[bytes] = []
+        self.error: WireError | None = None
+        self._body = bytearray()
+        self._over = asyncio.Event()
+        self._more = asyncio.Event()
+        self._scanner = EventScanner()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._more.set()
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        self.events += self._scanner.feed(data)
+        self._more.set()
+
+    def on_end(self) -> None:
+        self._over.set()
+        self._more.set()
+
+    def on_error(self, error: WireError) -> None:
+        self.error = error
+        self.on_end()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+        return self._over.is_set()
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._body)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self._body)
+
+    def header(self, name: bytes) -> bytes | None:
+        return first_value(self.headers, name)
+
+    async def end(self) -> "Exchanged":
+        """Wait for the end."""
+        await self._over.wait()
+        return self
+
+    async def until_events(self, count: int) -> "Exchanged":
+        """Wait for so many events."""
+        while len(self.events) < count:
+            assert not self.over, (self.status, self.body, self.error)
+            self._more.clear()
+            await self._more.wait()
+        return self
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The events of a stream as JSON, without `[DONE]`."""
+        data = [event_data(event) for event in self.events]
+        return [json.loads(one) for one in data if one and one != b"[DONE]"]
+
+    @property
+    def done(self) -> bool:
+        """Whether a stream came to its proper end."""
+        return self.over and self.error is None and self.events[-1:] == [b"data: [DONE]\n\n"]
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        messages = self.chunks if self.events else [self.json]
+        text = ""
+        for message in messages:
+            for choice in message.get("choices", ()):
+                if choice["index"] == 0:
+                    said = choice.get("delta", choice.get("message", choice))
+                    text += said.get("content", said.get("text")) or ""
+        return text
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as an engine received it."""
+
+    engine: str
+    request: Request
+    at_s: float
+
+    @property
+    def path(self) -> str:
+        return self.request.path.decode()
+
+    @property
+    def values(self) -> Any:
+        return json.loads(self.request.body)
+
+    def header(self, name: bytes) -> bytes | None:
+        return self.request.header(name)
+
+
+Handler = Callable[[str, Request, Reply], None]
+
+
+class Site:
+    """A proxy before emulated engines, and a client that speaks to each of them.
+
+    Attributes:
+        world: The proxy and its engines.
+        seen: What the engines received, but for health probes and scrapes.
+        handlers: Paths that the engines answer otherwise than an emulated engine does.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.loop = world.loop
+        self.fleet = world.fleet
+        self.seen: list[Seen] = []
+        self.handlers: dict[bytes, Handler] = {}
+        self._endpoints: dict[int, Endpoint] = {}
+
+    def take(self, engine: str, request: Request, reply: Reply) -> bool:
+        """Note what an engine received; return whether it was answered."""
+        if request.path not in (b"/health", b"/metrics"):
+            self.seen.append(Seen(engine, request, self.loop.time()))
+        handler = self.handlers.get(request.path)
+        if handler is not None:
+            handler(engine, request, reply)
+        return handler is not None
+
+    def received(self, role: str, path: str | None = None) -> list[Seen]:
+        """Return what the engines of a role received, in order."""
+        return [s for s in self.seen if s.engine.startswith(role) and path in (None, s.path)]
+
+    def send(
+        self,
+        path: str,
+        values: object = b"",
+        *,
+        method: str = "POST",
+        headers: Headers | None = None,
+        port: int | None = None,
+    ) -> Exchanged:
+        """Begin an exchange with the proxy; `values` may be JSON or bytes."""
+        port = self.world.port if port is None else port
+        if port not in self._endpoints:
+            self._endpoints[port] = Endpoint("127.0.0.1", port)
+        exchanged = Exchanged()
+        exchanged.call = self._endpoints[port].request(
+            method.encode(),
+            path.encode(),
+            headers or [],
+            values if isinstance(values, bytes) else json.dumps(values).encode(),
+            exchanged,
+        )
+        return exchanged
+
+    async def post(self, path: str, values: object, headers: Headers | None = None) -> Exchanged:
+        """Post something and wait for the whole answer."""
+        return await self.send(path, values, headers=headers).end()
+
+    async def get(self, path: str, headers: Headers | None = None) -> Exchanged:
+        """Get something."""
+        return await self.send(path, method="GET", headers=headers).end()
+
+    async def ask(self, engine: str, path: str, values: object, method: str = "POST") -> Exchanged:
+        """Make an exchange with an engine itself."""
+        port = self.fleet.engine(engine).port
+        return await self.send(path, values, method=method, port=port).end()
+
+    async def admin(self, path: str, values: object = None) -> Exchanged:
+        """Post an order to the admin listener, or get one of its pages."""
+        assert self.world.proxy.admin is not None
+        port = self.world.proxy.admin.port
+        if values is None:
+            return await self.send(path, method="GET", port=port).end()
+        headers = [(b"content-type", b"application/json")]
+        return await self.send(path, values, headers=headers, port=port).end()
+
+    async def state(self) -> Any:
+        """Return the state as the admin page tells it."""
+        return (await self.admin("/admin/state?requests=1")).json["state"]
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+        """Wait for something that sets no event."""
+        end_s = self.loop.time() + limit_s
+        while not condition():
+            assert self.loop.time() < end_s, f"not within {limit_s:g} s"
+            await asyncio.sleep(0.001)
+
+    async def rest(self, limit_s: float = 60.0) -> None:
+        """Wait until nothing is held anywhere, and check that the books say so."""
+        driver, scheduler = self.world.proxy.driver, self.world.scheduler
+        await self.until(lambda: not driver.sessions and self.fleet.idle, limit_s)
+        scheduler.check()
+        assert not scheduler.requests
+        assert not scheduler.ledger.loads.any()
+        assert not any(scheduler.prefillers.held_tokens)
+        assert not any(scheduler.prefillers.probes)
+        assert not any(prefiller.hand_offs for prefiller in driver.instances.prefillers)
+        assert self.world.proxy.gateway.pass_through.in_flight == 0
+
+    def close(self) -> None:
+        """Close the client's connections."""
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+
+Scenario = Callable[[Site], Awaitable[None]]
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Play a scenario in virtual time, before a small fleet; then nothing may be held anywhere."""
+
+    def play_with(
+        scenario: Scenario,
+        *,
+        flags: Mapping[str, object] | None = None,
+        at_rest: bool = True,
+        **changes: Any,
+    ) -> None:
+        engines: dict[str, Any] = {
+            "model": "tiny",
+            "prefillers": 2,
+            "ranks": 2,
+            "max_model_len": 4096,
+        }
+
+        async def main(loop: VirtualLoop) -> None:
+            settings = WorldSettings(
+                EmulationSettings(**(engines | changes)),
+                {"admin": True, "admin_port": 0, **(flags or {})},
+            )
+            world = World(settings, loop, random.Random(7))
+            site = Site(world)
+            answer = Routes.answer
+
+            def tapped(routes: Routes, request: Request, reply: Reply) -> None:
+                if not site.take(routes._engine.name, request, reply):
+                    answer(routes, request, reply)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Routes, "answer", tapped)
+                await world.start()
+                try:
+                    await scenario(site)
+                    if at_rest:
+                        await site.rest()
+                finally:
+                    site.close()
+                    await world.close()
+
+        run(main, seed=1, limit_s=10_000.0)
+
+    return play_with

@@ -136,16 +136,20 @@ def test_idle_connections_are_closed_in_time_and_never_used_late() -> None:
     run(main, seed=0)
 
 
-def test_a_connection_idle_too_long_is_not_used_though_the_sweep_has_not_come() -> None:
+def test_connections_idle_too_long_are_not_used_though_the_sweep_has_not_come() -> None:
     async def main(loop: VirtualLoop) -> None:
         server, endpoint = await served(loop)
-        loop.call_later(0.5, lambda: None)
-        await get(endpoint)
-        (first,) = endpoint._idle
+        await get(endpoint)  # The sweep comes in whole seconds from here.
+        await asyncio.sleep(0.5)
+        await asyncio.gather(get(endpoint), get(endpoint))
+        old = list(endpoint._idle)
         await asyncio.sleep(4.0)
+        assert list(endpoint._idle) == old
         await get(endpoint)
-        assert first not in endpoint._idle
-        assert endpoint.idle == 1
+        (fresh,) = endpoint._idle
+        assert fresh not in old
+        await asyncio.sleep(0.1)
+        assert endpoint.connections == 1
         await end(server, endpoint, loop)
 
     run(main, seed=0)

@@ -272,6 +272,27 @@ def test_a_refused_client_reads_its_answer_while_it_still_sends(
     run(main())
 
 
+@pytest.mark.parametrize("option", [b"", b"Connection: close\r\n"])
+def test_a_client_cut_off_behind_its_answer_may_finish_sending(
+    run: "Run", serving: "Serving", connect: "Connect", option: bytes
+) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with serving(recorder) as server, connect(server.port) as client:
+            client.send(GET[:-2] + option + b"\r\n" + b"nonsense" + bytes(16 << 20))
+            await until(lambda: bool(recorder.replies))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            recorder.replies.pop().send(200, [], b"answer")
+            assert (await client.answer()).body == b"answer"
+            if not option:
+                assert (await client.answer()).status == 400
+            assert await client.rest() == b""
+            await client.writer.drain()
+
+    run(main())
+
+
 def test_continue_is_sent_before_the_body_and_only_then(
     run: "Run", serving: "Serving", connect: "Connect"
 ) -> None:
@@ -283,6 +304,8 @@ def test_continue_is_sent_before_the_body_and_only_then(
             client.send(b"hello")
             assert (await client.answer()).body == b"POST /p? hello"
             client.send(raw)
+            assert (await client.answer()).body == b"POST /p? hello"
+            await client.send_each([raw[:-2], raw[-2:]])
             assert (await client.answer()).body == b"POST /p? hello"
             client.send(post(b"", b"Expect: 100-continue"))
             assert (await client.answer()).body == b"POST /p? "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.server import Reply, Server
 
 if TYPE_CHECKING:
@@ -297,6 +297,21 @@ def test_a_server_that_stops_closes_the_idle_and_answers_the_busy(
     run(main())
 
 
+def test_a_connection_accepted_just_before_the_stop_is_answered_once(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        desk = Desk()
+        async with serving(desk) as server:
+            server._service.stopping = True  # type: ignore[union-attr]
+            async with connect(server.port) as client:
+                client.send(GET)
+                (await desk.reply()).send(200, [], b"")
+                assert (await client.answer()).headers["connection"] == "close"
+
+    run(main())
+
+
 def test_close_aborts_everything_and_tells_the_replies(
     run: "Run", serving: "Serving", connect: "Connect"
 ) -> None:
@@ -327,11 +342,13 @@ def test_a_server_that_was_never_started_drains_and_closes(run: "Run") -> None:
 
 
 def test_over_tls_a_fin_is_a_client_that_leaves_even_with_half_close(
-    run: "Run", contexts: "tuple[SSLContext, SSLContext]"
+    run: "Run",
+    contexts: "tuple[SSLContext, SSLContext]",
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
         desk = Desk()
-        server = Server(desk)
+        server = Server(desk, limits=ServerLimits(half_close=True))
         await server.start("127.0.0.1", 0, ssl=contexts[0])
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", server.port, ssl=contexts[1], server_hostname="localhost"
@@ -356,3 +373,4 @@ def test_over_tls_a_fin_is_a_client_that_leaves_even_with_half_close(
         await server.drain()
 
     run(main())
+    assert not caplog.text

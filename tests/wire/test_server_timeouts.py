@@ -30,10 +30,10 @@ class Desk:
 class Scene:
     """A server with default limits, one client, and the time since it connected."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: VirtualLoop, limits: ServerLimits | None = None) -> None:
         self._loop = loop
         self.desk = Desk(loop)
-        self.server = Server(self.desk, limits=ServerLimits())
+        self.server = Server(self.desk, limits=limits)
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if not self.server.addresses:
@@ -59,6 +59,17 @@ def test_a_connection_without_a_request_is_closed_silently() -> None:
         reader, writer = await scene.open()
         assert await reader.read() == b""
         assert 10 <= scene.elapsed_s() <= 11.1
+        await scene.end(writer)
+
+    run(main, seed=0)
+
+
+def test_a_shorter_limit_is_checked_more_often() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        scene = Scene(loop, ServerLimits(header_timeout_s=0.1))
+        reader, writer = await scene.open()
+        assert await reader.read() == b""
+        assert 0.1 <= scene.elapsed_s() <= 0.13
         await scene.end(writer)
 
     run(main, seed=0)

@@ -44,6 +44,8 @@ STREAMS = {
     "a byte order mark": b"\xef\xbb\xbfdata: a\n\n",
     "comments and other fields": b": ping\n\nevent: x\nid: 1\nretry: 5\ndata: a\ndata: b\n\n",
     "blank lines between events": b"\n\ndata: a\n\n\n\ndata: b\n\n\n",
+    "a blank line first": b"\ndata: a\n\n",
+    "blank lines first": b"\n\ndata: a\n\n",
     "NUL and invalid UTF-8": b"data: \x00\xff\xc3\n\n",
     "a tail": b"data: a\n\ndata: b\n",
 }
@@ -85,7 +87,7 @@ def test_an_empty_feed_changes_nothing() -> None:
     assert scanner.tail == b"data"
 
 
-def test_a_large_event_in_small_pieces_is_searched_once() -> None:
+def test_a_large_event_in_pieces_comes_whole() -> None:
     scanner = EventScanner()
     piece = b"x" * 65_536
     scanner.feed(b"data: ")

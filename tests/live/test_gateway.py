@@ -1,0 +1,653 @@
+"""The public interface: what is served to whom, what is refused and how, and what engines get of it."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute import __version__
+from balanceroute.proxy.emulate.settings import Connector
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Seen, Site
+
+    from balanceroute.proxy.wire.messages import Headers
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATION = (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages")
+PASSED_ON = {
+    "/v1/models": "GET",
+    "/v1/embeddings": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+}
+OWN = ("/health", "/ready", "/version", "/metrics")
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
+TALK: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "t1 t2 t3"}],
+    "max_tokens": 4,
+    "ignore_eos": True,
+}
+STREAM: dict[str, Any] = BODY | {"stream": True}
+
+
+def is_error(exchanged: "Exchanged", status: int) -> str:
+    """Check that an answer is an error in OpenAI's shape, and return its message."""
+    assert exchanged.status == status, exchanged.body
+    assert exchanged.header(b"content-type") == b"application/json"
+    error = exchanged.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    message = error["message"]
+    assert isinstance(message, str)
+    assert message
+    return message
+
+
+def keys(folder: Path, name: str, *words: str) -> str:
+    path = folder / name
+    path.write_text("".join(f"{word}\n" for word in words))
+    path.chmod(0o600)
+    return str(path)
+
+
+# Routes.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "//v1/completions",
+        "/v1//completions",
+        "/v1/../v1/completions",
+        "/v1/completions/",
+        "/v1/completions/x",
+        "/V1/COMPLETIONS",
+        "/v1/completions%20",
+        "/v1/%63ompletions",
+        "/v1/completions;x=1",
+        "/v1",
+        "/metrics/",
+        "/health/x",
+        "/admin/state",
+        "/v1/load_lora_adapter",
+        "/sleep",
+        "/emulation/kill",
+        "/docs",
+        "/v1/metaserver",
+        "/v1/metaserver/",
+        "/v1/metaserver/guess",
+        "/v1/audio/transcriptions",
+    ],
+)
+def test_every_other_path_is_404_and_reaches_no_engine(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
+            is_error(await site.send(path, BODY, method=method).end(), 404)
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_a_known_path_takes_its_method_alone(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        allowed = dict.fromkeys(GENERATION, "POST") | PASSED_ON | dict.fromkeys(OWN, "GET, HEAD")
+        for path, methods in allowed.items():
+            for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND"):
+                if method in methods:
+                    continue
+                refused = await site.send(path, BODY, method=method).end()
+                is_error(refused, 405)
+                assert refused.header(b"allow") == methods.encode()
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_a_query_is_not_part_of_the_path(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(f"{COMPLETIONS}?a=/../b&c", BODY)).status == 200
+        assert (await site.get("/health?verbose=1")).status == 200
+        # An engine is called as the scheduler wants it, whatever the client appended.
+        assert {seen.request.query for seen in site.seen} == {b""}
+        assert {seen.path for seen in site.seen} == {COMPLETIONS}
+
+    play(scenario)
+
+
+def test_a_query_of_a_request_that_is_passed_on_is_passed_on(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.get("/v1/models?limit=1")).status == 200
+        assert [(seen.path, seen.request.query) for seen in site.seen] == [
+            ("/v1/models", b"limit=1")
+        ]
+
+    play(scenario)
+
+
+# The proxy's own pages.
+
+
+def test_health_and_version_are_answered_by_the_proxy_itself(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for engine in site.fleet.engines:
+            engine.kill()
+        for method in ("GET", "HEAD"):
+            health = await site.send("/health", method=method).end()
+            assert (health.status, health.body) == (200, b"")
+        version = await site.get("/version")
+        assert version.json == {"version": __version__}
+        head = await site.send("/version", method="HEAD").end()
+        assert (head.status, head.body) == (200, b"")
+        assert head.header(b"content-length") == version.header(b"content-length")
+        assert site.seen == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ready_is_503_while_no_engine_of_a_role_is_up(play: "Play", role: str) -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.get("/ready")).status == 200
+        engines = [engine for engine in site.fleet.engines if engine.name.startswith(role)]
+        first, last = engines
+        first.kill()
+        await asyncio.sleep(5.0)
+        assert (await site.get("/ready")).status == 200
+        last.kill()
+        await asyncio.sleep(5.0)
+        unready = await site.get("/ready")
+        is_error(unready, 503)
+        assert unready.header(b"retry-after") == b"1"
+        await site.fleet.restore(last.name)
+        await asyncio.sleep(10.0)
+        assert (await site.get("/ready")).status == 200
+
+    play(scenario)
+
+
+def test_a_draining_proxy_is_not_ready_and_takes_no_request(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.world.proxy.driver.draining = True
+        is_error(await site.get("/ready"), 503)
+        assert (await site.get("/health")).status == 200
+        refused = await site.post(COMPLETIONS, BODY)
+        assert "shutting down" in is_error(refused, 503)
+        assert refused.header(b"retry-after") == b"1"
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_metrics_are_a_page_that_prometheus_reads(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await site.post(COMPLETIONS, BODY)
+        await site.post(COMPLETIONS, b"[]")
+        page = await site.get("/metrics")
+        assert page.status == 200
+        assert (page.header(b"content-type") or b"").startswith(b"text/plain; version=")
+        values = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(page.body.decode())
+            for sample in family.samples
+        }
+        for outcome, model in (("ok", "tiny"), ("client_error", "other")):
+            labels = (("endpoint", COMPLETIONS), ("model", model), ("outcome", outcome))
+            assert values["balanceroute_requests_total", labels] == 1
+
+    play(scenario)
+
+
+# Keys.
+
+
+def with_key(word: str) -> "Headers":
+    return [(b"authorization", word.encode())]
+
+
+def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
+    refused: list[Headers] = [
+        [],
+        with_key("Bearer"),
+        with_key("Bearer "),
+        with_key("Bearer wrong"),
+        with_key("Bearer right1x"),
+        with_key("Bearer right1 right2"),
+        with_key("Bearer right1,right2"),
+        with_key("Basic right1"),
+        with_key("right1"),
+        with_key("Bearer right1") * 2,
+        with_key("Bearer right1") + with_key("Bearer wrong"),
+        [(b"x-api-key", b"right1")],
+    ]
+    accepted = [
+        with_key("Bearer right1"),
+        with_key("bearer right1"),
+        with_key("BEARER right2"),
+        with_key("Bearer   right2"),
+    ]
+
+    async def scenario(site: "Site") -> None:
+        for path, method in {COMPLETIONS: "POST", "/v1/models": "GET"}.items():
+            for headers in refused:
+                answer = await site.send(path, BODY, method=method, headers=headers).end()
+                is_error(answer, 401)
+                assert answer.header(b"www-authenticate") == b"Bearer"
+        assert site.seen == []
+        for headers in accepted:
+            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+            assert (await site.get("/v1/models", headers)).status == 200
+        assert len(site.seen) == 3 * len(accepted)
+        assert all(seen.header(b"authorization") is None for seen in site.seen)
+        # Whoever watches the proxy has no key.
+        for page in OWN:
+            assert (await site.get(page)).status == 200
+        # Nobody without a key learns what there is.
+        is_error(await site.get("/v1/completions"), 405)
+        is_error(await site.get("/v1/nothing"), 404)
+
+    play(scenario, flags={"api_key_file": keys(tmp_path, "keys", "right1", "right2")})
+
+
+def test_engines_get_their_own_key_and_never_the_clients(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        for headers in ([], with_key("Bearer mine")):
+            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+            assert (await site.get("/v1/models", headers)).status == 200
+        assert len(site.seen) == 6
+        for seen in site.seen:
+            given = [value for name, value in seen.request.headers if name == b"authorization"]
+            assert given == [b"Bearer engines"]
+
+    play(scenario, flags={"engine_key_file": keys(tmp_path, "key", "engines")})
+
+
+def test_without_keys_the_clients_own_is_for_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await site.post(COMPLETIONS, BODY, with_key("Bearer mine"))
+        await site.get("/v1/models", with_key("Bearer mine"))
+        assert [seen.header(b"authorization") for seen in site.seen] == [b"Bearer mine"] * 3
+
+    play(scenario)
+
+
+# Request ids.
+
+
+def ids(seen: "list[Seen]") -> list[bytes | None]:
+    return [one.header(b"x-request-id") for one in seen]
+
+
+@pytest.mark.parametrize("given", [b"a", b"A-1_b.c:d", b"x" * 128])
+def test_a_request_id_is_kept_from_end_to_end(play: "Play", given: bytes) -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"x-request-id", given)]
+        for answer in (
+            await site.post(CHAT, TALK, headers),
+            await site.post(COMPLETIONS, STREAM, headers),
+            await site.get("/v1/models", headers),
+        ):
+            assert answer.status == 200
+            assert answer.header(b"x-request-id") == given
+        assert ids(site.seen) == [given] * 5
+        assert [record.request_id for record in site.world.ended] == [given.decode()] * 2
+
+    play(scenario)
+
+
+def test_a_request_without_an_id_gets_one(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        answers = [await site.post(COMPLETIONS, BODY) for _ in range(2)]
+        given = [answer.header(b"x-request-id") for answer in answers]
+        assert ids(site.seen) == [given[0]] * 2 + [given[1]] * 2
+        assert given[0] != given[1]
+        assert all(re.fullmatch(rb"[0-9a-f]{32}", one or b"") for one in given)
+
+    play(scenario)
+
+
+def test_a_refusal_tells_the_request_id_too(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        refused = await site.post(COMPLETIONS, b"{", [(b"x-request-id", b"mine")])
+        is_error(refused, 400)
+        assert refused.header(b"x-request-id") == b"mine"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"x-request-id", b"")],
+        [(b"x-request-id", b"x" * 129)],
+        [(b"x-request-id", b"a b")],
+        [(b"x-request-id", b"a/b")],
+        [(b"x-request-id", b"\xc3\xa4")],
+        [(b"x-request-id", b'a"b')],
+        [(b"x-request-id", b"a"), (b"x-request-id", b"a")],
+        [(b"x-request-id", b"a"), (b"x-request-id", b"b")],
+    ],
+)
+def test_a_malformed_request_id_is_refused(play: "Play", headers: "Headers") -> None:
+    async def scenario(site: "Site") -> None:
+        assert "X-Request-Id" in is_error(await site.post(COMPLETIONS, BODY, headers), 400)
+        is_error(await site.get("/v1/models", headers), 400)
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_an_id_that_is_in_use_is_another_one_at_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"x-request-id", b"same")]
+        bodies = [STREAM | {"prompt": f"t{i}", "max_tokens": 20} for i in range(3)]
+        alone = [await site.ask("decode/0", COMPLETIONS, body) for body in bodies]
+        site.seen.clear()
+        exchanges = [site.send(COMPLETIONS, body, headers=headers) for body in bodies]
+        for exchange, right in zip(exchanges, alone, strict=True):
+            await exchange.end()
+            assert exchange.done
+            assert exchange.text == right.text
+            assert exchange.header(b"x-request-id") == b"same"
+        by_prompt = {
+            prompt: {s.header(b"x-request-id") for s in site.seen if s.values["prompt"] == prompt}
+            for prompt in ("t0", "t1", "t2")
+        }
+        # Both legs of a request have one name, and no two requests have the same.
+        assert all(len(names) == 1 for names in by_prompt.values())
+        names = set[bytes | None]().union(*by_prompt.values())
+        assert len(names) == 3
+        assert b"same" in names
+        assert all(re.fullmatch(rb"same(-[0-9a-f]{8})?", name or b"") for name in names)
+        # Later it is free again.
+        site.seen.clear()
+        await site.post(COMPLETIONS, BODY, headers)
+        assert ids(site.seen) == [b"same"] * 2
+
+    play(scenario)
+
+
+# What reaches an engine.
+
+INTERNAL = {
+    "kv_transfer_params": {
+        "do_remote_prefill": True,
+        "remote_host": "169.254.169.254",
+        "remote_port": 80,
+        "remote_engine_id": "theirs",
+        "remote_block_ids": [[7]],
+        "remote_request_id": "theirs",
+        "metaserver": "http://169.254.169.254",
+        "transfer_id": "theirs",
+    },
+    "ec_transfer_params": {"a": 1},
+    "bootstrap_host": "169.254.169.254",
+    "bootstrap_port": 80,
+    "bootstrap_room": 7,
+    "data_parallel_rank": 1,
+    "disagg_prefill_resp": {"a": 1},
+    "disagg_spec": {"a": 1},
+    "metaserver": "http://169.254.169.254",
+    "priority": -999,
+    "remote_kv_source": "http://169.254.169.254",
+    "request_id": "theirs",
+    "ret_first_tok": True,
+}
+ROUTING: "Headers" = [
+    (b"x-data-parallel-rank", b"1"),
+    (b"x-prefiller-host-port", b"169.254.169.254:80"),
+    (b"x-forwarded-for", b"169.254.169.254"),
+    (b"forwarded", b"for=169.254.169.254"),
+    (b"x-return-error", b"1"),
+    (b"cookie", b"169.254.169.254"),
+    (b"x-llm-d-rank", b"1"),
+    (b"te", b"trailers"),
+    (b"accept-encoding", b"gzip"),
+    (b"x-http-method-override", b"DELETE"),
+]
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_clients_routing_fields_reach_no_engine(
+    play: "Play", connector: str, direct: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(1.0)
+        extra = {"prompt": ["t1 t2", "t3"]} if direct else {}
+        for stream in (False, True):
+            answer = await site.post(
+                COMPLETIONS, STREAM | INTERNAL | extra | {"stream": stream}, ROUTING
+            )
+            assert answer.status == 200, answer.body
+        sent = [seen for seen in site.seen if seen.path == COMPLETIONS]
+        assert len(sent) == (2 if direct else 4)
+        for seen in sent:
+            values = seen.values
+            own = values.pop("kv_transfer_params", {})
+            assert not {"theirs", "169.254.169.254", "http://169.254.169.254"} & {
+                value for value in own.values() if isinstance(value, str)
+            }
+            assert not values.keys() & INTERNAL.keys()
+            names = sorted(name for name, _ in seen.request.headers)
+            assert names == [b"content-length", b"content-type", b"host", b"x-request-id"]
+            assert bool(own) != direct
+
+    play(scenario, connector=Connector(connector))
+
+
+def test_a_clients_headers_for_tracing_reach_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        passed = [(b"traceparent", b"00-1-2-01"), (b"tracestate", b"a=b"), (b"user-agent", b"me")]
+        await site.post(COMPLETIONS, BODY, passed)
+        for seen in site.seen:
+            assert [pair for pair in seen.request.headers if pair in passed] == passed
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("field", sorted(INTERNAL))
+def test_extra_arguments_that_would_route_are_refused(play: "Play", field: str) -> None:
+    async def scenario(site: "Site") -> None:
+        refused = await site.post(COMPLETIONS, BODY | {"vllm_xargs": {field: "{}"}})
+        assert field in is_error(refused, 400)
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_members_that_no_leg_changes_reach_it_byte_for_byte(play: "Play") -> None:
+    members = b'"seed" :  12345678901234567890123456789012,"temperature":1E-0 , "user":"\\u00e4\\/"'
+    body = b'{"model":"tiny","prompt":"t1", %b,\n"max_tokens":3}' % members
+
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(COMPLETIONS, body)).status == 200
+        prefill, decode = site.seen
+        assert b'"seed" :  12345678901234567890123456789012' in prefill.request.body
+        assert b'"temperature":1E-0' in decode.request.body
+        assert b'"user":"\\u00e4\\/"' in prefill.request.body
+        assert b'"user":"\\u00e4\\/"' in decode.request.body
+
+    play(scenario)
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"null", "object"),
+        (b"[1,2]", "object"),
+        (b'"text"', "object"),
+        (b"7", "object"),
+        (b'{"prompt":"a"} x', "JSON"),
+        (b'{"prompt":"a",}', "JSON"),
+        (b'{"prompt":NaN}', "NaN"),
+        (b'{"prompt":"a","temperature":Infinity}', "Infinity"),
+        (b'{"prompt":"a","temperature":-Infinity}', "Infinity"),
+        (b'{"max_tokens":1,"prompt":"a","max_tokens":2}', "twice"),
+        (b'{"max_tokens":1,"prompt":"a","max\\u005ftokens":2}', "twice"),
+        (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
+        (b'{"prompt":' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}", "deep"),
+        (b'{"prompt":"\xff"}', "UTF-8"),
+        (b'{"prompt":"\xed\xa0\x80"}', "UTF-8"),
+        (b"\x00", "JSON"),
+        (b'{"prompt":"a","seed":' + b"9" * 5_000 + b"}", "JSON"),
+        (b'{"prompt":"a","n":0}', "n must"),
+        (b'{"prompt":"a","n":129}', "n must"),
+        (b'{"prompt":"a","n":1000000000000}', "n must"),
+        (b'{"prompt":"a","n":true}', "n must"),
+        (b'{"prompt":"a","n":"2"}', "n must"),
+        (b'{"prompt":"a","best_of":1000}', "best_of must"),
+        (b'{"prompt":["a","b"],"n":128}', "256 answers"),
+        (b'{"prompt":"a","stream":1}', "stream must"),
+        (b'{"prompt":"a","model":7}', "model must"),
+    ],
+)
+def test_a_bad_body_is_the_clients_error(play: "Play", body: bytes, word: str) -> None:
+    async def scenario(site: "Site") -> None:
+        assert word in is_error(await site.post(COMPLETIONS, body), 400)
+        assert site.seen == []
+        (record,) = site.world.ended
+        assert record.status == 400
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_lone_surrogate_is_answered_as_an_engine_answers_it(play: "Play", path: str) -> None:
+    text = '"t1 \\ud800"' if path == COMPLETIONS else '[{"role":"user","content":"t1 \\ud800"}]'
+    name = "prompt" if path == COMPLETIONS else "messages"
+    body = f'{{"model":"tiny","max_tokens":3,"{name}":{text}}}'.encode()
+
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(path, body)
+        alone = await site.ask("decode/0", path, body)
+        assert answer.status == alone.status < 500
+        assert answer.text == alone.text
+
+    play(scenario)
+
+
+def test_a_lone_surrogate_in_a_name_of_a_model_is_no_error_of_the_proxy(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(COMPLETIONS, b'{"model":"\\ud800","prompt":"t1"}')
+        is_error(answer, 404)
+        assert site.world.ended[0].model == "\ud800"
+
+    play(scenario, flags={"model": ["tiny"]})
+
+
+# What the engines refuse.
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        (COMPLETIONS, BODY | {"model": "another"}),
+        (COMPLETIONS, BODY | {"max_tokens": 0}),
+        (COMPLETIONS, BODY | {"max_tokens": -3}),
+        (COMPLETIONS, BODY | {"max_tokens": "many"}),
+        (COMPLETIONS, BODY | {"max_tokens": 4096}),
+        (COMPLETIONS, BODY | {"max_tokens": 10**9}),
+        (COMPLETIONS, BODY | {"prompt": "t " * 4_097}),
+        (COMPLETIONS, BODY | {"prompt": "t " * 4_090, "max_tokens": 50}),
+        (COMPLETIONS, BODY | {"prompt": 7}),
+        (COMPLETIONS, BODY | {"prompt": ""}),
+        (COMPLETIONS, {"model": "tiny"}),
+        (COMPLETIONS, BODY | {"min_tokens": 99}),
+        (COMPLETIONS, BODY | {"temperature": "hot"}),
+        (COMPLETIONS, BODY | {"stop": [""]}),
+        (COMPLETIONS, BODY | {"stream_options": {"include_usage": True}}),
+        (COMPLETIONS, STREAM | {"prompt_logprobs": 2}),
+        (CHAT, TALK | {"model": "another"}),
+        (CHAT, TALK | {"max_completion_tokens": 0}),
+        (CHAT, TALK | {"messages": "hello"}),
+        (CHAT, {"model": "tiny"}),
+        (CHAT, TALK | {"tool_choice": "required"}),
+        (CHAT, TALK | {"messages": [{"role": "user", "content": "t " * 4_097}], "stream": True}),
+    ],
+)
+def test_an_engines_refusal_is_passed_on_byte_for_byte(
+    play: "Play", path: str, values: dict[str, Any]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(path, values)
+        alone = await site.ask("decode/0", path, values)
+        assert 400 <= alone.status < 500, alone.body
+        assert (answer.status, answer.body) == (alone.status, alone.body)
+        assert answer.header(b"content-type") == alone.header(b"content-type")
+
+    play(scenario)
+
+
+def test_a_model_that_is_not_on_the_list_is_refused_in_vllms_words(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for path, values in ((COMPLETIONS, BODY), (CHAT, TALK)):
+            refused = await site.post(path, values | {"model": "another"})
+            alone = await site.ask("decode/0", path, values | {"model": "another"})
+            assert (refused.status, refused.json) == (404, alone.json)
+        assert [seen for seen in site.seen if seen.engine.startswith("prefill")] == []
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+        nameless = {name: value for name, value in BODY.items() if name != "model"}
+        assert (await site.post(COMPLETIONS, nameless)).status == 200
+
+    play(scenario, flags={"model": ["tiny"]})
+
+
+# Too much at a time.
+
+
+def test_a_full_queue_refuses_with_429(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchanges = [site.send(COMPLETIONS, STREAM | {"prompt": f"t{i}"}) for i in range(8)]
+        answers = [await exchange.end() for exchange in exchanges]
+        assert sorted(answer.status for answer in answers) == [200] * 3 + [429] * 5
+        for answer in answers:
+            if answer.status == 429:
+                is_error(answer, 429)
+                assert int(answer.header(b"retry-after") or b"") >= 1
+        assert {seen.values["prompt"] for seen in site.seen} == {"t0", "t1", "t2"}
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+
+    play(scenario, flags={"queue_limit": 3})
+
+
+def test_everything_is_refused_at_once_while_a_role_is_down(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for name in ("decode/0", "decode/1"):
+            site.fleet.kill(name)
+        await asyncio.sleep(5.0)
+        begin_s = site.loop.time()
+        refused = await site.post(COMPLETIONS, STREAM)
+        is_error(refused, 503)
+        assert refused.header(b"retry-after") == b"1"
+        assert site.loop.time() - begin_s < 0.05
+        assert site.received("prefill") == []
+
+    play(scenario)
+
+
+def test_an_answer_has_no_header_of_the_engines_connection(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for answer in (await site.post(COMPLETIONS, BODY), await site.post(COMPLETIONS, STREAM)):
+            names = {name for name, _ in answer.headers}
+            assert names <= {
+                b"content-type",
+                b"content-length",
+                b"transfer-encoding",
+                b"x-request-id",
+            }
+        assert json.loads(answer.events[0].removeprefix(b"data: "))["model"] == "tiny"
+
+    play(scenario)

@@ -1,0 +1,164 @@
+"""Connecting to engines: what comes of it before a request was sent."""
+
+import asyncio
+from collections.abc import Callable
+from ssl import create_default_context
+from typing import TYPE_CHECKING
+
+import pytest
+
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.client_connection import ClientConnection
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from tests.wire.conftest import Engine, RawConnection, Run
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Handler:
+    """Keeps how a call ends, and checks that it does so once."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.over = False
+        self.error: WireError | None = None
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        assert not self.over
+
+    def on_data(self, data: bytes) -> None:
+        self.body += data
+
+    def on_end(self) -> None:
+        assert not self.over
+        self.over = True
+
+    def on_error(self, error: WireError) -> None:
+        assert not self.over
+        self.over = True
+        self.error = error
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
+        await asyncio.sleep(0)
+
+
+def begin(endpoint: Endpoint) -> Handler:
+    handler = Handler()
+    endpoint.request(b"GET", b"/", [], b"", handler)
+    assert not handler.over
+    return handler
+
+
+async def exchange(endpoint: Endpoint) -> Handler:
+    handler = begin(endpoint)
+    await until(lambda: handler.over)
+    return handler
+
+
+async def wait_for_the_end(connection: "RawConnection") -> None:
+    await connection.rest()
+
+
+def test_a_refused_connection_was_never_sent_anything(run: "Run") -> None:
+    async def main() -> None:
+        listener = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        listener.close()
+        await listener.wait_closed()
+        endpoint = Endpoint("127.0.0.1", port)
+        handler = await exchange(endpoint)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.CONNECT
+        assert (handler.error.sent, handler.error.answered) == (False, False)
+        assert isinstance(handler.error.__cause__, ConnectionRefusedError)
+        await until(lambda: endpoint.connections == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("banner", [b"", b"220 mail ESMTP\r\n"])
+def test_an_engine_that_closes_at_once_is_an_error(
+    run: "Run", engine: "Engine", banner: bytes
+) -> None:
+    async def slam(connection: "RawConnection") -> None:
+        connection.send(banner)
+        connection.reset()
+
+    async def main() -> None:
+        async with engine(*[slam] * 50) as raw:
+            handlers = [begin(raw.endpoint) for _ in range(50)]
+            await until(lambda: all(handler.over for handler in handlers))
+            for handler in handlers:
+                assert handler.error is not None
+                assert handler.error.kind in (WireFault.RESET, WireFault.PROTOCOL)
+
+    run(main())
+
+
+def test_a_connection_lost_before_its_request_was_never_sent_anything(
+    run: "Run", engine: "Engine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection_made = ClientConnection.connection_made
+
+    def lose(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
+        connection_made(self, transport)
+        self.drop()
+
+    async def main() -> None:
+        async with engine(wait_for_the_end) as raw:
+            monkeypatch.setattr(ClientConnection, "connection_made", lose)
+            handler = await exchange(raw.endpoint)
+            assert handler.error is not None
+            assert handler.error.kind is WireFault.RESET
+            assert (handler.error.sent, handler.error.answered) == (False, False)
+
+    run(main())
+
+
+def test_a_name_that_cannot_be_resolved_is_a_connect_error(run: "Run") -> None:
+    async def main() -> None:
+        endpoint = Endpoint("a" * 64 + ".invalid", 80)
+        handler = await exchange(endpoint)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.CONNECT
+        await until(lambda: endpoint.connections == 0)
+
+    run(main())
+
+
+def test_an_engine_behind_tls_is_verified(
+    run: "Run", contexts: "tuple[SSLContext, SSLContext]"
+) -> None:
+    served = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await reader.read()
+        writer.close()
+        served.set()
+
+    async def main() -> None:
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=contexts[0])
+        port = listener.sockets[0].getsockname()[1]
+        stranger = Endpoint("127.0.0.1", port, ssl=create_default_context())
+        handler = await exchange(stranger)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.CONNECT
+        assert not handler.error.sent
+        endpoint = Endpoint("127.0.0.1", port, ssl=contexts[1])
+        assert endpoint.name == f"https://127.0.0.1:{port}"
+        assert (await exchange(endpoint)).body == b"ok"
+        endpoint.close()
+        await until(lambda: stranger.connections + endpoint.connections == 0)
+        await served.wait()
+        listener.close()
+        await listener.wait_closed()
+
+    run(main())
