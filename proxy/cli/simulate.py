@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _BOUNDS: dict[str, tuple[float, float]] = {
     "--rate": (1 / MAX_RATE, MAX_RATE),
     "--backlog": (1, 1e9),
+    "--concurrency": (1, 1e9),
     "--requests": (1, 1e9),
     "--segments": (1, 1e9),
     "--ranks": (1, 1e4),
@@ -43,6 +44,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "--prefill-servers": (1, 1e4),
     "--prefill-base-ms": (0, 1e6),
     "--prefill-us-per-token": (0, 1e6),
+    "--transfer-base-ms": (0, 1e6),
+    "--transfer-us-per-token": (0, 1e6),
+    "--pool-limit": (1, 1e9),
     "--deadline": (0.001, 1e6),
 }
 
@@ -75,6 +79,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     pace.add_argument(
         "--backlog", type=int, metavar="N", help="saturated: N requests always wait for decode"
     )
+    pace.add_argument(
+        "--concurrency", type=int, metavar="N", help="closed loop: N requests always under way"
+    )
     workload.add_argument("--requests", type=int, metavar="N", help="replay only the first N")
     workload.add_argument(
         "--segments", type=int, default=1, metavar="S", help="cut the trace in S runs"
@@ -106,6 +113,22 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prefill-us-per-token", type=float, default=50.0, metavar="d", help="see c"
+    )
+    group.add_argument(
+        "--transfer-base-ms",
+        type=float,
+        default=0.0,
+        metavar="e",
+        help="KV transfer = e + f x KV tokens",
+    )
+    group.add_argument(
+        "--transfer-us-per-token", type=float, default=0.0, metavar="f", help="see e"
+    )
+    group.add_argument(
+        "--pool-limit",
+        type=int,
+        metavar="N",
+        help="requests in prefill or in the pool; others wait before prefill (default: no limit)",
     )
 
 
@@ -200,7 +223,10 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
         step_ns_per_token=1e3 * arguments.step_us_per_token,
         rank_kv_tokens=arguments.kv_capacity,
         prefill=prefill,
+        transfer_base_ns=round(1e6 * arguments.transfer_base_ms),
+        transfer_ns_per_token=1e3 * arguments.transfer_us_per_token,
         deadline_ns=None if deadline is None else round(1e9 * deadline),
+        pool_limit=arguments.pool_limit,
     )
 
 
@@ -210,9 +236,15 @@ def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
         trace = trace[: arguments.requests]
     requests = playable(trace)
     rate = arguments.rate
-    if rate is None and arguments.backlog is None:
+    if rate is None and arguments.backlog is None and arguments.concurrency is None:
         rate = 1.0
-    workloads = split(requests, segments=arguments.segments, rate=rate, backlog=arguments.backlog)
+    workloads = split(
+        requests,
+        segments=arguments.segments,
+        rate=rate,
+        backlog=arguments.backlog,
+        concurrency=arguments.concurrency,
+    )
     return workloads, len(trace) - len(requests)
 
 
@@ -252,6 +284,8 @@ def _title(arguments: argparse.Namespace, workloads: "Sequence[Workload]") -> st
     pace = f"rate {workloads[0].rate:g}"
     if arguments.backlog is not None:
         pace = f"saturated, backlog {arguments.backlog}"
+    elif arguments.concurrency is not None:
+        pace = f"{arguments.concurrency:,} under way"
     return (
         f"{arguments.trace.name}: {requests:,} requests, {pace}, "
         f"{arguments.ranks} ranks x batch {arguments.batch}"
@@ -271,7 +305,7 @@ def _config(
     used = settings.resolved(ranks=arguments.ranks, batch_limit=arguments.batch)
     assert used.form is not None
     return chosen | {
-        "rate": workloads[0].rate if arguments.backlog is None else None,
+        "rate": workloads[0].rate if workloads[0].open_loop else None,
         "horizon": used.horizon_steps,
         "gamma": used.gamma,
         "alpha": used.alpha,

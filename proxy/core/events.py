@@ -98,9 +98,13 @@ class TokensEmitted:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecomputed:
-    """The rank dropped the request's KV cache; it must be prefilled again with what it emitted."""
+    """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
+
+    `elsewhere` says that another rank should take it then, if there is one.
+    """
 
     request: RequestId
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

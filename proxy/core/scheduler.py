@@ -136,8 +136,9 @@ class Scheduler:
                 return self._lose_prefill(request, elsewhere=elsewhere) + self._probe()
             case DecodeLost(number):
                 return self._lose_decode(self._get(number), now_ns)
-            case RequestRecomputed(number):
-                return self._recompute(self._get(number), now_ns) + self._probe()
+            case RequestRecomputed(number, elsewhere):
+                request = self._get(number)
+                return self._recompute(request, now_ns, elsewhere=elsewhere) + self._probe()
             case RankClosed() | RankOpened():
                 return self._set_rank(event)
             case PrefillerClosed() | PrefillerOpened():
@@ -380,10 +381,13 @@ class Scheduler:
         self._to_pool(request, now_ns)
         return []
 
-    def _recompute(self, request: Request, now_ns: int) -> list[Action]:
-        state = request.state
+    def _recompute(self, request: Request, now_ns: int, *, elsewhere: bool) -> list[Action]:
+        state, rank = request.state, request.rank
         request.move(Trigger.RECOMPUTE)
         actions = self._drop(request, state, gone=True)
+        if elsewhere:
+            assert rank is not None
+            request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
         # It was served in between; this is a wait of its own.
         request.waiting_since_ns = now_ns
         request.pooled_ns = None

@@ -154,6 +154,8 @@ class Engine:
             server = await self._serve(self._bootstrap, bootstrap_port)
             self.bootstrap_port = server.port
         self.alive = True
+        if self.faults.refuse:
+            self.refuse()
 
     async def listen(self, port: int) -> None:
         """Listen, again if need be.

@@ -15,6 +15,7 @@ class Faulty(Protocol):
     """An engine that can be told to do things wrong."""
 
     faults: Faults
+    alive: bool
 
     @property
     def name(self) -> str:
@@ -95,6 +96,8 @@ class FaultBoard:
 
     @staticmethod
     async def _listen(engine: Faulty) -> None:
+        if not engine.alive:
+            return  # A killed one listens when it is started again.
         try:
             await engine.listen(engine.port)
         except OSError as error:

@@ -1,5 +1,6 @@
 """Reading and passing on an engine's whole answer."""
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,15 @@ _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
 def passable_headers(headers: "Headers") -> "Headers":
     """Return the headers that may go on to the client."""
     return [(name, value) for name, value in headers if name in _PASSABLE]
+
+
+def is_error(body: bytes) -> bool:
+    """Return whether an answer is an API's error; that of a server without the route is not."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(message, dict) and isinstance(message.get("error"), dict)
 
 
 def is_recomputed(body: bytes) -> bool:

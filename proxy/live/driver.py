@@ -219,6 +219,12 @@ class Driver:
             session.pooled()
         self.feed(RequestArrived(number, tokens, slots=shape.sequences, prefill=prefill))
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept for any request, past or present."""
+        kept = (self.sessions, self._ids, self._started, self._unheard, self._hand_offs)
+        return not any(kept)
+
     async def drained(self) -> None:
         """Wait until no request is left."""
         await self._empty.wait()
@@ -281,6 +287,8 @@ class Driver:
     def feed(self, event: Event) -> None:
         """Give the scheduler an event, perform what it decides, and see that a tick follows."""
         if isinstance(event, _UNBINDING):
+            if isinstance(event, DecodeLost | PrefillLost) and event.request in self._started:
+                event = self._without_start(event.request)
             self._started.pop(event.request, None)
             self._unheard.pop(event.request, None)
         for action in self.scheduler.handle(event, now_ns=self._now_ns()):
@@ -426,6 +434,19 @@ class Driver:
             assert isinstance(session, Session)
             tokens = rounds * session.shape.sequences
             self.scheduler.handle(TokensEmitted(session.number, tokens), now_ns=0)
+
+    def _without_start(self, number: RequestId) -> RequestRecomputed:
+        """Return what to say of a lost request that was taken for started without a stream to tell.
+
+        Its KV cache may have left the prefiller, as the scheduler was told, or not: so it is
+        prefilled again. What it is thought to have emitted is taken back, as no client has it.
+        """
+        emitted = self.scheduler.ledger.kv_tokens(number)
+        emitted -= self.scheduler.requests[number].kv_tokens
+        if emitted:
+            self.scheduler.handle(TokensEmitted(number, -emitted), now_ns=0)
+        self.sessions[number].forget_kv()
+        return RequestRecomputed(number, elsewhere=True)
 
     def _join(self, session: Session) -> None:
         self._unheard.pop(session.number, None)

@@ -42,9 +42,10 @@ class PassThrough:
         """Answer one request."""
         _Exchange(self, request, reply, headers, request_id).send(tries=2)
 
-    def next_prefiller(self) -> "Prefiller | None":
-        """Return the next prefiller that is up, in turn."""
+    def next_prefiller(self, other_than: "Prefiller | None") -> "Prefiller | None":
+        """Return the next prefiller that is up, in turn, another than the last if there is."""
         up = [p for p in self._instances.prefillers if p.status is Status.UP]
+        up = [p for p in up if p is not other_than] or up
         if not up:
             return None
         self._turn += 1
@@ -72,15 +73,17 @@ class _Exchange:
         self._reply = reply
         self._headers = headers
         self._request_id = request_id.encode()
+        self._prefiller: Prefiller | None = None
         self._call: Call | None = None
         self._tries = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self, *, tries: int) -> None:
         """Send it to a prefiller, and to at most `tries - 1` more if it breaks off."""
-        prefiller = self._owner.next_prefiller()
+        prefiller = self._prefiller = self._owner.next_prefiller(self._prefiller)
         if prefiller is None:
-            self._answer(503, JSON_HEADERS, error_body(503, "no prefiller is up"))
+            headers = [*JSON_HEADERS, (b"retry-after", b"1")]
+            self._answer(503, headers, error_body(503, "no prefiller is up"))
             return
         self._tries = tries - 1
         self._owner.in_flight += 1

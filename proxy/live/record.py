@@ -8,7 +8,7 @@ class Outcome(Enum):
     """How a request ended; every request ends in exactly one of these."""
 
     OK = "ok"
-    CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours.
+    CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours, or 501.
     REJECTED = "rejected"  # Refused before any work: the queue is full, or the proxy drains.
     EXPIRED = "expired"  # Waited longer than it may.
     UPSTREAM_ERROR = "upstream_error"  # The engines failed and no retry was left.

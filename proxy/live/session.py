@@ -23,8 +23,13 @@ from balanceroute.proxy.core.events import (
     RequestId,
     RequestRecomputed,
 )
-from balanceroute.proxy.live.answer import counts_of, is_recomputed, with_cached_tokens
-from balanceroute.proxy.live.api_error import JSON_HEADERS
+from balanceroute.proxy.live.answer import (
+    counts_of,
+    is_error,
+    is_recomputed,
+    with_cached_tokens,
+)
+from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
@@ -56,6 +61,8 @@ if TYPE_CHECKING:
 
 # Answers of an engine that another one may not give.
 _BUSY = frozenset({429, 503})
+# Not every engine has these routes.
+_OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
 # Each makes progress, unless the engine takes an answer's own stop word for one.
 _MOST_RECOMPUTES = 32
 
@@ -679,10 +686,14 @@ class Session:
 
     def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
         """Give the client an engine's own refusal."""
+        outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
+        reason = f"the engine answered {status}"
+        if status == 404 and self.shape.api in _OPTIONAL and not is_error(body):
+            status, reason = 501, f"no engine serves {self.shape.api.value}"
+            headers, body = JSON_HEADERS, error_body(status, reason)
         self._answer.send(status, headers, body)
         self._host.feed(RequestFailed(self.number))
-        outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
-        self._end(outcome, status, f"the engine answered {status}")
+        self._end(outcome, status, reason)
 
     def _fail(self, status: int, reason: str) -> None:
         """Give the request up, truthfully."""

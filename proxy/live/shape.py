@@ -154,6 +154,9 @@ def _limit(values: dict[str, Any]) -> object:
 def _needs_one_engine(api: Api, values: dict[str, Any], prompts: int) -> bool:
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return True
+    # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
+    if _PROMPT[api] not in values:
+        return True
     if prompts > 1 or values.get("use_beam_search") or values.get("prompt_embeds") is not None:
         return True
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt

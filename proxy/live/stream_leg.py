@@ -169,6 +169,11 @@ class StreamLeg:
         """Whether anything of this leg went to the client."""
         return self._started
 
+    def correct_cached_tokens(self, count: int) -> None:
+        """Put the cached tokens of a prefill that ended after this leg began into usage objects."""
+        self._cached = count
+        self._fix_usage = True
+
     def on_head(self, status: int, headers: "Headers") -> None:
         """Take the response head."""
         self._status = status

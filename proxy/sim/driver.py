@@ -9,6 +9,7 @@ closed loop each request that finishes is replaced.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from balanceroute.proxy.core.events import (
     Action,
@@ -16,6 +17,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     PrefillDone,
+    RankId,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -45,6 +47,9 @@ class Deployment:
         step_ns_per_token: b.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
         prefill: The prefill servers; None prefills at once.
+        transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
+            queue; 0 with f = 0 lets a request join at once.
+        transfer_ns_per_token: f.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool, beyond which others wait before prefill; None
             for no limit.
@@ -56,8 +61,14 @@ class Deployment:
     step_ns_per_token: float = 200.0
     rank_kv_tokens: int | None = None
     prefill: PrefillModel | None = None
+    transfer_base_ns: int = 0
+    transfer_ns_per_token: float = 0.0
     deadline_ns: int | None = None
     pool_limit: int | None = None
+
+    def transfer_ns(self, kv_tokens: int) -> int:
+        """Return how long a KV cache travels to its rank."""
+        return self.transfer_base_ns + round(self.transfer_ns_per_token * kv_tokens)
 
 
 class Simulation:
@@ -96,6 +107,7 @@ class Simulation:
             policy,
         )
         self.recorder = Recorder(len(workload.requests))
+        self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
         self._prefill = prefill
@@ -147,16 +159,26 @@ class Simulation:
                     now_ns + service, lambda: self._prefilled(request, prompt_tokens)
                 )
             case Admit(request, rank):
-                trace = self._workload.requests[request]
-                emitted = self._emitted.get(request, 0)
-                self._fleet.submit(
-                    request,
-                    rank,
-                    kv_tokens=trace.prompt_tokens + emitted,
-                    output_tokens=trace.output_tokens - emitted,
-                )
+                self._transfer(request, rank)
             case _:
                 raise AssertionError(f"nothing in a simulation leads to {action}")
+
+    def _transfer(self, request: RequestId, rank: RankId) -> None:
+        trace = self._workload.requests[request]
+        emitted = self._emitted.get(request, 0)
+        kv_tokens = trace.prompt_tokens + emitted
+        submit = partial(
+            self._fleet.submit,
+            request,
+            rank,
+            kv_tokens=kv_tokens,
+            output_tokens=trace.output_tokens - emitted,
+        )
+        transfer_ns = self._deployment.transfer_ns(kv_tokens)
+        if transfer_ns:
+            self._loop.call_at(self._loop.now_ns + transfer_ns, submit)
+        else:
+            submit()
 
     def _arrive(self) -> None:
         request = RequestId(self._arrived)

@@ -43,7 +43,8 @@ class EventScanner:
             WireError: An event, or the start of one, is past the limit (TOO_LARGE).
         """
         if not self._tail and b"\r" not in data and len(data) <= self._max_event_bytes:
-            if 0 < data.find(b"\n\n") == len(data) - 2 and data[0] != _LF:
+            # One event of one line. Looking for one byte costs a third of looking for two.
+            if 0 < data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
                 return [data]
             if data.endswith(b"\n\n") and data[0] != _LF and b"\n\n\n" not in data:
                 return [event + b"\n\n" for event in data[:-2].split(b"\n\n")]

@@ -332,6 +332,14 @@ def test_a_request_waits_for_a_full_rank_rather_than_go_where_it_was_lost(
     assert decide_on(policy, ranks, again, other) == [(1, 0)]
 
 
+@pytest.mark.parametrize("paper", [False, True])
+def test_the_candidates_of_a_rank_are_those_that_need_not_avoid_it(paper: bool) -> None:
+    policy = build("br-0", 2, paper=paper, theta=9, window=1)
+    ranks = Ranks([[], [9] * 4])
+    again = [entry(number, 50, lost_on=[0]) for number in range(3)]
+    assert decide_on(policy, ranks, *again, entry(3, 7)) == [(3, 0)]
+
+
 # Requests with several slots.
 
 
@@ -360,21 +368,18 @@ def test_the_load_of_a_request_is_its_prompt_once_per_slot(name: str) -> None:
     assert decide_on(policy, ranks, wide, small) == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "paper"),
-    [("least-kv", False), ("fifo", False), ("br-0", False), ("br-0-bypass", False), ("br-0", True)],
-)
+@pytest.mark.parametrize("name", ["least-kv", "fifo", "br-0", "br-0-bypass"])
 @given(
     bound=st.lists(st.lists(st.integers(1, 300), max_size=4), min_size=1, max_size=5),
     prompts=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 4)), min_size=1, max_size=12),
 )
 def test_with_slots_to_spare_only_the_load_of_a_request_counts(
-    name: str, paper: bool, bound: list[list[int]], prompts: list[tuple[int, int]]
+    name: str, bound: list[list[int]], prompts: list[tuple[int, int]]
 ) -> None:
     ranks = Ranks(bound, batch_limit=99)
     wide = [entry(number, tokens, slots=slots) for number, (tokens, slots) in enumerate(prompts)]
     long = [entry(number, tokens * slots) for number, (tokens, slots) in enumerate(prompts)]
-    policies = [build(name, len(bound), batch_limit=99, paper=paper) for _ in range(2)]
+    policies = [build(name, len(bound), batch_limit=99) for _ in range(2)]
     assert decide_on(policies[0], ranks, *wide) == decide_on(policies[1], ranks, *long)
 
 

@@ -528,9 +528,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for known in waiting:
             assert not self.is_past(self.pool_end_ns(known))
             assert not self.is_past(self.lapse_ns(known))
-        if not waiting or ("--paper" in self.name and any(one.lost_on_ranks for one in waiting)):
+        if not waiting:
             return
-        # The paper's candidates are the largest: those that avoid a rank may keep the others off it.
         oldest = min(waiting, key=lambda known: known.number)
         ranks = self.may_go(self.open_ranks, oldest.lost_on_ranks)
         assert all(self.on_rank(rank) for rank in ranks), "a rank stays empty while requests wait"
@@ -685,7 +684,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.policy.projection.loads_ahead(zeros).any()
 
 
-POLICIES_DRIVEN = ["jsq", "fifo", "br-0", "br-0 --paper", "br-0-bypass", "br-h", "br-h --paper"]
+POLICIES_DRIVEN = [
+    "jsq",
+    "round-robin",
+    "power-of-two",
+    "fifo",
+    "br-0",
+    "br-0 --paper",
+    "br-0-bypass",
+    "br-h",
+    "br-h --paper",
+]
 
 
 def some(rng: random.Random, low: int, high: int) -> int | None:

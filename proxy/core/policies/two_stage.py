@@ -19,8 +19,9 @@ What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives th
 * An entry past its deadline goes first, to the rank where it hurts least.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +156,8 @@ class _Round:
         fleet = self._fleet
         while len(self._pool) and fleet.free_slots.sum() > self._settings.theta:
             rank = int(fleet.free_slots.argmax())
-            candidates = self._fitting(self._pool, rank)
+            room = fleet.room(rank)
+            candidates = [e for e in self._allowed(rank) if e.kv_tokens <= room]
             if not candidates:
                 return
             scores = self._balance.scores(rank, _sizes(candidates))
@@ -167,7 +169,8 @@ class _Round:
         open_ranks = fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
             rank = self._roomiest(open_ranks)
-            candidates = self._fitting(self._candidates(), rank)
+            room = fleet.room(rank)
+            candidates = [e for e in self._candidates(rank) if e.kv_tokens <= room]
             for entry in self._choose(rank, candidates):
                 # Several entries with many slots each may want more than there are.
                 if fleet.free_slots[rank] > 0:
@@ -182,20 +185,17 @@ class _Round:
             return int(ties[0])
         return int(ties[int(self._fleet.free_slots[ties].argmax())])
 
-    def _candidates(self) -> list[PoolEntry]:
+    def _candidates(self, rank: int) -> list[PoolEntry]:
         window = self._settings.window
+        entries = self._allowed(rank)
         if not self._settings.paper:
-            return self._pool.oldest(window)
-        return sorted(self._pool, key=lambda entry: (-entry.kv_tokens, entry.request))[:window]
+            return list(islice(entries, window))
+        return sorted(entries, key=lambda entry: (-entry.kv_tokens, entry.request))[:window]
 
-    def _fitting(self, entries: Iterable[PoolEntry], rank: int) -> list[PoolEntry]:
-        """Return the entries that `rank` has the memory for, and that need not avoid it."""
-        room = self._fleet.room(rank)
-        return [
-            entry
-            for entry in entries
-            if entry.kv_tokens <= room and (not entry.lost_on or self._fleet.allowed(entry)[rank])
-        ]
+    def _allowed(self, rank: int) -> Iterator[PoolEntry]:
+        """Iterate over the entries that need not avoid `rank`, oldest first."""
+        fleet = self._fleet
+        return (e for e in self._pool if not e.lost_on or fleet.allowed(e)[rank])
 
     def _choose(self, rank: int, candidates: list[PoolEntry]) -> list[PoolEntry]:
         """Return what `rank` takes: the best subset, else the best single entry."""
