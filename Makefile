@@ -36,8 +36,10 @@ demo: $(INSTALLED) ## replay a public trace under five policies: table, and pict
 	@$(BIN)/balanceroute simulate --trace traces/public/mooncake_conversation.jsonl.gz \
 		--ranks 8 --batch 16 --backlog 64 --segments 6 --plots build/demo
 
-bench: $(INSTALLED) ## time one dispatch decision
+bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vllm-router (10 minutes)
 	@$(BIN)/python scripts/bench_dispatch.py
+	@$(BIN)/python scripts/bench_wire.py
+	@$(BIN)/python scripts/bench_proxy.py
 
 fmt: $(INSTALLED) ## format in place
 	@$(BIN)/ruff check --fix --quiet .

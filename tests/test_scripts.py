@@ -63,3 +63,20 @@ def test_the_bench_times_every_stage() -> None:
     total = bench.samples["total"]
     parts = [sum(bench.samples[stage][i] for stage in module.STAGES[:-1]) for i in range(5)]
     assert parts == pytest.approx(total)
+
+
+def test_the_proxy_bench_measures_and_checks_every_event(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("bench_proxy")
+    streams = ("--connections", "4", "--requests", "8", "--tokens", "3")
+    monkeypatch.setattr(
+        module,
+        "loads",
+        lambda *, quick: [module.Load("streams", streams, "events", "transit_us")] * quick,
+    )
+    monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", "--no-router"])
+    assert module.main() == 0
+    printed = capsys.readouterr().out
+    assert "balanceroute" in printed
+    assert "direct" in printed
