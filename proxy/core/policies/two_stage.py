@@ -22,6 +22,7 @@ What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives th
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.subset import best_subset
+
+_LOST_ON = attrgetter("lost_on")
 
 
 def no_lap(stage: str) -> None:
@@ -187,10 +190,13 @@ class _Round:
 
     def _candidates(self, rank: int) -> list[PoolEntry]:
         window = self._settings.window
-        entries = self._allowed(rank)
-        if not self._settings.paper:
-            return list(islice(entries, window))
-        return sorted(entries, key=lambda entry: (-entry.kv_tokens, entry.request))[:window]
+        if self._settings.paper:
+            by_size = sorted(self._allowed(rank), key=lambda e: (-e.kv_tokens, e.request))
+            return by_size[:window]
+        entries = self._pool.oldest(window)
+        if any(map(_LOST_ON, entries)):
+            return list(islice(self._allowed(rank), window))
+        return entries
 
     def _allowed(self, rank: int) -> Iterator[PoolEntry]:
         """Iterate over the entries that need not avoid `rank`, oldest first."""
