@@ -36,6 +36,16 @@ MAY_IMPORT = {  # Longest prefix wins.
         "topologies",
         "__version__",
     },
+    # Replays a seed against the whole proxy, in virtual time.
+    "proxy/chaos": {
+        "proxy.chaos",
+        "proxy.core",
+        "proxy.emulate",
+        "proxy.live",
+        "proxy.virtual",
+        "proxy.wire",
+        "predictors",
+    },
     "proxy/replay": {"proxy.core.errors", "proxy.replay", "proxy.wire", "traces", "__version__"},
     "proxy": {"proxy", "predictors", "traces", "topologies", "__version__"},
     "engine_patch": {"engine_patch"},

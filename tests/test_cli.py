@@ -94,7 +94,12 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--backlog", "-4"], "--backlog", "is -4, must be"),
         (["--backlog", "1.5"], "--backlog", "invalid int value: '1.5'"),
         (["--rate", "1", "--backlog", "8"], "--backlog", "not allowed with argument --rate"),
+        (["--concurrency", "0"], "--concurrency", "is 0, must be from 1"),
+        (["--concurrency", "few"], "--concurrency", "invalid int value: 'few'"),
+        (["--backlog", "8", "--concurrency", "8"], "--concurrency", "not allowed with argument"),
         (["--requests", "0"], "--requests", "is 0, must be from 1"),
+        (["--skip", "-1"], "--skip", "is -1, must be from 0"),
+        (["--skip", "249"], "segment", "1 requests with output"),
         (["--requests", "-1"], "--requests", "is -1, must be"),
         (["--segments", "0"], "--segments", "is 0, must be from 1"),
         (["--segments", "11"], "segments", "200 requests with output make segments of 18"),
@@ -127,6 +132,9 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--prefill-servers", "0"], "--prefill-servers", "is 0, must be from 1"),
         (["--prefill-base-ms", "-1"], "--prefill-base-ms", "is -1.0, must be from 0"),
         (["--prefill-us-per-token", "inf"], "--prefill-us-per-token", "is inf, must be"),
+        (["--transfer-base-ms", "-1"], "--transfer-base-ms", "is -1.0, must be from 0"),
+        (["--transfer-us-per-token", "nan"], "--transfer-us-per-token", "is nan, must be"),
+        (["--pool-limit", "0"], "--pool-limit", "is 0, must be from 1"),
         (["--deadline", "0"], "--deadline", "is 0.0, must be from 0.001"),
         (["--deadline", "1e305"], "--deadline", "is 1e+305, must be"),
         (["--backlog", "500"], "segment", "never reached a steady state: .* smaller backlog"),
@@ -236,6 +244,8 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
         "trace": HEAD,
         "rate": None,
         "backlog": 8,
+        "concurrency": None,
+        "skip": 0,
         "requests": 200,
         "requests_per_segment": 200,
         "requests_without_output": 0,
@@ -247,6 +257,9 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
         "step_us_per_token": 0.2,
         "kv_capacity": None,
         "prefill_servers": None,
+        "transfer_base_ms": 0.0,
+        "transfer_us_per_token": 0.0,
+        "pool_limit": None,
         "deadline": None,
         "policy": ["jsq", "br-h"],
         "predictor": "survival",
@@ -286,7 +299,8 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
     command = (
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
-        "--prefill-us-per-token 4 --deadline 2.5 --policy fifo,br-h --predictor oracle "
+        "--prefill-us-per-token 4 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
+        "--pool-limit 9 --deadline 2.5 --policy fifo,br-h --predictor oracle "
         "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
         "--patience 11 --paper"
     )
@@ -299,6 +313,9 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         step_ns_per_token=500.0,
         rank_kv_tokens=9_000,
         prefill=PrefillModel(servers=2, base_ns=1_500_000, ns_per_token=4_000.0),
+        transfer_base_ns=2_000_000,
+        transfer_ns_per_token=250.0,
+        pool_limit=9,
         deadline_ns=2_500_000_000,
     )
     assert policies == ["fifo", "br-h"]
@@ -321,6 +338,26 @@ def test_without_a_pace_the_trace_is_played_as_it_was_recorded(tmp_path: Path) -
     assert report([*SMALL, "--policy", "jsq"], tmp_path)["config"]["rate"] == 1.0
 
 
+def test_a_closed_loop_keeps_as_many_under_way_as_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = report([*SMALL, "--concurrency", "12", "--policy", "jsq,br-0"], tmp_path)
+    assert written["config"]["concurrency"] == 12
+    assert written["config"]["rate"] is None
+    assert "200 requests, 12 under way, 2 ranks x batch 4" in unwrapped(capsys.readouterr().out)
+
+
+def test_the_requests_are_those_behind_what_is_skipped(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--backlog", "8", "--policy", "jsq"]
+    behind = report([*arguments, "--skip", "50"], tmp_path)["results"]
+    assert behind != report(arguments, tmp_path)["results"]
+    write_native(tmp_path / "rest.jsonl", read_trace(HEAD)[50:])
+    rest = report([*arguments, "--trace", str(tmp_path / "rest.jsonl")], tmp_path)["results"]
+    for row in (*behind, *rest):
+        del row["dispatch_us_p50"], row["dispatch_us_p99"]
+    assert behind == rest
+
+
 def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:
     written = report([*SATURATED, "--policy", "br-0", "--patience", "inf"], tmp_path)
     assert written["config"]["patience"] == "inf"
@@ -341,6 +378,8 @@ def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:
         (["--kv-capacity", "30000"], "expected"),
         (["--prefill-servers", "2"], "expected"),
         (["--deadline", "0.5"], "expected"),
+        (["--pool-limit", "6"], "expected"),
+        (["--transfer-base-ms", "2", "--transfer-us-per-token", "1"], "expected"),
         (["--policy", "random,round-robin,power-of-two,br-0-bypass"], "expected"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

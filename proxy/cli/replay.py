@@ -119,6 +119,11 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--sharegpt", type=Path, metavar="FILE", help="prompts and output lengths of conversations"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts' words")
+    group.add_argument(
+        "--stop-at-last-arrival",
+        action="store_true",
+        help="give up what still runs when the last request is sent: by then all is measured",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -187,6 +192,7 @@ def _settings(arguments: argparse.Namespace) -> ReplaySettings:
         seed=arguments.seed,
         request_ids=f"replay-{secrets.token_hex(4)}",
         emulation=arguments.emulation,
+        drain=not arguments.stop_at_last_arrival,
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
+from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
@@ -34,6 +35,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "--backlog": (1, 1e9),
     "--concurrency": (1, 1e9),
     "--requests": (1, 1e9),
+    "--skip": (0, 1e9),
     "--segments": (1, 1e9),
     "--ranks": (1, 1e4),
     "--batch": (1, 1e9),
@@ -51,22 +53,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those that the help text tells already."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "simulate",
         help="replay a trace through the policies in virtual time",
         description=__doc__,
-        formatter_class=_HelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     workload = parser.add_argument_group("workload")
@@ -83,6 +76,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--concurrency", type=int, metavar="N", help="closed loop: N requests always under way"
     )
     workload.add_argument("--requests", type=int, metavar="N", help="replay only the first N")
+    workload.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
     workload.add_argument(
         "--segments", type=int, default=1, metavar="S", help="cut the trace in S runs"
     )
@@ -232,8 +226,7 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
 
 def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
     trace = read_trace(arguments.trace, arguments.format)
-    if arguments.requests is not None:
-        trace = trace[: arguments.requests]
+    trace = trace[arguments.skip :][: arguments.requests]
     requests = playable(trace)
     rate = arguments.rate
     if rate is None and arguments.backlog is None and arguments.concurrency is None:

@@ -5,7 +5,7 @@ steps happen in the event loop's time, and sequences may leave at any moment.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from balanceroute.proxy.core.events import RankId, RequestId
@@ -13,6 +13,8 @@ from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 
+# Steps whose loads are kept.
+PICTURE_STEPS = 500
 # A process that was stopped or starved does not make up for more than this.
 _MAX_LATE_S = 1.0
 
@@ -52,6 +54,8 @@ class StepCounters:
         busy_ns: Emulated time of the steps.
         preemptions: Sequences dropped.
         late_s: The most that a step ended later than it should have, by the event loop's clock.
+        total_late_s: The sum of that over the steps.
+        picture: Loads by rank of the first `PICTURE_STEPS` steps.
     """
 
     steps: int = 0
@@ -62,6 +66,8 @@ class StepCounters:
     busy_ns: int = 0
     preemptions: int = 0
     late_s: float = 0.0
+    total_late_s: float = 0.0
+    picture: list[list[int]] = field(default_factory=list)
 
 
 class Barrier:
@@ -162,12 +168,15 @@ class Barrier:
         counters.capacity_tokens += len(loads) * max(loads)
         counters.imbalance_tokens += imbalance_tokens(loads)
         counters.busy_ns += self._step_ns
+        if len(counters.picture) < PICTURE_STEPS:
+            counters.picture.append(list(loads))
         self._step_end_s = begin_s + self._settings.seconds(self._step_ns)
         self._timer = self._loop.call_at(self._step_end_s, self._end)
 
     def _end(self) -> None:
         late_s = self._loop.time() - self._step_end_s
         self.counters.late_s = max(self.counters.late_s, late_s)
+        self.counters.total_late_s += late_s
         said = 0
         for request, sequence in list(self._running.items()):
             if request not in self._running:

@@ -47,7 +47,8 @@ class CompletionFormat:
     def event(self, choice: Choice, delta: Delta) -> bytes:
         """Return the event of a token."""
         request = self._request
-        first = choice.emitted <= 1
+        # Not in the event of a choice that is handed back behind its first token.
+        first = choice.emitted <= 1 and bool(delta.token_ids)
         echo = request.echo and first
         text = self._echoed(choice.prompt) + delta.text if echo else delta.text
         said = () if delta.logprob is None else (delta.logprob,)

@@ -1,6 +1,7 @@
 """The `/emulation` endpoints: ground truth and faults, at run time, on every engine's server.
 
 GET  /emulation/stats
+GET  /emulation/stats/picture
 POST /emulation/stats/reset
 GET  /emulation/faults
 POST /emulation/faults         {"engine": "decode/3", "hang": true}
@@ -49,6 +50,8 @@ class FleetControl:
         match method, name:
             case "GET", "stats":
                 return fleet.stats()
+            case "GET", "stats/picture":
+                return fleet.picture()
             case "POST", "stats/reset":
                 fleet.reset_stats()
                 return {}

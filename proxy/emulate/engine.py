@@ -99,6 +99,7 @@ class Engine:
         self._hub = hub
         self._begin = begin
         self._servers: list[Server] = []
+        self._main: Server
         self._routes = Routes(self, hub)
 
     @property
@@ -163,13 +164,12 @@ class Engine:
         Raises:
             OSError: The address cannot be bound.
         """
-        server = await self._serve(self._routes.answer, port)
-        self.port = server.port
+        self._main = await self._serve(self._routes.answer, port)
+        self.port = self._main.port
 
     def refuse(self) -> None:
-        """Accept no more connections; answers under way go on."""
-        for server in self._servers:
-            server.stop_accepting()
+        """Accept no more connections; answers under way go on. A bootstrap server stays."""
+        self._main.stop_accepting()
 
     def kill(self) -> None:
         """End as a killed process does: connections are reset, and everything is forgotten."""

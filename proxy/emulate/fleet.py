@@ -168,7 +168,9 @@ class EmulatedFleet:
             "mean_imbalance_tokens": counters.imbalance_tokens / steps if steps else 0.0,
             "output_tokens": counters.output_tokens,
             "busy_s": counters.busy_ns / 1e9,
+            "tokens_per_s": 1e9 * counters.output_tokens / counters.busy_ns if steps else 0.0,
             "late_s": counters.late_s,
+            "mean_late_s": counters.total_late_s / steps if steps else 0.0,
             "preemptions": counters.preemptions,
             "loads": barrier.loads[: settings.ranks],
             "running": [state.running for state in ranks],
@@ -178,14 +180,21 @@ class EmulatedFleet:
             "prefill_waiting": [work.waiting(0) for work in waiting],
             "held_blocks": [self._prefillers[engine].pool.used for engine in prefillers],
             "leases": {end.value: book.ends[end] for end in LeaseEnd} | {"held": book.held},
+            "misses": {end.value: book.misses[end] for end in LeaseEnd},
             "connections": [engine.connections for engine in self.engines],
             "idle": self.idle,
         }
+
+    def picture(self) -> list[list[int]]:
+        """Return the loads by step and rank of the first steps since the last reset."""
+        ranks = self.settings.ranks
+        return [loads[:ranks] for loads in self._hub.barrier.counters.picture]
 
     def reset_stats(self) -> None:
         """Begin to measure afresh."""
         self._hub.barrier.counters = StepCounters()
         self._hub.book.ends.clear()
+        self._hub.book.misses.clear()
 
     def _roles(self) -> list[EngineRole]:
         settings = self.settings

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+_ENDED_KNOWN = 4096
 
 class LeaseEnd(Enum):
     """How a lease ended."""
@@ -97,11 +98,15 @@ class LeaseBook:
 
     Attributes:
         ends: How many ended how.
+        misses: How often a decode rank asked for one that had ended, by that end.
     """
 
     ends: Counter[LeaseEnd] = field(default_factory=Counter)
+    misses: Counter[LeaseEnd] = field(default_factory=Counter)
     _held: dict[Lease, None] = field(default_factory=dict)
     _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
+    # The last ones that ended, the earliest first.
+    _ended: dict[tuple[str, str], LeaseEnd] = field(default_factory=dict)
     _awaited: dict[tuple[str, str], list[Callable[[Lease], None]]] = field(default_factory=dict)
 
     @property
@@ -130,7 +135,10 @@ class LeaseBook:
 
     def find(self, engine_id: str, name: str) -> Lease | None:
         """Return a lease that can still be pulled."""
-        lease = self._by_key.get((engine_id, name))
+        key = (engine_id, name)
+        lease = self._by_key.get(key)
+        if lease is None and key in self._ended:
+            self.misses[self._ended[key]] += 1
         return None if lease is None or lease.pulling else lease
 
     def await_grant(
@@ -155,6 +163,9 @@ class LeaseBook:
             return
         lease.end = end
         self.ends[end] += 1
+        self._ended[lease.key] = end
+        if len(self._ended) > _ENDED_KNOWN:
+            del self._ended[next(iter(self._ended))]
         if lease.timer is not None:
             lease.timer.cancel()
         del self._held[lease]

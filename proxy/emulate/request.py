@@ -170,6 +170,8 @@ def read_generation(
         )
     check_model(values, settings)
     tools, tool_choice, tool_name = _tools(values) if chat else ((), "none", None)
+    if tool_choice == "auto" and values.get("continue_final_message"):
+        tool_choice = "none"  # What has begun as text goes on as text.
     prompts = (_chat_prompt(values),) if chat else _completion_prompts(values)
     n = _or(values.get("n"), 1)
     if n < 1:
@@ -291,7 +293,7 @@ def _check_types(values: Mapping[str, Any], *, chat: bool) -> None:
 
 def _chat_prompt(values: Mapping[str, Any]) -> Prompt:
     text = chat_text(values)
-    return Prompt(tokenise(text), text)
+    return _not_empty(Prompt(tokenise(text), text))
 
 
 def _completion_prompts(values: Mapping[str, Any]) -> tuple[Prompt, ...]:
@@ -310,9 +312,13 @@ def _completion_prompts(values: Mapping[str, Any]) -> tuple[Prompt, ...]:
             prompts.append(Prompt(one, None))
         else:
             raise invalid("string_type", "body.prompt", "Input should be a valid string", one)
-    if not all(prompt.tokens for prompt in prompts):
+    return tuple(map(_not_empty, prompts))
+
+
+def _not_empty(prompt: Prompt) -> Prompt:
+    if not prompt.tokens:
         raise bad_request("The decoder prompt cannot be empty")
-    return tuple(prompts)
+    return prompt
 
 
 def _are_tokens(value: list[Any]) -> bool:

@@ -5,7 +5,7 @@
     GET  /metrics                 for Prometheus
     GET  /admin/state             everything; with ?requests=1 each live request too
     GET  /admin/instances         the engines, with what is still in flight on each
-    POST /admin/instances         add one: {"role", "url", "ranks"?}
+    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
     POST /admin/instances/drain   nothing new goes there: {"role", "url"}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
     POST /admin/policy            {"policy"}
@@ -65,8 +65,15 @@ class Control(Protocol):
         """Tell whether a request would be taken now."""
         ...
 
-    async def add(self, role: Role, url: str, ranks: int | None) -> None:
-        """Add an instance; `ranks` is its number of ranks, None to find out."""
+    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
+        """Add an instance.
+
+        Args:
+            role: What it does.
+            url: Its address.
+            ranks: The number of a decode server's ranks; None to find out.
+            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        """
         ...
 
     def drain(self, role: Role, url: str) -> None:
@@ -203,8 +210,9 @@ class Admin:
         _send_json(reply, 200, {"instances": self._control.instances()})
 
     def _add(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"ranks"})
+        order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap"})
         role, url = _instance(order)
+        bootstrap = _text(order, "bootstrap") if "bootstrap" in order else None
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise _Refusal(400, "ranks must be a positive integer", param="ranks")
@@ -213,7 +221,7 @@ class Admin:
 
         async def add() -> None:
             with _answering(reply):
-                await self._control.add(role, url, ranks)
+                await self._control.add(role, url, ranks, bootstrap)
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 

@@ -31,6 +31,17 @@ def is_error(body: bytes) -> bool:
     return isinstance(message, dict) and isinstance(message.get("error"), dict)
 
 
+def is_whole(body: bytes) -> bool:
+    """Return whether a body is a JSON object: not cut off, not a web server's page, not compressed."""
+    # vLLM puts usage behind the choices. To parse a long answer only to look at it would be dear.
+    if body.startswith(b"{") and body.endswith(b"}") and b'"usage":' in body:
+        return True
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def is_recomputed(body: bytes) -> bool:
     """Return whether the rank gave the request back instead of finishing it."""
     return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None

@@ -74,6 +74,7 @@ class ClientAnswer:
     def forget(self) -> None:
         """Listen to the client no more."""
         self.reply.on_closed = self.reply.on_pause = self.reply.on_resume = None
+        self._paused = self._resumed = _do_nothing  # Leave no cycle behind.
 
     def _pause(self) -> None:
         self.is_paused = True
@@ -88,3 +89,7 @@ class ClientAnswer:
             *passable_headers(headers),
             (b"x-request-id", self._record.request_id.encode()),
         ]
+
+
+def _do_nothing() -> None:
+    """Stand for what is not called any more."""

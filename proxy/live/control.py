@@ -24,9 +24,9 @@ class ProxyControl:
         """Tell whether a request would be taken now."""
         return self._proxy.ready
 
-    async def add(self, role: "Role", url: str, ranks: int | None) -> None:
+    async def add(self, role: "Role", url: str, ranks: int | None, bootstrap: str | None) -> None:
         """Add an instance."""
-        await self._proxy.roster.add(role, url, ranks)
+        await self._proxy.roster.add(role, url, ranks=ranks, bootstrap=bootstrap)
 
     def drain(self, role: "Role", url: str) -> None:
         """Send nothing new to an instance."""

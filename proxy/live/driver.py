@@ -41,6 +41,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.fscore import idle_tokens
+from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.instances import Instances, Prefiller
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.record import Outcome, RequestRecord
@@ -85,11 +86,14 @@ class DriverSettings:
         legs: Time limits and retries.
         lease_s: How long a prefiller keeps a KV cache; None for ever.
         settle_s: How long a tick waits for further requests to end with the same step.
+        stranded_s: How long requests wait for a role of which no instance is up. Less than that is
+            an engine that restarts; who comes meanwhile is refused at once.
     """
 
     legs: LegSettings
     lease_s: float | None
     settle_s: float = 0.002
+    stranded_s: float = 10.0
 
 
 class Log(Protocol):
@@ -159,6 +163,8 @@ class Driver:
         self._log = log
         self._admission = admission
         self._settle_s = settings.settle_s
+        self._stranded_s = settings.stranded_s
+        self._unready_since_s: float | None = None
         self._rng = rng
         self._stopwatch = stopwatch
         self._lap_s = 0.0
@@ -210,6 +216,7 @@ class Driver:
         self._ids[record.request_id] += 1
         self._empty.clear()
         if self._sweep_timer is None:
+            self._unready_since_s = None  # Nobody looked meanwhile.
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
         tokens = shape.prompt_tokens
         if tokens is None:
@@ -232,7 +239,7 @@ class Driver:
     def shut_down(self) -> None:
         """End every request and every timer."""
         for session in list(self.sessions.values()):
-            session.shut_down()
+            session.give_up("the proxy is shutting down")
         for timer in (self._tick_timer, self._sweep_timer):
             if timer is not None:
                 timer.cancel()
@@ -458,6 +465,14 @@ class Driver:
         self.idle_tokens += steps * idle_tokens(loads)
         self.capacity_tokens += steps * len(loads) * int(loads.max())
 
+    def _give_up_waiting(self) -> None:
+        """Refuse what waits for engines that are not there."""
+        requests = self.scheduler.requests
+        # In this order: who leaves the pool makes room for the queue.
+        for state in (State.QUEUED, State.POOLED):
+            for number in [number for number, one in requests.items() if one.state is state]:
+                self.sessions[number].give_up("no engine of each role is up")
+
     def _sweep(self, expected_s: float) -> None:
         now_s = self.clock()
         self._metrics.loop_lag(max(0.0, now_s - expected_s))
@@ -468,6 +483,12 @@ class Driver:
             self._follow()
         for session in list(self.sessions.values()):
             session.check_deadline(now_s)
+        if self.instances.ready:
+            self._unready_since_s = None
+        elif self._unready_since_s is None:
+            self._unready_since_s = now_s
+        elif now_s - self._unready_since_s > self._stranded_s:
+            self._give_up_waiting()
         self._sweep_timer = None
         if self.sessions:
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)

@@ -65,19 +65,37 @@ def prefill_servers(
     for label, url, given in _prefill_entries(values, topology):
         if url in servers:
             raise ConfigError(f"{label} names {url} twice")
-        bootstrap = given
-        if connector in _WITH_BOOTSTRAP:
-            bootstrap = given or EngineUrl("http", url.host, BOOTSTRAP_PORT)
-            if bootstrap in bootstraps:
-                reason = f"would share the bootstrap server {bootstrap}: name one for each"
-                raise ConfigError(f"{label}: prefillers {reason} (--bootstrap)")
+        try:
+            servers[url] = prefill_server(url, given, connector)
+        except ConfigError as error:
+            raise ConfigError(f"{label}: {error}") from None
+        bootstrap = servers[url].bootstrap
+        if bootstrap in bootstraps:
+            reason = f"would share the bootstrap server {bootstrap}: name one for each"
+            raise ConfigError(f"{label}: prefillers {reason} (--bootstrap)")
+        if bootstrap is not None:
             bootstraps.add(bootstrap)
-        elif bootstrap is not None:
-            raise ConfigError(f"{label}: connector {connector} has no bootstrap servers")
-        servers[url] = PrefillServer(url, bootstrap)
     if not servers:
         raise ConfigError(_none(PREFILL.flag, topology))
     return tuple(servers.values())
+
+
+def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) -> PrefillServer:
+    """Return a prefiller.
+
+    Args:
+        url: Its address.
+        bootstrap: Its bootstrap server; None for the usual one, if the connector has those.
+        connector: The connector's name.
+
+    Raises:
+        ConfigError: The connector has no bootstrap servers.
+    """
+    if connector in _WITH_BOOTSTRAP:
+        return PrefillServer(url, bootstrap or EngineUrl("http", url.host, BOOTSTRAP_PORT))
+    if bootstrap is not None:
+        raise ConfigError(f"connector {connector} has no bootstrap servers")
+    return PrefillServer(url)
 
 
 def decode_servers(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.instances import Prefiller
     from balanceroute.proxy.live.session_host import Host
     from balanceroute.proxy.live.shape import Api
+    from balanceroute.proxy.live.target import Target
     from balanceroute.proxy.wire.client import Call
     from balanceroute.proxy.wire.messages import Headers, WireError
 
@@ -32,6 +33,7 @@ class HandOff:
         body: The prefill leg's body is made of it.
         members: Changed by an earlier binding; see `resumed_members`.
         headers: Of every engine leg.
+        other_than: Who is asked only if nobody else is there.
         prefilled: Told the prefiller once the prefill is done, with its answer.
         failed: Told when no prefiller did it: the decode leg waits in vain.
     """
@@ -58,6 +60,7 @@ class HandOff:
         members: Mapping[str, object],
         headers: "Headers",
         *,
+        other_than: "Prefiller | None",
         prefilled: "Callable[[bytes], None]",
         failed: "Callable[[Fault], None]",
     ) -> None:
@@ -69,20 +72,30 @@ class HandOff:
         self._prefilled = prefilled
         self._failed = failed
         self._params: Mapping[str, Any] = {}
-        self._prefiller: Prefiller | None = None
+        self._prefiller = other_than
         self._call: Call | None = None
         self._tries = 0
 
     @property
     def prefiller(self) -> "Prefiller | None":
-        """Who prefills at present."""
+        """Who prefills, or did so last."""
         return self._prefiller
+
+    @property
+    def target(self) -> "Target | None":
+        """The instance that prefills at present, if one does."""
+        return None if self._call is None or self._prefiller is None else self._prefiller.target
 
     def take(self, params: Mapping[str, Any]) -> None:
         """Start the prefill with what the decode rank posted. A repeated post changes nothing."""
         if self._params:
             return
         self._params = params
+        self._send()
+
+    def move(self) -> None:
+        """Prefill elsewhere: whoever does it at present was removed."""
+        self.abort()
         self._send()
 
     def abort(self) -> None:

@@ -26,7 +26,7 @@ from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine
 from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.health import Health
-from balanceroute.proxy.live.instances import Instances, Status
+from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Pages of metrics longer than this are not read.
 _PAGE_BYTES = 4 << 20
-_IDENTITY_RETRY_S = 1.0
+_IDENTITY_INTERVAL_S = 1.0
 
 
 class Fetcher(Protocol):
@@ -94,14 +94,11 @@ class Proxy:
         self._environment = environment
         self._fetcher = environment.fetcher
         self._tls: SSLContext | None = None
-        fleet = config.fleet
-        urls = [p.url for p in fleet.prefill] + [d.url for d in fleet.decode]
-        if any(url.scheme == "https" for url in urls):
-            self._tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
         self._policy_name = config.scheduling.policy
         self.instances = Instances()
         self.roster = Roster(
             self.instances,
+            connector=config.fleet.connector,
             connect=self._connect,
             discover=self._discover,
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
@@ -146,7 +143,6 @@ class Proxy:
             await self.roster.enlist_decoder(decode)
         self.driver = self._make_driver()
         self.roster.attach(self.driver, self.health, self.scraper, self.metrics, self._reshape)
-        # Every task ends the proxy if it fails: it then does what it should no longer.
         self._tasks = [
             asyncio.create_task(self.health.run()),
             asyncio.create_task(self.scraper.run()),
@@ -155,17 +151,28 @@ class Proxy:
             self._tasks.append(asyncio.create_task(self._identify()))
         await self._listen()
 
+    async def watch(self) -> None:
+        """Wait until the proxy is closed, or raise what made one of its own tasks fail."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
         self.driver.draining = True
-        self.server.stop_accepting()
+        if not self.driver.connector.decode_first:
+            self.server.stop_accepting()
+        # Else decode ranks call back here until the last request has ended.
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self.driver.drained()
+                self.server.stop_accepting()
+                # Requests that are passed through, and answers that are still being read.
+                await self.server.drain()
         except TimeoutError:
-            _log.warning(
-                "requests cut at shutdown", extra={"fields": {"count": len(self.driver.sessions)}}
-            )
+            fields = {"count": len(self.driver.sessions), "connections": self.server.connections}
+            _log.warning("cut at shutdown", extra={"fields": fields})
 
     async def close(self) -> None:
         """End what is left and close every socket."""
@@ -295,11 +302,15 @@ class Proxy:
     # Engines.
 
     def _connect(self, url: EngineUrl) -> Endpoint:
+        fleet = self.config.fleet
+        is_https = url.scheme == "https"
+        if is_https and self._tls is None:
+            self._tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
         return Endpoint(
             url.host,
             url.port,
-            ssl=self._tls if url.scheme == "https" else None,
-            connect_timeout_s=self.config.fleet.connect_timeout_s,
+            ssl=self._tls if is_https else None,
+            connect_timeout_s=fleet.connect_timeout_s,
         )
 
     async def _page(self, url: str) -> bytes:
@@ -317,26 +328,29 @@ class Proxy:
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     async def _identify(self) -> None:
-        """Ask bootstrap servers who their engines are, as long as that is not known."""
+        """Ask bootstrap servers who their engines are, again and again: each start has a new id."""
         while True:
-            for prefiller in self.instances.prefillers:
-                if prefiller.identity is not None or prefiller.status is not Status.UP:
-                    continue
-                if prefiller.bootstrap is None:
-                    continue
-                try:
-                    page = await self._fetcher.body(
-                        f"{prefiller.bootstrap}/query", max_bytes=MAX_BYTES
-                    )
-                    prefiller.identity = read_identity(page, prefiller.bootstrap)
-                except FetchError as error:
-                    _log.warning(
-                        "no bootstrap",
-                        extra={"fields": {"url": prefiller.name, "reason": str(error)}},
-                    )
-                else:
-                    self.driver.reopen()
-            await asyncio.sleep(_IDENTITY_RETRY_S)
+            asked = [
+                self._ask_identity(prefiller, prefiller.bootstrap)
+                for prefiller in self.instances.prefillers
+                if prefiller.status is Status.UP and prefiller.bootstrap is not None
+            ]
+            await asyncio.gather(*asked)
+            await asyncio.sleep(_IDENTITY_INTERVAL_S)
+
+    async def _ask_identity(self, prefiller: Prefiller, bootstrap: str) -> None:
+        try:
+            page = await self._fetcher.body(f"{bootstrap}/query", max_bytes=MAX_BYTES)
+            identity = read_identity(page, bootstrap)
+        except FetchError as error:
+            if prefiller.identity is None:
+                fields = {"url": prefiller.name, "reason": str(error)}
+                _log.warning("no bootstrap", extra={"fields": fields})
+            return
+        # Quarantine says that the engine may be another one when it comes back.
+        if prefiller.status is Status.UP and identity != prefiller.identity:
+            prefiller.identity = identity
+            self.driver.reopen()
 
 
 def _refuse(status: int, message: str) -> "tuple[Headers, bytes]":

@@ -45,6 +45,7 @@ def resumed_members(
         CannotResumeError: The request's form does not allow it.
     """
     _check_freedom(values)
+    _check_stops(values.get("stop"), text)
     members = _remaining(api, values, emitted_tokens)
     if api is Api.COMPLETIONS:
         return members | _continued_prompt(values, text)
@@ -62,6 +63,19 @@ def _check_freedom(values: Mapping[str, Any]) -> None:
         raise CannotResumeError("a call that the client demands cannot be continued")
 
 
+def _check_stops(stops: object, text: str) -> None:
+    """Refuse a text at whose end a stop string may have begun: the next rank would not see it end."""
+    for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else []:
+        if not isinstance(stop, str) or not stop:
+            continue
+        tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
+        begin = tail.find(stop[0])
+        while begin >= 0:
+            if stop.startswith(tail[begin:]):
+                raise CannotResumeError("a stop string may have begun")
+            begin = tail.find(stop[0], begin + 1)
+
+
 def _remaining(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict[str, object]:
     members: dict[str, object] = {}
     for name, least in _LIMITS:
@@ -77,6 +91,8 @@ def _remaining(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict
 
 
 def _continued_prompt(values: Mapping[str, Any], text: str) -> dict[str, object]:
+    if values.get("logprobs") is not None or values.get("return_token_ids"):
+        raise CannotResumeError("its offsets or token ids would begin anew")
     prompt = values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]

@@ -12,7 +12,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.admin import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engine_url import EngineUrl
-from balanceroute.proxy.live.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Role, Status
 from balanceroute.proxy.live.target import FetchError, Target
 
@@ -32,6 +32,7 @@ class Roster:
 
     Args:
         instances: The list; empty at first.
+        connector: The name of the KV connector.
         connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
         utilisation_limit: KV-cache use of a prefiller above which it takes no probe.
@@ -41,12 +42,14 @@ class Roster:
         self,
         instances: Instances,
         *,
+        connector: str,
         connect: "Callable[[EngineUrl], Endpoint]",
         discover: Callable[[EngineUrl], Awaitable[int]],
         utilisation_limit: float,
     ) -> None:
         self.instances = instances
         self.endpoints: dict[str, Endpoint] = {}
+        self._connector = connector
         self._connect = connect
         self._discover = discover
         self._utilisation_limit = utilisation_limit
@@ -98,45 +101,61 @@ class Roster:
         Raises:
             ConfigError: It does not tell.
         """
-        urls = server.ranks
         if server.discover:
-            try:
-                count = await self._discover(server.url)
-            except FetchError as error:
-                raise ConfigError(
-                    f"{server.url.base}: cannot discover its ranks: {error}"
-                ) from None
-            urls = tuple(server.url.at(rank) for rank in range(count))
+            count = await self._ask(server.url)
+            server = DecodeServer(server.url, tuple(range(count)))
+        return self._enlist_ranks(server)
+
+    async def _ask(self, url: EngineUrl) -> int:
+        """Return the number of ranks of a decode server."""
+        try:
+            return await self._discover(url)
+        except FetchError as error:
+            raise ConfigError(f"{url.base}: cannot discover its ranks: {error}") from None
+
+    def _enlist_ranks(self, server: DecodeServer) -> Target:
         target = Target(Role.DECODE, server.url.base)
         endpoint = self._endpoint(server.url)
-        for url in urls:
+        for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
             number = RankId(len(self.instances.ranks))
             self.instances.ranks.append(Rank(number, url.name, target, endpoint, header))
         return target
 
-    async def add(self, role: Role, url: str, ranks: int | None) -> None:
+    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
         """Add an instance while the proxy serves, or take a draining one back.
 
+        Args:
+            role: What it does.
+            url: Its address.
+            ranks: The number of a decode server's ranks; None to ask it.
+            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+
         Raises:
-            ConfigError: The address is none, or the server does not tell its ranks.
+            ConfigError: An address is none, something is said of an instance that it cannot have,
+                or the server does not tell its ranks.
             ConflictError: It is there already.
         """
         address = EngineUrl.parse(url)
         if address.rank is not None:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
         target = Target(role, address.base)
-        present = [i for i in self.instances.of(target) if i.status is not Status.REMOVED]
-        if any(instance.status is not Status.DRAINING for instance in present):
-            raise ConflictError(f"{role.value} {address.base} is there already")
-        if present:
-            self._set(target, Status.UP, "taken back")
+        if self._take_back(target):
             return
         if role is Role.PREFILL:
-            self.enlist_prefiller(PrefillServer(address))
+            if ranks is not None:
+                raise ConfigError("only decode servers have ranks")
+            own = None if bootstrap is None else EngineUrl.parse(bootstrap)
+            self.enlist_prefiller(prefill_server(address, own, self._connector))
         else:
+            if bootstrap is not None:
+                raise ConfigError("only prefillers have bootstrap servers")
             known = None if ranks in (None, 1) else tuple(range(ranks or 0))
-            await self.enlist_decoder(DecodeServer(address, known, discover=ranks is None))
+            if ranks is None:
+                known = tuple(range(await self._ask(address)))
+                if self._take_back(target):  # It was added while it was asked.
+                    return
+            self._enlist_ranks(DecodeServer(address, known))
         assert self._driver is not None
         assert self._health is not None
         assert self._scraper is not None
@@ -167,13 +186,13 @@ class Roster:
             raise ConflictError(
                 f"{len(busy)} requests are in flight on {target.url}: drain it first"
             )
-        self._set(target, Status.REMOVED, "removed")
-        for session in busy:
-            session.instance_removed()
         assert self._health is not None
         assert self._scraper is not None
         self._health.remove(target)
         self._scraper.remove(target)
+        self._set(target, Status.REMOVED, "removed")
+        for session in busy:
+            session.instance_removed(target)
         if all(other.url != target.url for other in self.targets()):
             self.endpoints.pop(target.url).close()
 
@@ -224,6 +243,21 @@ class Roster:
         if target not in self.targets():
             raise UnknownInstanceError(f"there is no {role.value} {target.url}")
         return target
+
+    def _take_back(self, target: Target) -> bool:
+        """Take a draining instance back, up or down as its health is; return whether it is there.
+
+        Raises:
+            ConflictError: It is there, and not draining.
+        """
+        present = [i for i in self.instances.of(target) if i.status is not Status.REMOVED]
+        if any(instance.status is not Status.DRAINING for instance in present):
+            raise ConflictError(f"{target.role.value} {target.url} is there already")
+        if present:
+            assert self._health is not None
+            is_up = {state.target: state.up for state in self._health.states()}[target]
+            self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
+        return bool(present)
 
     def _set(self, target: Target, status: Status, word: str) -> None:
         for instance in self.instances.of(target):

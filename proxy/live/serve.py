@@ -68,8 +68,10 @@ async def _serve(config: "ProxyConfig") -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     writer = _make_writer(config.log.to)
+    # Without a sink too: Python itself would write warnings to standard error.
+    write = _discard if writer is None else writer.write
+    set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
     if writer is not None:
-        set_up_process_log(writer.write, level=config.log.level, secrets=_secrets(config))
         loop.add_signal_handler(signal.SIGHUP, writer.reopen)
     headers = {}
     if config.fleet.key is not None:
@@ -93,7 +95,12 @@ async def _serve(config: "ProxyConfig") -> int:
         await proxy.start()
         _settle_garbage_collector()
         _announce(proxy)
-        await stop.wait()
+        # A proxy that no longer looks after its engines must not go on.
+        watch = asyncio.create_task(proxy.watch())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((watch, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
         _log.info("draining")
         drain = asyncio.create_task(proxy.drain())
         cut = asyncio.create_task(now.wait())
@@ -140,6 +147,11 @@ def _make_writer(to: str) -> LineWriter | None:
     if to == "none":
         return None
     return LineWriter(sys.stderr.fileno() if to == "-" else Path(to))
+
+
+def _discard(line: bytes) -> None:
+    """Write nothing."""
+    del line
 
 
 def _secrets(config: "ProxyConfig") -> "list[Secret]":

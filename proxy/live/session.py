@@ -27,6 +27,7 @@ from balanceroute.proxy.live.answer import (
     counts_of,
     is_error,
     is_recomputed,
+    is_whole,
     with_cached_tokens,
 )
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
@@ -91,6 +92,7 @@ class Session:
         "_hand_off",
         "_headers",
         "_host",
+        "_hung",
         "_kv",
         "_leg",
         "_members",
@@ -132,6 +134,7 @@ class Session:
         self._leg: StreamLeg | None = None
         self._backoff: asyncio.TimerHandle | None = None
         self._hand_off: HandOff | None = None
+        self._hung: Prefiller | None = None  # Left a hand-off unanswered.
         self._deadline_s = inf
         self._attempts = {"prefill": 0, "decode": 0}
         # The prefill's result.
@@ -233,6 +236,7 @@ class Session:
             self._body,
             self._members,
             self._headers,
+            other_than=self._hung,
             prefilled=self._handed_off,
             failed=self._not_handed_off,
         )
@@ -264,30 +268,37 @@ class Session:
         """Give the request up: it waited too long. The scheduler knows."""
         self._refuse(503, reason, Outcome.EXPIRED, retry_after_s=1)
 
-    def shut_down(self) -> None:
-        """End the request because the proxy stops."""
-        self._fail(503, "the proxy is shutting down")
+    def give_up(self, reason: str) -> None:
+        """End the request, which somebody else may serve later."""
+        self._host.feed(RequestFailed(self.number))
+        self._refuse(503, reason, Outcome.UPSTREAM_ERROR, retry_after_s=1)
 
     def is_on(self, target: Target) -> bool:
         """Return whether an instance works for this request, or holds its KV cache."""
         if self._rank is not None and self._rank.target == target:
             return True
+        if self._hand_off is not None and self._hand_off.target == target:
+            return True
         started = self._leg is not None and self._leg.started
         return self._prefiller is not None and not started and self._prefiller.target == target
 
-    def instance_removed(self) -> None:
-        """Go on without an instance that this request was on."""
-        reason = "the engine was removed"
-        error = WireError(WireFault.RESET, reason, sent=True, answered=True)
-        if self._rank is not None:
-            self._call_off()
-            self.stream_broken(error)
-        elif self._call is not None:
-            self._call_off()
-            self._prefill_broken(error)
-        elif self._backoff is None:
-            self.forget_kv()
-            self._host.feed(PrefillLost(self.number, elsewhere=True))
+    def instance_removed(self, target: Target) -> None:
+        """Go on without an instance that this request was on, unless its answer came from there."""
+        if self._hand_off is not None and self._hand_off.target == target:
+            self._hand_off.move()
+            return
+        if self._leg is not None and self._leg.started:
+            self._fail(502, "the decode engine was removed")
+            return
+        self.drop_leg()
+        self.record.retries += 1
+        if self._rank is None:
+            lost = self._probe_lost()
+        elif self._rank.target == target:
+            lost = self._decode_lost()
+        else:
+            lost = self._prefill_lost()
+        self._host.feed(lost)
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""
@@ -343,6 +354,7 @@ class Session:
         try:
             answer = read_prefill_answer(body)
         except BadPrefillAnswerError as error:
+            prefiller.endpoint.close_idle()
             self._host.leg_failed(prefiller.target, Fault.PROTOCOL, str(error))
             self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, str(error)))
             return
@@ -352,18 +364,24 @@ class Session:
         if self._emitted == 0:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
+        missing = self._take_kv(answer, prefiller)
+        if missing and not self._take_answer_without_kv(answer, missing):
+            return
+        self._tries_of_kv = 0
+        self._enter_pool(answer.prompt_tokens)
+
+    def _take_kv(self, answer: PrefillAnswer, prefiller: "Prefiller") -> str:
+        """Note how to pull the KV cache; return why that is not possible, if so."""
+        if answer.complete:
+            # Prefillers keep the KV cache only of answers that were cut off at their one token.
+            return "the prefill answer is complete"
         try:
-            if answer.complete:
-                # Prefillers keep the KV cache only of answers that were cut off at their one token.
-                raise MissingKvError("the prefill answer is complete")
             self._kv = self._host.connector.decode_params(
                 self._transfer, answer.kv_transfer_params, prefiller.identity
             )
         except MissingKvError as error:
-            if not self._take_answer_without_kv(answer, str(error)):
-                return
-        self._tries_of_kv = 0
-        self._enter_pool(answer.prompt_tokens)
+            return str(error)
+        return ""
 
     def _take_answer_without_kv(self, answer: PrefillAnswer, reason: str) -> bool:
         """Return whether the request goes on to decode all the same."""
@@ -397,6 +415,7 @@ class Session:
             try:
                 answer = read_prefill_answer(body)
             except BadPrefillAnswerError:
+                self._hand_off.prefiller.endpoint.close_idle()
                 return  # The rank has the KV cache; only the counts are missing.
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
@@ -433,6 +452,11 @@ class Session:
     def _prefill_refused(self, status: int, headers: "Headers", body: bytes) -> None:
         prefiller = self._prefiller
         assert prefiller is not None
+        if status < 400:
+            reason = f"the prefiller answered {status}"
+            self._host.leg_failed(prefiller.target, Fault.PROTOCOL, reason)
+            self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, reason))
+            return
         give_up = partial(self._pass_on, status, headers, body)
         if status < 500 and status not in _BUSY:
             give_up()
@@ -537,6 +561,9 @@ class Session:
             return
         rank = self._rank
         assert rank is not None
+        if status < 400:
+            self._decode_nonsense(f"the decode engine answered {status}")
+            return
         give_up = partial(self._pass_on, status, headers, body)
         if self._answer.opened:  # A resumed answer; its status was sent long ago.
             self._fail(502, f"the decode engine answered {status}")
@@ -556,6 +583,9 @@ class Session:
         if self._host.connector.recomputes and is_recomputed(body):
             self._recompute()
             return
+        if not is_whole(body):
+            self._decode_nonsense("the decode engine's answer is no JSON object")
+            return
         rank, record = self._rank, self.record
         assert rank is not None
         self._host.leg_succeeded(rank.target)
@@ -567,6 +597,17 @@ class Session:
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
+    def _decode_nonsense(self, reason: str) -> None:
+        """Mend a decode leg whose answer is none, though it took the KV cache."""
+        assert self._rank is not None
+        self._rank.endpoint.close_idle()
+        self._host.leg_failed(self._rank.target, Fault.PROTOCOL, reason)
+        give_up = partial(self._fail, 502, reason)
+        if self._answer.opened:
+            give_up()
+        else:
+            self._again_with_new_kv(Fault.PROTOCOL, give_up)
+
     def _recompute(self) -> None:
         self._call_off()
         self.record.recomputes += 1
@@ -574,14 +615,14 @@ class Session:
         if self.record.recomputes > _MOST_RECOMPUTES:
             self._fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
-        self._leg = None
         if leg is not None and leg.started and leg.tokens:
             try:
                 self._remember(leg)
             except CannotResumeError as error:
                 self._fail(502, f"the engine dropped the request, and {error}")
                 return
-        # Else nothing reached the client: the next answer starts afresh.
+        # Else the client has no word of the answer: the next one starts afresh.
+        self._leg = None
         self.forget_kv()
         if not self.has_prefill_leg:
             self.pooled()
@@ -592,11 +633,12 @@ class Session:
         assert self._body is not None
         if leg.text is None or self.shape.sequences != 1:
             raise CannotResumeError("its answer cannot be continued from text")
-        self._emitted += leg.tokens
-        self._text += "".join(leg.text)
-        self._members = resumed_members(
-            self.shape.api, self._body.values, self._text, self._emitted
-        )
+        text, emitted = self._text + "".join(leg.text), self._emitted + leg.tokens
+        if not text:
+            return
+        self._members = resumed_members(self.shape.api, self._body.values, text, emitted)
+        self._text, self._emitted = text, emitted
+        self._answer.reply.write(leg.last_words)
 
     def _again_on_another_rank(self, fault: Fault, give_up: Callable[[], None]) -> None:
         if self._tries_of_kv > 1:  # The same lease is offered to a second rank, never a third.
@@ -642,6 +684,10 @@ class Session:
         self._backoff = host.call_later(delay_s, lose)
 
     def _time_out(self, reason: str) -> None:
+        hand_off = self._hand_off
+        prefilling = None if hand_off is None else hand_off.target
+        if hand_off is not None and prefilling is not None:
+            self._hung = hand_off.prefiller
         self._call_off()
         give_up = partial(self._fail, 504, reason)
         if self._rank is None:
@@ -649,7 +695,7 @@ class Session:
             self._host.leg_failed(self._prefiller.target, Fault.TIMEOUT, reason)
             self._again_elsewhere(Fault.TIMEOUT, give_up)
             return
-        self._host.leg_failed(self._rank.target, Fault.TIMEOUT, reason)
+        self._host.leg_failed(prefilling or self._rank.target, Fault.TIMEOUT, reason)
         if self._answer.opened:
             give_up()
         else:
@@ -678,6 +724,7 @@ class Session:
             sequences=self.shape.sequences,
             cached_tokens=self.record.cached_tokens,
             resumed_tokens=self._emitted,
+            opened=self._answer.opened,
             keep_text=host.connector.recomputes,
             observe_gap=host.observe_gap,
         )
@@ -686,6 +733,9 @@ class Session:
 
     def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
         """Give the client an engine's own refusal."""
+        if self._answer.opened:  # A resumed answer, whose status was sent long ago.
+            self._fail(502, f"the engine answered {status}")
+            return
         outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
         reason = f"the engine answered {status}"
         if status == 404 and self.shape.api in _OPTIONAL and not is_error(body):
@@ -735,3 +785,4 @@ class Session:
         self._drop_hand_off()
         self._answer.forget()
         self._host.ended(self)
+        self._leg = None  # It knows the session: leave no cycle behind.

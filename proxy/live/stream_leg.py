@@ -76,7 +76,9 @@ class StreamLeg:
         sequences: Sequences that must finish before the stream may end.
         cached_tokens: Cached tokens of the prefill leg, put into usage objects; None leaves them.
         resumed_tokens: Tokens that an earlier binding emitted: subtracted from the prompt and added
-            to the completion in usage objects, and its opening event is not repeated.
+            to the completion in usage objects.
+        opened: Whether the client's stream began on an earlier binding: its opening event is not
+            repeated.
         keep_text: Whether the rank may hand the request back (`stop_reason` "recomputed"), for which
             the text of a single sequence is kept.
         observe_gap: Told the seconds between two arrivals of events.
@@ -88,6 +90,8 @@ class StreamLeg:
         gap_max_s: The longest gap between two arrivals of events, in seconds.
         text: The text emitted, if kept; None once it cannot be kept (tool calls, reasoning).
         usage_tokens: Completion tokens of this leg by the engine's count; None if it gave none.
+        last_words: The event with text that came with the request when the rank handed it back. It
+            is the client's if the answer goes on; empty if there was none.
     """
 
     __slots__ = (
@@ -100,12 +104,14 @@ class StreamLeg:
         "_held",
         "_observe_gap",
         "_openai",
+        "_opened",
         "_opening",
         "_over",
         "_owner",
         "_plain",
         "_recomputes",
         "_resumed",
+        "_scanner",
         "_sequences",
         "_started",
         "_status",
@@ -115,6 +121,7 @@ class StreamLeg:
         "finished",
         "gap_max_s",
         "last_s",
+        "last_words",
         "text",
         "tokens",
         "usage_tokens",
@@ -132,6 +139,7 @@ class StreamLeg:
         resumed_tokens: int,
         keep_text: bool,
         observe_gap: "Callable[[float], None]",
+        opened: bool = False,
     ) -> None:
         # Per leg.
         self._owner = owner
@@ -141,6 +149,7 @@ class StreamLeg:
         self._sequences = sequences
         self._cached = cached_tokens
         self._resumed = resumed_tokens
+        self._opened = opened or resumed_tokens > 0
         self._fix_usage = cached_tokens is not None or resumed_tokens > 0
         self._recomputes = keep_text
         self._observe_gap = observe_gap
@@ -148,7 +157,8 @@ class StreamLeg:
         self._status = 0
         self._headers: Headers = []
         self._whole: BufferedLeg | None = None  # Takes an answer that is no stream.
-        self._feed = EventScanner().feed
+        self._scanner = EventScanner()
+        self._feed = self._scanner.feed
         self._started = False
         self._opening = True
         self._plain = False  # Only ordinary token events are expected from here on.
@@ -163,6 +173,7 @@ class StreamLeg:
         self.gap_max_s = 0.0
         self.text: list[str] | None = [] if keep_text and sequences == 1 else None
         self.usage_tokens: int | None = None
+        self.last_words = b""
 
     @property
     def started(self) -> bool:
@@ -216,6 +227,10 @@ class StreamLeg:
 
     def on_end(self) -> None:
         """Take the end of the response."""
+        if not self._over and self._whole is None:
+            events = self._scanner.end()
+            if events:
+                self._examine(events)
         if self._over:
             return
         self._over = True
@@ -240,7 +255,7 @@ class StreamLeg:
         self._owner.stream_broken(error)
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        if status == 200 and self._resumed:
+        if status == 200 and self._opened:
             # The client has the beginning of a stream, which this cannot go on with.
             self._owner.stream_broken(_broken(WireFault.PROTOCOL, "the answer is no stream"))
         else:
@@ -323,7 +338,7 @@ class StreamLeg:
         return self._take_message(event, message)
 
     def _take_error(self, event: bytes, error: object, *, first: bool) -> bytes | None:
-        if first and not self._resumed:
+        if first and not self._opened:
             self._over = True
             self._then = partial(self._owner.stream_error_first, event)
             return None
@@ -338,6 +353,7 @@ class StreamLeg:
             if self._recomputes and choice.get("stop_reason") == "recomputed":
                 self._over = True
                 self._then = self._owner.stream_recomputed
+                self._take_last_words(message, choice)
                 return None
             opens = _opens(choice)
             if opens:
@@ -348,7 +364,7 @@ class StreamLeg:
                 self._keep_choice(choice)
             if choice.get("finish_reason"):
                 self.finished += 1
-        return None if opens and self._resumed else self._corrected(event)
+        return None if opens and self._opened else self._corrected(event)
 
     def _take_usage(self, usage: object) -> None:
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
@@ -373,6 +389,21 @@ class StreamLeg:
 
     # The text.
 
+    def _take_last_words(self, message: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Keep text that the rank held back until now because a stop string might begin in it."""
+        if self.text is None:
+            return
+        words = _words(choice)
+        if words is None:
+            self.text = None
+            return
+        if not words:
+            return
+        self.text.append(words)
+        going_on = choice | {"finish_reason": None, "stop_reason": None}
+        text = json.dumps(message | {"choices": [going_on]}, separators=(",", ":"))
+        self.last_words = self._corrected(b"data: " + text.encode() + b"\n\n")
+
     def _keep(self, event: bytes) -> None:
         """Append the text of a token event, or give up keeping it."""
         assert self.text is not None
@@ -396,16 +427,22 @@ class StreamLeg:
             self._keep_choice(choice)
 
     def _keep_choice(self, choice: dict[str, Any]) -> None:
-        delta = choice.get("delta")
-        if isinstance(delta, dict):
-            text = delta.get("content") or ""
-            more = any(value for name, value in delta.items() if name not in ("role", "content"))
-        else:
-            text, more = choice.get("text"), False
-        if self.text is None or more or not isinstance(text, str):
+        words = _words(choice)
+        if self.text is None or words is None:
             self.text = None
         else:
-            self.text.append(text)
+            self.text.append(words)
+
+
+def _words(choice: dict[str, Any]) -> str | None:
+    """Return the text of a choice; None if it says something that text cannot carry."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        text = delta.get("content") or ""
+        more = any(value for name, value in delta.items() if name not in ("role", "content"))
+    else:
+        text, more = choice.get("text"), False
+    return None if more or not isinstance(text, str) else text
 
 
 def _parsed(event: bytes) -> dict[str, Any] | None:

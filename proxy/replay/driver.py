@@ -80,7 +80,7 @@ async def replay(
     stop: asyncio.Event | None = None,
     clock_ns: Callable[[], int] | None = None,
 ) -> ReplayResult:
-    """Replay requests until all have ended; their failures are in the result.
+    """Replay requests until all have ended, or been sent; their failures are in the result.
 
     Args:
         settings: How to replay.
@@ -261,12 +261,15 @@ class _Run:
         )
         self._running[place] = exchange
         self._note_window()
+        if self._all_sent and not self._settings.drain:
+            self._over.set_result(None)
 
     def _ended(self, place: int) -> None:
         del self._running[place]
         self._note_window()
         if self._recorder.ended == len(self._requests):
-            self._over.set_result(None)
+            if not self._over.done():
+                self._over.set_result(None)
         elif self._settings.concurrency is not None and not self._all_sent:
             self._send(self._clock_ns())
 

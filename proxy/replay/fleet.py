@@ -8,17 +8,24 @@ from balanceroute.proxy.replay.target import TargetError, call_json, parse_targe
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """The figures of the decode ranks over a stretch of time; the names are the simulator's.
+    """The figures of the decode ranks over a stretch of time.
 
     Attributes:
         mean_imbalance_tokens: max − min of the ranks' loads, mean over steps.
         idle_fraction: The share of rank time spent waiting at the barrier.
+        tokens_per_s: Output tokens over the emulated time of the steps. A machine that cannot keep
+            up makes the client's rate smaller, but not this one.
         steps: Decode steps.
+        mean_late_s: How much later than due a step ended, mean over steps, in real seconds.
+        late_s: The same, at most.
     """
 
     mean_imbalance_tokens: float
     idle_fraction: float
+    tokens_per_s: float
     steps: float
+    mean_late_s: float
+    late_s: float
 
 
 class FleetProbe:

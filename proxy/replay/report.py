@@ -78,7 +78,9 @@ def make_table(label: str, result: ReplayResult) -> Table:
     if result.fleet is not None:
         table.add_row("imbalance tokens", _cell(result.fleet.mean_imbalance_tokens, 0))
         table.add_row("idle %", _cell(100 * result.fleet.idle_fraction, 1))
+        table.add_row("engines' tokens/s", _cell(result.fleet.tokens_per_s, 1))
         table.add_row("decode steps", _cell(result.fleet.steps, 0))
+        table.add_row("steps late ms", _cell(1e3 * result.fleet.mean_late_s, 1))
     table.add_row("finished", _cell(figures.requests, 0))
     table.add_row("duration s", _cell(figures.duration_s, 1))
     table.add_row("errors", _cell(figures.errors, 0))
@@ -121,6 +123,8 @@ def _remarks(result: ReplayResult) -> list[str]:
             f"Interrupted after {len(result.samples):,} requests were sent; "
             f"{figures.cancelled:,} were given up."
         )
+    elif figures.cancelled:
+        remarks.append(f"{figures.cancelled:,} requests still ran when the last one was sent.")
     return remarks
 
 

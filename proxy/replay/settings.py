@@ -23,6 +23,8 @@ class ReplaySettings:
         request_ids: What the ids of the requests begin with; clients at work at the same time need
             different ones.
         emulation: URL of an emulated fleet whose own figures are read; None for none.
+        drain: Whether to wait for every answer. Else the replay ends when its last request is sent,
+            which is when the window of the figures closes, and gives up what runs then.
     """
 
     target: str
@@ -36,3 +38,4 @@ class ReplaySettings:
     seed: int = 0
     request_ids: str = "replay"
     emulation: str | None = None
+    drain: bool = True

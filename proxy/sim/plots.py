@@ -6,7 +6,7 @@ give the same bytes.
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import floor, hypot, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +44,7 @@ _STYLE = {
     "xtick.minor.pad": 5.0,  # In line with the labels of the longer, major ticks.
     "ytick.color": _SOFT,
 }
+_FAINT = 0.45  # Opacity of what is only predicted.
 # Waits whose largest is this many times the smallest need a log scale.
 _WIDE_SPREAD = 20.0
 # Where a point's label may stand, nearest first: points away from it, and directions.
@@ -89,19 +90,52 @@ def write_plots(results: Sequence[PolicyResult], directory: Path, *, title: str)
         OSError: A file cannot be written.
     """
     assert results
+    draws = {
+        "rank_loads": lambda: _draw_rank_loads(results, title),
+        "imbalance_throughput": lambda: _draw_imbalance_throughput(results, title),
+        "throughput_wait": lambda: _draw_throughput_wait(results, title),
+    }
+    return _write(draws, directory)
+
+
+def write_prediction_plots(
+    live: Sequence[PolicyResult], simulated: Sequence[PolicyResult], directory: Path, *, title: str
+) -> list[Path]:
+    """Write `live_rank_loads.png` and `live_simulated.png`: what was measured and what was predicted.
+
+    Args:
+        live: Of each policy what was measured. Of `mean`, only the imbalance, the idle fraction and
+            the output rate are looked at.
+        simulated: What was predicted, in the same order. A live run is one run: `stderr` holds how
+            far single runs spread, their standard deviation.
+        directory: Where to write; it must exist.
+        title: The workload, for the top of every picture.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
+    assert live
+    draws = {
+        "live_rank_loads": lambda: _draw_rank_loads(live, title),
+        "live_simulated": lambda: _draw_prediction(live, simulated, title),
+    }
+    return _write(draws, directory)
+
+
+def _write(draws: "Mapping[str, Callable[[], Figure]]", directory: Path) -> list[Path]:
     require_matplotlib()
     from matplotlib import style  # noqa: PLC0415  # An extra.
 
     paths: list[Path] = []
     with style.context(["default", _STYLE]):
-        for name, draw in (
-            ("rank_loads", _draw_rank_loads),
-            ("imbalance_throughput", _draw_imbalance_throughput),
-            ("throughput_wait", _draw_throughput_wait),
-        ):
+        for name, draw in draws.items():
             paths.append(directory / f"{name}.png")
             # No metadata: it would name the version of matplotlib.
-            draw(results, title).savefig(paths[-1], dpi=DPI, metadata={"Software": None})
+            draw().savefig(paths[-1], dpi=DPI, metadata={"Software": None})
     return paths
 
 
@@ -191,37 +225,93 @@ def _draw_imbalance_throughput(results: Sequence[PolicyResult], title: str) -> "
         (charts[0], "mean_imbalance_tokens", "mean imbalance, tokens (lower is better)"),
         (charts[1], "output_tokens_per_s", "output tokens/s (higher is better)"),
     ):
-        _draw_bars(chart, results, metric)
-        chart.set_title(label, loc="left", fontsize="medium", color=_SOFT)
-    charts[0].set_yticks(
-        range(len(results)), [_shorten(result.policy, 28) for result in results], color=_INK
-    )
-    charts[0].invert_yaxis()
+        chart.set_xlim(0, 1.2 * _draw_bars(chart, results, metric) or 1.0)
+        _strip(chart, label)
+    _name_rows(charts[0], results)
     return figure
 
 
-def _draw_bars(chart: "Axes", results: Sequence[PolicyResult], metric: str) -> None:
-    rows = range(len(results))
-    means = [result.mean[metric] for result in results]
-    errors = [result.stderr[metric] for result in results]
+def _draw_prediction(
+    live: Sequence[PolicyResult], simulated: Sequence[PolicyResult], title: str
+) -> "Figure":
+    """Draw two bar charts in which what was measured stands above what was predicted."""
+    from matplotlib.patches import Patch  # noqa: PLC0415  # An extra.
+
+    note = "Whiskers: standard deviation of the simulated runs."
+    figure = _figure(1.2 + 0.7 * len(live), "Live and simulated", title, note)
+    charts = figure.subplots(1, 2, sharey=True)
+    for chart, metric, scale, digits, label in (
+        (charts[0], "idle_fraction", 100.0, 1, "idle at the barrier, % (lower is better)"),
+        (charts[1], "output_tokens_per_s", 1.0, 0, "output tokens/s (higher is better)"),
+    ):
+        reach = max(
+            _draw_bars(
+                chart,
+                results,
+                metric,
+                scale=scale,
+                digits=digits,
+                height=0.34,
+                shift=shift,
+                alpha=alpha,
+            )
+            for results, shift, alpha in ((live, -0.18, 1.0), (simulated, 0.18, _FAINT))
+        )
+        chart.set_xlim(0, 1.2 * reach or 1.0)
+        _strip(chart, label)
+    _name_rows(charts[0], live)
+    handles = [
+        Patch(color=_INK, alpha=alpha, label=label)
+        for label, alpha in (("live", 1.0), ("simulated", _FAINT))
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small"
+    )
+    return figure
+
+
+def _draw_bars(
+    chart: "Axes",
+    results: Sequence[PolicyResult],
+    metric: str,
+    *,
+    scale: float = 1.0,
+    digits: int = 0,
+    height: float = 0.66,
+    shift: float = 0.0,
+    alpha: float = 1.0,
+) -> float:
+    """Draw a bar per policy, at its place in the list plus `shift`; return how far they reach."""
+    rows = [place + shift for place in range(len(results))]
+    means = [scale * result.mean[metric] for result in results]
+    errors = [scale * result.stderr[metric] for result in results]
     colours = [_colour(result.policy) for result in results]
-    chart.barh(rows, means, height=0.66, color=colours)
+    chart.barh(rows, means, height=height, color=colours, alpha=alpha)
     for row, mean, error in zip(rows, means, errors, strict=True):
         if error:
             chart.errorbar(mean, row, xerr=error, color=_INK, lw=1.1, capsize=2.5)
         chart.annotate(
-            f"{mean:,.0f}",
+            f"{mean:,.{digits}f}",
             (mean + error, row),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
         )
-    reach = max(mean + error for mean, error in zip(means, errors, strict=True))
-    chart.set_xlim(0, 1.2 * reach or 1.0)
-    # The labels say it all.
+    return max(mean + error for mean, error in zip(means, errors, strict=True))
+
+
+def _strip(chart: "Axes", label: str) -> None:
+    """Leave of a bar chart only what its labels do not say."""
     chart.xaxis.set_visible(False)
     chart.spines["bottom"].set_visible(False)
     chart.tick_params(axis="y", length=0)
+    chart.set_title(label, loc="left", fontsize="medium", color=_SOFT)
+
+
+def _name_rows(chart: "Axes", results: Sequence[PolicyResult]) -> None:
+    names = [_shorten(result.policy, 28) for result in results]
+    chart.set_yticks(range(len(results)), names, color=_INK)
+    chart.invert_yaxis()
 
 
 def _draw_throughput_wait(results: Sequence[PolicyResult], title: str) -> "Figure":

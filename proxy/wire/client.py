@@ -112,6 +112,13 @@ class Endpoint:
         self._closed = True
         self._close_idle(len(self._idle))
 
+    def close_idle(self) -> None:
+        """Close idle connections: what came over one of them cannot be the answer to its request.
+
+        Such a connection may be an answer behind for good.
+        """
+        self._close_idle(len(self._idle))
+
     # What a connection calls.
 
     def opened(self) -> None:
@@ -202,6 +209,7 @@ class Endpoint:
             call.fail(WireFault.CONNECT, f"no connection to {self.name}: {error}", error)
             return
         if connection.usable:
+            connection.join()
             connection.begin(call)
         else:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")

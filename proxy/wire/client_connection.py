@@ -159,6 +159,7 @@ class ClientConnection(asyncio.Protocol):
         "_checked",
         "_decoder",
         "_head_bytes",
+        "_joined",
         "_keep_alive",
         "_left",
         "_max_head_bytes",
@@ -177,6 +178,7 @@ class ClientConnection(asyncio.Protocol):
         self._pool = pool
         self._max_head_bytes = max_head_bytes
         self._reused = False
+        self._joined = False
         # The present exchange.
         self._call: Call | None = None
         self._stage = _Stage.HEAD
@@ -193,6 +195,15 @@ class ClientConnection(asyncio.Protocol):
     def usable(self) -> bool:
         """An exchange can begin."""
         return not self._transport.is_closing()
+
+    def join(self) -> None:
+        """Belong to the pool from now on.
+
+        Not since `connection_made`: if `create_connection` is cancelled behind that, uvloop calls no
+        `connection_lost`.
+        """
+        self._joined = True
+        self._pool.opened()
 
     def begin(self, call: Call) -> None:
         """Send a request and wait for its response."""
@@ -226,9 +237,8 @@ class ClientConnection(asyncio.Protocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count this connection."""
+        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
-        self._pool.opened()
 
     def data_received(self, data: bytes) -> None:
         """Take the next bytes of the response."""
@@ -256,7 +266,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; an exchange that it carried has failed."""
-        self._pool.lost(self)
+        if self._joined:
+            self._pool.lost(self)
         if self._call is not None:
             reason = "" if exc is None else f": {exc}"
             self._fail(WireFault.RESET, f"the connection was lost{reason}", exc)

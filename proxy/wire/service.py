@@ -36,7 +36,7 @@ class Service:
     the deadlines are worth. It rests while there is no connection.
 
     Attributes:
-        connections: The open ones.
+        connections: The open ones, in order of arrival (a set's order differs from run to run).
         stopping: Every connection closes after its present answer.
         on_empty: Called when the last connection is gone.
     """
@@ -52,7 +52,7 @@ class Service:
         self.application = application
         self.limits = limits
         self.refuse = refuse
-        self.connections: set[Member] = set()
+        self.connections: dict[Member, None] = {}
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None
         shortest_s = min(
@@ -66,13 +66,13 @@ class Service:
 
     def add(self, connection: Member) -> None:
         """Count a new connection."""
-        self.connections.add(connection)
+        self.connections[connection] = None
         if self._timer is None:
             self._timer = self.loop.call_later(self._sweep_s, self._sweep)
 
     def remove(self, connection: Member) -> None:
         """Forget a connection that is lost."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         if self.connections:
             return
         if self._timer is not None:

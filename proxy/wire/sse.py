@@ -50,6 +50,14 @@ class EventScanner:
                 return [event + b"\n\n" for event in data[:-2].split(b"\n\n")]
         return self._feed(data)
 
+    def end(self) -> list[bytes]:
+        """Return the event that the end of the stream completes, if its last CR waited for an LF."""
+        if not self._tail.endswith(b"\r"):
+            return []
+        events = self._feed(b":")
+        self._tail.clear()
+        return events
+
     def _feed(self, data: bytes) -> list[bytes]:
         tail = self._tail
         searched = max(0, len(tail) - _OVERLAP)

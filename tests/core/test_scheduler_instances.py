@@ -164,6 +164,16 @@ def test_a_prefiller_is_avoided_until_another_one_did_it(new_driver: "type[Drive
     assert driver(PrefillLost(A)) == [ReleasePrefill(A, P1), StartPrefill(A, P0, 10)]
 
 
+@pytest.mark.parametrize(("elsewhere", "rank"), [(False, RANK0), (True, RANK1)])
+def test_a_request_that_its_rank_dropped_goes_elsewhere_if_told_to(
+    new_driver: "type[Driver]", elsewhere: bool, rank: RankId
+) -> None:
+    driver = new_driver(ranks=2)
+    driver.to_decode(A)
+    driver(RequestRecomputed(A, elsewhere), PrefillDone(A, 10))
+    assert driver(Tick()) == [Admit(A, rank)]
+
+
 # Closed ranks and prefillers.
 
 

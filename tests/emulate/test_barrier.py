@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.emulate.barrier import Barrier
+from balanceroute.proxy.emulate.barrier import PICTURE_STEPS, Barrier
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.virtual.loop import VirtualLoop
@@ -164,8 +164,22 @@ def test_the_counters_are_those_of_the_steps(play: "Play") -> None:
         assert stats["mean_imbalance_tokens"] == sum(loads) / 3
         assert stats["output_tokens"] == 3
         assert stats["busy_s"] == pytest.approx(3 * STEP_S + 200e-9 * sum(loads))
+        assert stats["tokens_per_s"] == pytest.approx(3 / stats["busy_s"])
+        assert stats["late_s"] == pytest.approx(0.0, abs=1e-9)
+        picture = (await lab.get("prefill/0", "/emulation/stats/picture")).json
+        assert picture == [[load, 0] for load in loads]
         lab.fleet.reset_stats()
         assert lab.fleet.stats()["steps"] == 0
+        assert lab.fleet.picture() == []
+
+    play(scenario)
+
+
+def test_the_picture_has_the_first_steps(play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        values = {"prompt": "t", "max_tokens": PICTURE_STEPS + 9, "ignore_eos": True}
+        await lab.post("decode/0", COMPLETIONS, values)
+        assert lab.fleet.picture() == [[1 + step, 0] for step in range(PICTURE_STEPS)]
 
     play(scenario)
 
@@ -230,6 +244,7 @@ def test_a_process_that_slept_makes_up_for_a_second_and_no_more(
         monkeypatch.setattr(loop, "call_at", sleep_through)
         await asyncio.sleep(6.0)
         assert barrier.counters.late_s == pytest.approx(5.0)
+        assert barrier.counters.total_late_s >= 5.0  # The steps behind it are late too.
         # Of six seconds it slept five, and four of them are lost.
         assert len(sequence.times_s) == pytest.approx((loop.time() - begin_s - 4.0) / STEP_S, abs=1)
         barrier.close()

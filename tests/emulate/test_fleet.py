@@ -165,6 +165,7 @@ def test_the_control_endpoints_do_what_the_methods_do(play: "Play") -> None:
         assert stats["output_tokens"] == 50
         assert (await lab.post("decode/1", "/emulation/stats/reset", {})).json == {}
         assert (await lab.get("prefill/0", "/emulation/stats")).json["steps"] == 0
+        assert (await lab.get("prefill/0", "/emulation/stats/picture")).json == []
 
         faults = {"engine": "decode", "status_500": 1.0, "malformed": "crlf"}
         answer = await lab.post("prefill/0", "/emulation/faults", faults)

@@ -45,6 +45,32 @@ def test_decoding_gives_back_the_words(text: str) -> None:
     assert decode(tokenise(text)).split() == text.split()
 
 
+NUMBERED = " ".join(f"t{7 * i % VOCABULARY_SIZE}" for i in range(3000))
+
+
+def one_by_one(text: str) -> list[int]:
+    return [token for word in text.split() for token in tokenise(word)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *["", " t0", " t31", " t16383", " t16384", " t016", " t00", " t99999999999999999999", "1"],
+        *[" t", "t", " ", "  t5", " tt5", " t5t", " 5", " t5 6", "\tt5", " t-5", " t5.0", " é"],
+    ],
+)
+def test_a_long_text_of_numbered_words_has_the_tokens_of_its_words(end: str) -> None:
+    for text in (NUMBERED + end, end + " " + NUMBERED, end + NUMBERED, NUMBERED + end + NUMBERED):
+        assert tokenise(text) == one_by_one(text)
+        assert decode(tokenise(text)) == " ".join(text.split())
+
+
+def test_words_that_are_spelled_in_another_way_are_remembered_for_ever() -> None:
+    for i in range(1 << 18):
+        tokenise(f"w{i}")
+    assert decode(tokenise(NUMBERED)) == NUMBERED
+
+
 @given(st.lists(TEXTS, min_size=1, max_size=4))
 def test_the_chat_template_adds_a_fixed_number_of_tokens(contents: list[str]) -> None:
     messages = [{"role": "user", "content": content} for content in contents]

@@ -302,3 +302,12 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         run(main, seed=1, limit_s=10_000.0)
 
     return play_with
+
+
+MakeExchanged = Callable[[], Exchanged]
+
+
+@pytest.fixture
+def make_exchanged() -> MakeExchanged:
+    """Return what makes exchanges, for tests that have a client of their own."""
+    return Exchanged

@@ -77,9 +77,9 @@ class Fleet:
     def ready(self) -> bool:
         return self.is_ready
 
-    async def add(self, role: Role, url: str, ranks: int | None) -> None:
+    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
         await self.gate.wait()
-        self._order("add", role, url, ranks)
+        self._order("add", role, url, ranks, bootstrap)
 
     def drain(self, role: Role, url: str) -> None:
         self._order("drain", role, url)
@@ -249,14 +249,15 @@ def test_an_addition_is_answered_when_it_is_done() -> None:
     async def main() -> None:
         bench = Bench()
         bench.fleet.gate.clear()
-        sent = bench.post("/admin/instances", INSTANCE | {"role": "prefill", "ranks": 8})
+        order = INSTANCE | {"role": "prefill", "ranks": 8, "bootstrap": "http://d:8998"}
+        sent = bench.post("/admin/instances", order)
         await asyncio.sleep(0)
         assert sent.status == 0
         assert bench.get("/admin/instances").status == 200
         bench.fleet.gate.set()
         await sent.done.wait()
         assert sent.status == 200
-        assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8)]
+        assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8, "http://d:8998")]
 
     asyncio.run(main())
 
@@ -435,6 +436,8 @@ def test_a_body_that_is_no_order_is_refused(path: str, body: bytes, reason: str)
         ("/admin/instances", INSTANCE | {"ranks": True}),
         ("/admin/instances", INSTANCE | {"ranks": 8.0}),
         ("/admin/instances", INSTANCE | {"ranks": "8"}),
+        ("/admin/instances", INSTANCE | {"bootstrap": ""}),
+        ("/admin/instances", INSTANCE | {"bootstrap": 8998}),
         ("/admin/instances", INSTANCE | {"weight": 1}),
         ("/admin/instances", {"role": "both", "url": "http://d:8000"}),
         ("/admin/instances", {"role": ["decode"], "url": "http://d:8000"}),

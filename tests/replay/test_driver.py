@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -406,6 +406,31 @@ def test_stopping_sends_nothing_more_and_gives_up_what_runs(concurrency: int | N
     assert result.faults == []
 
 
+@pytest.mark.parametrize("concurrency", [None, 3])
+def test_without_a_drain_the_replay_ends_when_the_last_request_is_sent(
+    concurrency: int | None,
+) -> None:
+    engine, drained = (Engine(step_s=1.0, fleet=FLEET) for _ in range(2))
+    result = replayed(engine, requests(30), concurrency=concurrency, fleet=True, drain=False)
+    assert not result.interrupted
+    assert len(engine.seen) == len(result.samples) == 30
+    # Three seconds each.
+    assert result.figures.cancelled == engine.closed_early == 3
+    assert engine.running == 0
+    assert result.figures.run_s == pytest.approx(29.0 if concurrency is None else 27.0)
+    # What is measured is the same, since the window closes there in any case.
+    whole = replayed(drained, requests(30), concurrency=concurrency, fleet=True)
+    assert result.fleet == whole.fleet
+    for name in ("window", "output_tokens_per_s", "tpot_ms_p95", "ttft_ms_p99", "duration_s"):
+        assert getattr(result.figures, name) == getattr(whole.figures, name)
+
+
+def test_without_a_drain_a_load_that_is_sent_at_once_ends_at_once() -> None:
+    result = replayed(Engine(step_s=1.0), requests(3), concurrency=9, drain=False)
+    assert result.figures.cancelled == 3
+    assert result.figures.window == WHOLE_RUN
+
+
 def test_stopping_before_the_beginning_sends_nothing() -> None:
     engine = Engine()
     result = replayed(engine, requests(3, apart_s=9.0), stop_after_s=0.0)
@@ -426,13 +451,21 @@ def test_progress_is_told_while_it_lasts_and_at_the_end() -> None:
     assert last.elapsed_s == pytest.approx(5.0)
 
 
-FLEET = {"idle_fraction": 0.25, "mean_imbalance_tokens": 1234.5, "steps": 77, "more": "things"}
+FIGURES = FleetFigures(
+    mean_imbalance_tokens=1234.5,
+    idle_fraction=0.25,
+    tokens_per_s=99.0,
+    steps=77,
+    mean_late_s=0.25,
+    late_s=2.0,
+)
+FLEET = asdict(FIGURES) | {"more": "things"}
 
 
 def test_the_fleets_figures_are_of_the_window() -> None:
     engine = Engine(step_s=0.5, fleet=FLEET)
     result = replayed(engine, requests(20), fleet=True)
-    assert result.fleet == FleetFigures(1234.5, 0.25, 77)
+    assert result.fleet == FIGURES
     assert result.faults == []
     start_s = result.start_ns / 1e9
     # Once to see that they are there; then from the end of the second request to the last one sent.

@@ -15,6 +15,7 @@ from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay import driver
 from balanceroute.proxy.replay.body import Api
+from balanceroute.proxy.replay.fleet import FleetFigures
 from balanceroute.proxy.replay.settings import ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.proxy.wire.messages import Request
@@ -45,7 +46,8 @@ def whole(request: Request, reply: Reply) -> None:
         reply.send(200, [], b'{"data": [{"id": "tiny"}]}')
         return
     if request.path.startswith(b"/emulation/"):
-        figures = {"idle_fraction": 0.25, "mean_imbalance_tokens": 99.0, "steps": 7}
+        figures = dict.fromkeys((field.name for field in dataclasses.fields(FleetFigures)), 0.0)
+        figures |= {"idle_fraction": 0.25, "mean_imbalance_tokens": 99.0, "steps": 7}
         reply.send(200, [], json.dumps(figures).encode())
         return
     asked = json.loads(request.body)
@@ -303,7 +305,8 @@ def test_the_flags_reach_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (
         f"replay --target https://h:8443 --trace {TRACE} --concurrency 3 --requests 4 --skip 2 "
         "--model m --api chat --timeout 7 --api-key-file key --seed 9 --time-scale 20 "
-        "--max-prompt-tokens 23 --max-output-tokens 2 --emulation http://h:9"
+        "--max-prompt-tokens 23 --max-output-tokens 2 --emulation http://h:9 "
+        "--stop-at-last-arrival"
     )
     assert main(command.split()) == 2
     settings, requests = given
@@ -318,6 +321,7 @@ def test_the_flags_reach_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         seed=9,
         request_ids=settings.request_ids,
         emulation="http://h:9",
+        drain=False,
     )
     assert [(r.number, r.prompt_tokens, r.output_tokens) for r in requests] == [
         (2, 22, 2),

@@ -49,7 +49,14 @@ FIGURES = ReplayFigures(
     uneven_events=0,
 )
 FAULTS = [Fault("reset", "gone"), Fault("http 503", "no [b]room[/b]"), Fault("reset", "again")]
-FLEET = FleetFigures(mean_imbalance_tokens=12_345.6, idle_fraction=0.3456, steps=800)
+FLEET = FleetFigures(
+    mean_imbalance_tokens=12_345.6,
+    idle_fraction=0.3456,
+    tokens_per_s=1_234.5,
+    steps=800,
+    mean_late_s=0.00125,
+    late_s=0.25,
+)
 
 
 def result(
@@ -157,7 +164,9 @@ def test_the_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(text, "end to end s") == ["7.25", "8.25", "9.25"]
     assert row(text, "imbalance tokens") == ["12,346"]
     assert row(text, "idle %") == ["34.6"]
+    assert row(text, "engines' tokens/s") == ["1,234.5"]
     assert row(text, "decode steps") == ["800"]
+    assert row(text, "steps late ms") == ["1.2"]
     assert row(text, "finished") == ["90"]
     assert row(text, "duration s") == ["25.0"]
     assert row(text, "errors") == ["0"]

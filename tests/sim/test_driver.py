@@ -54,6 +54,8 @@ DEPLOYMENTS = {
     "little memory": replace(SMALL, rank_kv_tokens=130),
     "little memory and prefill servers": replace(SMALL, rank_kv_tokens=130, prefill=PREFILL),
     "deadlines": replace(SMALL, deadline_ns=20_000),
+    "transfers": replace(SMALL, transfer_base_ns=300, transfer_ns_per_token=50.0),
+    "little memory and transfers": replace(SMALL, rank_kv_tokens=130, transfer_ns_per_token=50.0),
 }
 
 
@@ -153,7 +155,8 @@ def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
         assert mirrored == loads
         assert int(scheduler.ledger.started.sum()) == running
         if late:  # What it binds joins at once, so that its whole ledger is the truth.
-            assert queued == 0 or deployment.rank_kv_tokens is not None
+            delayed = deployment.rank_kv_tokens is not None or deployment.transfer_ns(1) > 0
+            assert queued == 0 or delayed
             assert int(scheduler.ledger.bound.max()) <= deployment.batch_limit
 
     watched(name, deployment, workload, at_step=compare)
@@ -397,6 +400,34 @@ def test_a_prefill_server_takes_one_probe_at_a_time() -> None:
         (7_340, StepCompleted()),
         (7_340, RequestFinished(R1)),
         (7_340, Tick()),
+    ]
+
+
+def test_a_kv_cache_travels_before_its_request_joins() -> None:
+    # Transfers take 100 ns + 2 ns a token.
+    deployment = replace(TWO_RANKS, transfer_base_ns=100, transfer_ns_per_token=2.0)
+    log = record("fifo", deployment, THREE_REQUESTS)
+    assert [entry for entry in log if not isinstance(entry[1], RequestArrived | StartPrefill)] == [
+        (0, PrefillDone(R0, 100)),
+        (0, PrefillDone(R1, 50)),
+        (0, Tick()),
+        (0, Admit(R0, G0)),
+        (0, Admit(R1, G1)),
+        (200, DecodeStarted(R1)),  # 1,500 ns.
+        (500, PrefillDone(R2, 20)),
+        (500, Tick()),  # Both ranks are full, though one of them has nothing yet.
+        (1_700, StepCompleted()),
+        (1_700, DecodeStarted(R0)),  # Loads 100 and 51: 2,000 ns.
+        (3_700, StepCompleted()),  # Loads 101 and 52: 2,010 ns.
+        (5_710, StepCompleted()),
+        (5_710, RequestFinished(R1)),
+        (5_710, RequestFinished(R0)),
+        (5_710, Tick()),
+        (5_710, Admit(R2, G0)),
+        (5_850, DecodeStarted(R2)),  # 1,200 ns.
+        (7_050, StepCompleted()),
+        (7_050, RequestFinished(R2)),
+        (7_050, Tick()),
     ]
 
 

@@ -13,7 +13,13 @@ import pytest
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.sim import plots
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
-from balanceroute.proxy.sim.plots import DPI, WIDTH_INCHES, require_matplotlib, write_plots
+from balanceroute.proxy.sim.plots import (
+    DPI,
+    WIDTH_INCHES,
+    require_matplotlib,
+    write_plots,
+    write_prediction_plots,
+)
 
 NAMES = ["rank_loads.png", "imbalance_throughput.png", "throughput_wait.png"]
 SIX = ["round-robin", "jsq", "least-kv", "fifo", "br-0", "br-h"]
@@ -75,6 +81,34 @@ def test_writes_three_pictures(
         assert width == WIDTH_INCHES * DPI
         assert 0.2 * width < height < 1.2 * width
         assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("policies", [["jsq", "br-h"], ["br-h"], SIX], ids=len)
+def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path, policies: list[str]) -> None:
+    live, simulated = fake(policies, segments=1), fake(policies)
+    paths = write_prediction_plots(live, simulated, tmp_path, title=TITLE)
+    assert paths == [tmp_path / "live_rank_loads.png", tmp_path / "live_simulated.png"]
+    for path in paths:
+        width, height = png_size(path)
+        assert width == WIDTH_INCHES * DPI
+        assert 0.2 * width < height < 1.2 * width
+
+
+def test_every_bar_of_a_prediction_tells_its_figure() -> None:
+    live, simulated = fake(SIX, segments=1), fake(SIX, ranks=4)
+    figure = plots._draw_prediction(live, simulated, TITLE)
+    idle, output = figure.axes
+    for chart, metric, scale, digits in (
+        (idle, "idle_fraction", 100.0, 1),
+        (output, "output_tokens_per_s", 1.0, 0),
+    ):
+        told = sorted(text.get_text() for text in chart.texts)
+        wanted = [scale * result.mean[metric] for result in (*live, *simulated)]
+        assert told == sorted(f"{value:,.{digits}f}" for value in wanted)
+        reach = chart.get_xlim()[1]
+        assert reach > max(wanted)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["live", "simulated"]
 
 
 def test_more_policies_take_more_rows() -> None:

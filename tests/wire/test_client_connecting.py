@@ -121,6 +121,32 @@ def test_a_connection_lost_before_its_request_was_never_sent_anything(
     run(main())
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_call_aborted_while_its_connection_opens_is_forgotten(
+    run: "Run", engine: "Engine", monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    connection_made = ClientConnection.connection_made
+
+    async def main() -> None:
+        async with engine(wait_for_the_end) as raw:
+            call = raw.endpoint.request(b"GET", b"/", [], b"", Handler())
+            made = asyncio.Event()
+
+            def leave(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
+                connection_made(self, transport)
+                made.set()
+                if later:
+                    asyncio.get_running_loop().call_soon(call.abort)
+                else:
+                    call.abort()
+
+            monkeypatch.setattr(ClientConnection, "connection_made", leave)
+            await made.wait()
+            await until(lambda: raw.endpoint.connections == 0)
+
+    run(main())
+
+
 def test_a_name_that_cannot_be_resolved_is_a_connect_error(run: "Run") -> None:
     async def main() -> None:
         endpoint = Endpoint("a" * 64 + ".invalid", 80)

@@ -1,0 +1,415 @@
+"""`balanceroute serve` as a process on real sockets: start, drain, cut, TLS."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.emulate import engine as emulated_engine
+from balanceroute.proxy.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.server import Server
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, MakeExchanged
+
+HOST = "127.0.0.1"
+PATIENCE_S = 30.0  # Only ever waited for by a test that fails.
+COMPLETIONS = "/v1/completions"
+STREAM: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "t1 t2 t3",
+    "max_tokens": 60,
+    "ignore_eos": True,
+    "stream": True,
+}
+ENGINES = EmulationSettings(
+    model="tiny",
+    prefillers=1,
+    ranks=2,
+    step_base_ns=5_000_000,
+    prefill_base_ns=1_000_000,
+    transfer_base_ns=100_000,
+)
+
+
+class Client:
+    """Speaks to one address."""
+
+    def __init__(
+        self, port: int, make: "MakeExchanged", context: ssl.SSLContext | None = None
+    ) -> None:
+        self._endpoint = Endpoint(HOST, port, ssl=context)
+        self._make = make
+
+    def send(self, method: bytes, path: str, values: object = None) -> "Exchanged":
+        exchanged = self._make()
+        body = b"" if values is None else json.dumps(values).encode()
+        headers = [(b"content-type", b"application/json")]
+        exchanged.call = self._endpoint.request(method, path.encode(), headers, body, exchanged)
+        return exchanged
+
+    async def get(self, path: str) -> "Exchanged":
+        return await self.send(b"GET", path).end()
+
+    async def post(self, path: str, values: object) -> "Exchanged":
+        return await self.send(b"POST", path, values).end()
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+
+class Served:
+    """A running `balanceroute serve`.
+
+    Attributes:
+        process: The process.
+        line: What it printed when it was ready.
+        client: Speaks to its public listener.
+        admin: Speaks to its admin listener.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, line: str) -> None:
+        self.process = process
+        self.line = line
+        self.client: Client
+        self.admin: Client
+
+    def ports(self) -> tuple[int, int]:
+        public, admin = (word.rpartition(":")[2] for word in self.line.split(", "))
+        return int(public), int(admin)
+
+    async def exit(self) -> tuple[int, str]:
+        """Wait for the end; return the status, and what else it printed and complained of."""
+        out, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, out.decode() + err.decode()
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "balanceroute.proxy", "serve", *words]
+
+
+def plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if "BALANCEROUTE" not in name}
+
+
+@asynccontextmanager
+async def serving(
+    make: "MakeExchanged",
+    prefill: list[str],
+    decode: list[str],
+    *flags: str,
+    context: ssl.SSLContext | None = None,
+) -> AsyncIterator[Served]:
+    """Serve before some engines."""
+    words = ["--prefill", *prefill, "--decode", *decode, "--port", "0", "--admin-port", "0"]
+    process = await asyncio.create_subprocess_exec(
+        *command(*words, "--log", "none", *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=plain_environment(),
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode().rstrip("\n")
+        assert line, (await process.communicate())[1].decode()
+        served = Served(process, line)
+        public, admin = served.ports()
+        served.client = Client(public, make, context)
+        served.admin = Client(admin, make)
+        yield served
+        served.client.close()
+        served.admin.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@asynccontextmanager
+async def engines() -> AsyncIterator[EmulatedFleet]:
+    """Emulated engines, in real time."""
+    fleet = EmulatedFleet(ENGINES, rng=random.Random(5))
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def play(main: Coroutine[Any, Any, None]) -> None:
+    async def guarded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await main
+
+    asyncio.run(guarded())
+
+
+async def until_draining(served: Served) -> None:
+    while not (await served.admin.get("/admin/state")).json["state"]["draining"]:
+        pass
+
+
+async def until_unready(served: Served) -> None:
+    while (await served.admin.get("/ready")).status == 200:
+        pass
+
+
+# Life.
+
+
+def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls) as served,
+        ):
+            public, admin = served.ports()
+            assert (
+                served.line
+                == f"listening on http://{HOST}:{public}, admin on http://{HOST}:{admin}"
+            )
+            exchange = await served.client.post(COMPLETIONS, STREAM)
+            assert exchange.done
+            assert len(exchange.events) == 61
+            for client in (served.client, served.admin):
+                for page in ("/health", "/ready", "/metrics"):
+                    assert (await client.get(page)).status == 200
+            state = (await served.admin.get("/admin/state")).json["state"]
+            assert state["steps"] > 0
+            served.process.send_signal(signal.SIGINT)
+            assert await served.exit() == (0, "")
+            assert fleet.stats()["leases"]["pulled"] == 1
+
+    play(main())
+
+
+def test_sigterm_lets_a_running_stream_finish(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log)
+            ) as served,
+        ):
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
+            await exchange.until_events(3)
+            served.process.send_signal(signal.SIGTERM)
+            await until_draining(served)
+            assert not exchange.over
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(HOST, served.ports()[0])
+            await exchange.end()
+            assert exchange.done
+            assert len(exchange.events) == 61
+            assert await served.exit() == (0, "")
+            assert all(engine.idle for engine in fleet.engines)
+
+    play(main())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (request,) = [line for line in lines if "outcome" in line]
+    assert (request["outcome"], request["output_tokens"]) == ("ok", 60)
+
+
+def test_a_second_sigterm_cuts_it_truthfully(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls) as served,
+        ):
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000})
+            whole = served.client.send(
+                b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000, "stream": False}
+            )
+            await exchange.until_events(3)
+            served.process.send_signal(signal.SIGTERM)
+            await until_draining(served)
+            served.process.send_signal(signal.SIGTERM)
+            await exchange.end()
+            assert exchange.status == 200
+            assert exchange.error is not None
+            assert exchange.chunks[-1]["error"]["code"] == 503
+            assert "shutting down" in exchange.chunks[-1]["error"]["message"]
+            assert b"[DONE]" not in exchange.body
+            await whole.end()
+            assert whole.status == 503
+            assert await served.exit() == (0, "")
+            while not all(engine.idle for engine in fleet.engines):  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0)
+
+    play(main())
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_in_use_is_told_in_one_line(flag: str) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["--prefill", f"http://{HOST}:9", "--decode", f"http://{HOST}:10"]
+        ports = {"--port": "0", "--admin-port": "0"} | {flag: str(port)}
+        ended = subprocess.run(
+            command(*words, *(word for pair in ports.items() for word in pair), "--log", "none"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=plain_environment(),
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("balanceroute: ")
+    assert "address already in use" in line
+    assert str(port) in line
+
+
+# TLS.
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a self-signed certificate for loopback, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl command to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    words += f" -subj /CN=localhost -addext subjectAltName=IP:{HOST} -keyout {key} -out {cert}"
+    subprocess.run(words.split(), check=True, capture_output=True)
+    key.chmod(0o600)
+    return cert, key
+
+
+@pytest.fixture
+def tls_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[Path, Path]], None]:
+    """Make emulated engines serve https."""
+
+    def with_certificate(certificate: tuple[Path, Path]) -> None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*certificate)
+
+        class TlsServer(Server):
+            async def start(self, host: str, port: int, **options: Any) -> None:
+                await super().start(host, port, **options, ssl=context)
+
+        monkeypatch.setattr(emulated_engine, "Server", TlsServer)
+
+    return with_certificate
+
+
+def https(urls: list[str]) -> list[str]:
+    return [url.replace("http:", "https:") for url in urls]
+
+
+def test_tls_on_both_sides(
+    make_exchanged: "MakeExchanged",
+    certificate: tuple[Path, Path],
+    tls_engines: Callable[[tuple[Path, Path]], None],
+) -> None:
+    cert, key = certificate
+    tls_engines(certificate)
+    flags = ["--engine-ca-file", str(cert), "--tls-cert", str(cert), "--tls-key", str(key)]
+    flags += ["--health-interval-s", "0.1", "--scrape-interval-s", "0.1"]
+
+    async def main() -> None:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with (
+            engines() as fleet,
+            serving(
+                make_exchanged,
+                https(fleet.prefill_urls),
+                https(fleet.decode_urls),
+                *flags,
+                context=trusting,
+            ) as served,
+        ):
+            public, _ = served.ports()
+            assert served.line.startswith(f"listening on https://{HOST}:{public},")
+            exchange = await served.client.post(COMPLETIONS, STREAM)
+            assert exchange.done
+            assert len(exchange.events) == 61
+            # Who does not know the certificate, or speaks no TLS, gets nothing.
+            stranger = Client(public, make_exchanged, ssl.create_default_context())
+            assert (await stranger.get("/health")).error is not None
+            plain = Client(public, make_exchanged)
+            assert (await plain.get("/health")).error is not None
+            # Health checks and scrapes speak TLS, too.
+            page = b'balanceroute_scrape_failures_total{role="prefill"}'
+            state = (await served.admin.get("/admin/state")).json["state"]
+            assert {one["status"] for one in state["ranks"] + state["prefillers"]} == {"up"}
+            assert page not in (await served.admin.get("/metrics")).body
+            stranger.close()
+            plain.close()
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
+def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
+    make_exchanged: "MakeExchanged",
+    certificate: tuple[Path, Path],
+    tls_engines: Callable[[tuple[Path, Path]], None],
+) -> None:
+    tls_engines(certificate)
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, https(fleet.prefill_urls), https(fleet.decode_urls)) as served,
+        ):
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
+            # It waits for a prefiller to come back; who comes later is refused.
+            await until_unready(served)
+            refused = await served.client.post(COMPLETIONS, STREAM)
+            assert refused.status == 503
+            served.process.send_signal(signal.SIGTERM)
+            await until_draining(served)
+            served.process.send_signal(signal.SIGTERM)
+            assert (await exchange.end()).status == 503
+            assert fleet.stats()["leases"]["held"] == 0
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
+def test_https_engines_can_join_http_ones(
+    make_exchanged: "MakeExchanged",
+    certificate: tuple[Path, Path],
+    tls_engines: Callable[[tuple[Path, Path]], None],
+) -> None:
+    tls_engines(certificate)
+    nobody = [f"http://{HOST}:9"], [f"http://{HOST}:10"]
+
+    async def main() -> None:
+        trust = ("--engine-ca-file", str(certificate[0]))
+        async with engines() as fleet, serving(make_exchanged, *nobody, *trust) as served:
+            roles = {"prefill": fleet.prefill_urls, "decode": fleet.decode_urls}
+            for role, urls in roles.items():
+                for url in https(urls):
+                    order = {"role": role, "url": url}
+                    added = await served.admin.post("/admin/instances", order)
+                    assert added.status == 200, added.body
+            exchange = await served.client.post(COMPLETIONS, STREAM)
+            assert exchange.done
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
