@@ -8,6 +8,7 @@ from enum import Enum
 
 _ENDED_KNOWN = 4096
 
+
 class LeaseEnd(Enum):
     """How a lease ended."""
 

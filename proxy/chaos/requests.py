@@ -1,0 +1,287 @@
+"""Client requests drawn from a generator: of every shape that an OpenAI client may send.
+
+Each prompt holds a word of its own, so that an answer tells whose it is: the emulated model's text
+is decided by the prompt.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.core.errors import ConfigError
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+_WORDS = (
+    "water",
+    "Straße",
+    "naïve",
+    "数据",
+    'say "so"',
+    "back\\slash",
+    "🙂",
+    "\u2028",
+    "<b>",
+    "x" * 40,
+)
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "düse", "parameters": {"properties": {"on": {"type": "boolean"}}}},
+    },
+]
+_FORBIDDEN: list[dict[str, Any]] = [
+    {"n": 0},
+    {"n": 1_000},
+    {"vllm_xargs": {"kv_transfer_params": "{}"}},
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request as a client sends it.
+
+    Attributes:
+        number: Counts the requests of a run.
+        path: The endpoint.
+        values: The members of the body.
+        body: The JSON, in whatever spelling.
+        request_id: `X-Request-Id`.
+        forbidden: Whether the proxy refuses it in its own words.
+    """
+
+    number: int
+    path: str
+    values: dict[str, Any]
+    body: bytes
+    request_id: str
+    forbidden: bool = False
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is to be a stream."""
+        return self.values.get("stream") is True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMix:
+    """What requests are like.
+
+    Attributes:
+        model: The model that they name.
+        mean_prompt_words: Mean length of ordinary prompts.
+        max_tokens: The largest limit that they name.
+        big: Share of prompts of `big_bytes`.
+        big_bytes: From and to.
+        odd: Share of requests with corner values, some of which engines refuse.
+
+    Raises:
+        ConfigError: A share is not from 0 to 1.
+    """
+
+    model: str
+    mean_prompt_words: float = 60.0
+    max_tokens: int = 40
+    big: float = 0.003
+    big_bytes: tuple[int, int] = (100_000, 1_000_000)
+    odd: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("big", "odd"):
+            share = getattr(self, name)
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{name} is {share}, must be from 0 to 1")
+
+
+def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequest:
+    """Return a request; the same state of `rng` gives the same one."""
+    chat = rng.random() < 0.55
+    values: dict[str, Any] = {"model": mix.model}
+    if rng.random() < 0.05:
+        del values["model"]
+    words = _words(rng, number, mix)
+    if chat:
+        _draw_chat(rng, values, words)
+    else:
+        _draw_completion(rng, values, words)
+    _draw_limits(rng, values, mix, chat=chat)
+    _draw_sampling(rng, values)
+    _draw_stream(rng, values)
+    forbidden = rng.random() < mix.odd and _draw_oddity(rng, values, chat=chat)
+    path = CHAT if chat else COMPLETIONS
+    body = _spell(rng, values)
+    return ClientRequest(number, path, values, body, f"req-{number}", forbidden)
+
+
+def _words(rng: random.Random, number: int, mix: RequestMix) -> list[str]:
+    """Return a prompt's words, one of which no other prompt has."""
+    words = [f"canary-{number}"]
+    if rng.random() < mix.big:
+        length = rng.randint(*mix.big_bytes)
+        while length > 0:
+            # Of one letter in a text without end: few tokens would be too fast to fail.
+            word = f"w{rng.getrandbits(20)}" * rng.randint(1, 6)
+            words.append(word)
+            length -= len(word) + 1
+        return words
+    count = 1 + int(rng.expovariate(1 / mix.mean_prompt_words))
+    words += [
+        rng.choice(_WORDS) if rng.random() < 0.1 else f"w{rng.getrandbits(16)}"
+        for _ in range(count)
+    ]
+    return words
+
+
+def _draw_chat(rng: random.Random, values: dict[str, Any], words: list[str]) -> None:
+    text = " ".join(words)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    kind = rng.random()
+    if kind < 0.2:
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": text}]},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Go on."},
+        ]
+    elif kind < 0.25:
+        messages.append({"role": "assistant", "content": "It begins"})
+        values |= {"continue_final_message": True, "add_generation_prompt": False}
+    values["messages"] = messages
+    if rng.random() < 0.25:
+        values["tools"] = _TOOLS
+        choice = rng.choice(["auto", None, "required", "none", "named"])
+        if choice == "named":
+            name = rng.choice(_TOOLS)["function"]["name"]  # type: ignore[index]
+            values["tool_choice"] = {"type": "function", "function": {"name": name}}
+        elif choice is not None:
+            values["tool_choice"] = choice
+    if rng.random() < 0.15:
+        values["logprobs"] = True
+        if rng.random() < 0.7:
+            values["top_logprobs"] = rng.randint(0, 5)
+    if rng.random() < 0.1:
+        values["response_format"] = {"type": rng.choice(["text", "json_object"])}
+
+
+def _draw_completion(rng: random.Random, values: dict[str, Any], words: list[str]) -> None:
+    text = " ".join(words)
+    kind = rng.random()
+    if kind < 0.6:
+        values["prompt"] = text
+    elif kind < 0.75:
+        # Ids are decided by the words, so that these prompts are one of a kind, too.
+        values["prompt"] = [sum(word.encode()) + 3 * i for i, word in enumerate(words)]
+        values["prompt"][0] = 20_000 + int(words[0].partition("-")[2])
+    elif kind < 0.85:
+        values["prompt"] = [text]
+    elif kind < 0.95:
+        values["prompt"] = [text, f"{words[0]} second", "third"]
+    else:
+        values["prompt"] = [[20_000 + int(words[0].partition("-")[2]), 7], [9, 10, 11]]
+    if rng.random() < 0.15:
+        values["logprobs"] = rng.randint(0, 5)
+    if rng.random() < 0.1:
+        values["echo"] = True
+
+
+def _draw_limits(
+    rng: random.Random, values: dict[str, Any], mix: RequestMix, *, chat: bool
+) -> None:
+    kind = rng.random()
+    if kind < 0.75:
+        values["max_tokens"] = rng.randint(1, mix.max_tokens)
+    elif kind < 0.85 and chat:
+        values["max_completion_tokens"] = rng.randint(1, mix.max_tokens)
+    limit = values.get("max_tokens", values.get("max_completion_tokens"))
+    if limit is not None:
+        if rng.random() < 0.15:
+            values["ignore_eos"] = True
+        if rng.random() < 0.1:
+            values["min_tokens"] = rng.randint(0, limit)
+
+
+def _draw_sampling(rng: random.Random, values: dict[str, Any]) -> None:
+    greedy = rng.random() < 0.2
+    if greedy:
+        values["temperature"] = 0
+    elif rng.random() < 0.3:
+        values["temperature"] = rng.choice([0.3, 1, 1.5])
+    if rng.random() < 0.3:
+        values["seed"] = rng.getrandbits(31)
+    if rng.random() < 0.2:
+        values["top_p"] = 0.9
+    if not greedy and rng.random() < 0.12:
+        values["n"] = rng.randint(2, 3)
+    if rng.random() < 0.15:
+        # Some of these will come up: they are a part of many words that the model says.
+        values["stop"] = rng.choice([["1"], "77", [" t12", "é"], ["never said", "\n"]])
+        if rng.random() < 0.3:
+            values["include_stop_str_in_output"] = True
+    if rng.random() < 0.05:
+        values["stop_token_ids"] = [rng.randrange(16_384) for _ in range(400)]
+    if rng.random() < 0.08:
+        values["return_token_ids"] = True
+    if rng.random() < 0.1:
+        values["user"] = "somebody"
+
+
+def _draw_stream(rng: random.Random, values: dict[str, Any]) -> None:
+    kind = rng.random()
+    if kind < 0.65:
+        values["stream"] = True
+        if rng.random() < 0.4:
+            options = values["stream_options"] = {"include_usage": rng.random() < 0.9}
+            if rng.random() < 0.4:
+                options["continuous_usage_stats"] = True
+    elif kind < 0.75:
+        values["stream"] = False
+
+
+def _draw_oddity(rng: random.Random, values: dict[str, Any], *, chat: bool) -> bool:
+    """Give some member a corner value; return whether it is one that the proxy refuses."""
+    odd: dict[str, Any] = rng.choice(
+        [
+            {"max_tokens": 0},
+            {"max_tokens": 10**9},
+            {"max_tokens": None},
+            {"best_of": 2},
+            {"min_tokens": 10**6},
+            {"temperature": -1},
+            {"stop": ""},
+            {"stop": []},
+            {"model": "another"},
+            {"prompt_logprobs": 2},
+            {"logprobs": None},
+            {"seed": None, "stream_options": None},
+            {"messages": []} if chat else {"prompt": ""},
+            # What steers engines is left out, whoever sends it.
+            {"priority": -5, "data_parallel_rank": 99},
+            {"kv_transfer_params": {"do_remote_decode": True, "remote_host": "169.254.169.254"}},
+            *_FORBIDDEN,
+        ]
+    )
+    values |= odd
+    if "max_tokens" in odd and odd["max_tokens"] is None:
+        # Else it would go on to the end of the context.
+        values.pop("ignore_eos", None)
+    return odd in _FORBIDDEN
+
+
+def _spell(rng: random.Random, values: dict[str, Any]) -> bytes:
+    """Return the JSON in one of many spellings."""
+    members = list(values.items())
+    rng.shuffle(members)
+    separators = rng.choice([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
+    text = json.dumps(dict(members), separators=separators, ensure_ascii=rng.random() < 0.5)
+    return text.encode()

@@ -1,0 +1,54 @@
+"""Runs the whole proxy in virtual time against emulated engines, with faults drawn from seeds.
+
+    scripts/chaos.py --seeds 500 --requests 100 --jobs 2
+    scripts/chaos.py --seed 17 --requests 100 --log 17.log
+
+The same seed with the same number of requests does the same thing again, whatever it was.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from balanceroute.proxy.chaos.summary import Summary
+from balanceroute.proxy.chaos.trial import run_seed
+
+
+def main() -> int:
+    """Run seeds and print a table; return 1 if any violated anything."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="how many seeds")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them")
+    parser.add_argument("--seed", type=int, metavar="N", help="run this one alone")
+    parser.add_argument("--requests", type=int, default=100, metavar="N", help="of each seed")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
+    arguments = parser.parse_args()
+    if arguments.log is not None and arguments.seed is None:
+        parser.error("--log goes with --seed")
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    if arguments.seed is not None:
+        seeds = range(arguments.seed, arguments.seed + 1)
+    begin = time.perf_counter()
+    summary = Summary()
+    # Fresh processes: what one run leaves in memory can then be of no consequence to another.
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        run = partial(run_seed, requests=arguments.requests)
+        for report in pool.imap_unordered(run, seeds):
+            summary.add(report)
+            if report.violations:
+                print(f"seed {report.seed}: {report.violations[0]}", file=sys.stderr)
+            if arguments.log is not None:
+                arguments.log.write_text("\n".join([*report.lines, ""]))
+    print("\n".join(summary.lines()))
+    print(f"took            {time.perf_counter() - begin:.0f} s, {arguments.jobs} jobs")
+    return 1 if summary.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

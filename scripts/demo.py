@@ -1,0 +1,424 @@
+"""Two policies live in front of emulated engines, and what the simulator predicts for them.
+
+    python scripts/demo.py [--out build/demo] [--policy jsq,br-h] [--requests N] ..
+
+For each policy: starts the engines of a topology (2 prefillers and 8 decode ranks with one barrier)
+and the proxy before them, each a process with real sockets, and replays a slice of a public trace
+through the proxy in a closed loop. Then simulates the same requests on the same deployment. Prints
+both beside each other and writes pictures. Exits 1 if a request failed.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, cast
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from balanceroute.proxy.cli import emulate
+from balanceroute.proxy.cli.up import emulate_command, emulated_engines
+from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.emulate import EmulationSettings
+from balanceroute.proxy.live.config import ProxyConfig
+from balanceroute.proxy.live.configure import make_config
+from balanceroute.proxy.replay.workload import plan
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import PolicyResult, PredictorKind, run_experiment
+from balanceroute.proxy.sim.plots import write_prediction_plots
+from balanceroute.proxy.sim.workload import Workload
+from balanceroute.proxy.soak.proxy_process import running_proxy
+from balanceroute.topologies import read_topology
+from balanceroute.traces import TraceRequest, read_trace
+
+# What is compared: heading, figure of the simulator, unit, digits.
+FIGURES = (
+    ("idle %", "idle_fraction", 100.0, 1),
+    ("output tokens/s", "output_tokens_per_s", 1.0, 0),
+)
+# Runs like these are chaotic: a moment's difference moves everything that comes after. So simulated
+# runs differ by this much in the time of a prefill, and their mean is the prediction.
+STAGGER_NS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is replayed on what.
+
+    Attributes:
+        topology: Emulated engines.
+        trace: The trace.
+        skip: Requests to pass over.
+        requests: Requests to take then.
+        concurrency: Requests that are always outstanding.
+        time_scale: Emulated seconds in a real one.
+        prefill_us_per_token: Speed of the prefillers, in emulated time.
+        simulations: Simulated runs of each policy.
+        out: Where to write.
+    """
+
+    topology: str
+    trace: Path
+    skip: int
+    requests: int
+    concurrency: int
+    time_scale: float
+    prefill_us_per_token: float
+    simulations: int
+    out: Path
+
+    @property
+    def engines_command(self) -> list[str]:
+        """The command line that emulates the engines."""
+        # The last word on a flag counts.
+        return [
+            *emulate_command(read_topology(self.topology)),
+            f"--prefill-us-per-token={self.prefill_us_per_token}",
+            f"--time-scale={self.time_scale}",
+        ]
+
+    def emulation(self) -> EmulationSettings:
+        """Return the engines' settings."""
+        parser = argparse.ArgumentParser()
+        emulate.add_parser(parser.add_subparsers())
+        words = self.engines_command
+        return emulate.settings_from_flags(parser.parse_args(words[words.index("emulate") :]))
+
+    def proxy_flags(self, policy: str) -> dict[str, object]:
+        """Return the proxy's flags beside its engines; its times are real ones."""
+        lease_s = self.emulation().lease_s / self.time_scale
+        return {
+            "policy": policy,
+            "port": 0,
+            "admin_port": 0,
+            "lease_s": lease_s,
+            "lease_margin_s": lease_s / 6,
+            "probe_limit": 1,
+            # With early binding a request waits in the engine for its first token.
+            "first_token_timeout_s": 600.0,
+        }
+
+    def planned(self) -> list[TraceRequest]:
+        """Return the requests that are replayed."""
+        return [
+            TraceRequest(request.arrival_ns, request.prompt_tokens, request.output_tokens)
+            for request in plan(read_trace(self.trace), skip=self.skip, count=self.requests)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What was measured of one policy.
+
+    Attributes:
+        figures: The replay's row of figures.
+        picture: Loads by step and rank at the beginning of the steady state.
+        loop_lag_ms: Mean lateness of the proxy's timers.
+        lease_lapses: Prefills that were repeated because their lease ran out.
+        failed: Whether a request failed.
+    """
+
+    figures: dict[str, Any]
+    picture: list[list[int]]
+    loop_lag_ms: float
+    lease_lapses: int
+    failed: bool
+
+    def result(self, policy: str) -> PolicyResult:
+        """Return the figures under the simulator's names, as the engines report them."""
+        names = ("mean_imbalance_tokens", "idle_fraction")
+        mean = {name: float(self.figures[name]) for name in names}
+        mean["output_tokens_per_s"] = float(self.figures["tokens_per_s"])
+        return PolicyResult(policy, mean, dict.fromkeys(mean, 0.0), self.picture)
+
+
+def run_live(setup: Setup, policy: str) -> Live:
+    """Start engines and proxy, replay through them, and end them."""
+    folder = setup.out / policy
+    folder.mkdir(parents=True, exist_ok=True)
+    with emulated_engines(setup.engines_command) as engines:
+        urls = {role: cast("list[str]", given) for role, given in engines.items()}
+        flags = [f"--topology={setup.topology}"]
+        flags += [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in setup.proxy_flags(policy).items()
+        ]
+        for role, addresses in urls.items():
+            flags += [f"--{role}", *addresses]
+        fleet = urls["decode"][0]
+        with running_proxy(flags, engines=urls["prefill"] + urls["decode"], folder=folder) as proxy:
+            failed = replay(setup, policy, f"http://{proxy.host}:{proxy.port}", fleet, folder)
+            metrics = httpx.get(
+                f"http://{proxy.host}:{proxy.admin_port}/metrics", trust_env=False
+            ).text
+            picture = httpx.get(f"{fleet}/emulation/stats/picture", trust_env=False).json()
+    samples = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
+    (figures,) = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["results"]
+    lag = "balanceroute_loop_lag_seconds"
+    return Live(
+        figures,
+        picture,
+        loop_lag_ms=1e3 * samples[f"{lag}_sum"] / max(1.0, samples[f"{lag}_count"]),
+        lease_lapses=round(samples["balanceroute_lease_lapses_total"]),
+        failed=failed,
+    )
+
+
+def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> bool:
+    """Replay through the proxy at `url`; return whether a request failed."""
+    command = [
+        *[sys.executable, "-m", "balanceroute.proxy", "replay"],
+        *["--target", url, "--emulation", fleet, "--trace", str(setup.trace)],
+        *["--skip", str(setup.skip), "--requests", str(setup.requests)],
+        *["--concurrency", str(setup.concurrency), "--time-scale", str(setup.time_scale)],
+        *["--stop-at-last-arrival", "--label", policy, "--json", str(folder / "replay.json")],
+    ]
+    with (folder / "replay.txt").open("wb") as table:
+        status = subprocess.run(command, stdout=table, check=False).returncode
+    if status not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} ended with status {status}")
+    return status == 1
+
+
+def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
+    """Return what the simulator has to know of the engines and of the proxy's configuration."""
+    engines = setup.emulation()
+    scheduler = config.scheduler_config(engines.ranks)
+    deadline_ns = scheduler.deadline_ns
+    return Deployment(
+        ranks=engines.ranks,
+        batch_limit=engines.batch_limit,
+        step_base_ns=engines.step_base_ns,
+        step_ns_per_token=engines.step_ns_per_token,
+        rank_kv_tokens=engines.rank_kv_tokens,
+        prefill=engines.prefill,
+        transfer_base_ns=engines.transfer_base_ns,
+        transfer_ns_per_token=engines.transfer_ns_per_token,
+        deadline_ns=None if deadline_ns is None else round(deadline_ns * setup.time_scale),
+        pool_limit=scheduler.pool_limit,
+    )
+
+
+def predict(setup: Setup, policy: str) -> PolicyResult:
+    """Simulate what `run_live` does: means, and how far single runs spread."""
+    engines = setup.emulation()
+    stand_ins = {
+        "prefill": [f"http://prefill:{1 + i}" for i in range(engines.prefillers)],
+        "decode": [f"http://decode:{1 + i}" for i in range(engines.ranks)],
+    }
+    config = make_config(read_topology(setup.topology), setup.proxy_flags(policy) | stand_ins)
+    deployment = deployment_of(setup, config)
+    # No history: the proxy's predictor knows nothing either when it starts.
+    workload = Workload(setup.planned(), history=[], concurrency=setup.concurrency)
+    runs: list[PolicyResult] = []
+    for number in range(setup.simulations):
+        assert deployment.prefill is not None
+        base_ns = deployment.prefill.base_ns + number * STAGGER_NS
+        runs += run_experiment(
+            replace(deployment, prefill=replace(deployment.prefill, base_ns=base_ns)),
+            [workload],
+            [policy],
+            config.scheduling.settings,
+            PredictorKind(config.scheduling.predictor),
+        )
+    mean = {name: fmean(run.mean[name] for run in runs) for name in runs[0].mean}
+    spread = dict.fromkeys(mean, 0.0)
+    if len(runs) > 1:
+        spread = {name: stdev(run.mean[name] for run in runs) for name in mean}
+    return PolicyResult(policy, mean, spread, runs[0].picture)
+
+
+def deviation(live: PolicyResult, simulated: PolicyResult, name: str) -> float:
+    """Return by how much what was measured differs from what was predicted, as a share of it."""
+    predicted = simulated.mean[name]
+    return live.mean[name] / predicted - 1 if predicted else inf
+
+
+def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> Table:
+    """Return what was measured beside what was predicted, a policy a row."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for heading, *_ in FIGURES:
+        for column in (f"{heading}\nlive", "\nsimulated", "\ndeviation"):
+            table.add_column(column, justify="right", no_wrap=True)
+    for measured, predicted in zip(live, simulated, strict=True):
+        cells = []
+        for _, name, unit, digits in FIGURES:
+            mean, spread = unit * predicted.mean[name], unit * predicted.stderr[name]
+            cells += [
+                f"{unit * measured.mean[name]:,.{digits}f}",
+                f"{mean:,.{digits}f} ±{spread:,.{digits}f}",
+                f"{100 * deviation(measured, predicted, name):+.1f} %",
+            ]
+        table.add_row(measured.policy, *cells)
+    return table
+
+
+def particulars(lives: Mapping[str, Live], time_scale: float) -> Table:
+    """Return what else was measured, and how well the machine kept up, a policy a column."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("live", no_wrap=True)
+    for policy in lives:
+        table.add_column(policy, justify="right", no_wrap=True)
+    rows = (
+        ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
+        ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
+        ("TTFT ms, p99", "ttft_ms_p99", 1.0, 0),
+        ("TPOT ms, p50", "tpot_ms_p50", 1.0, 1),
+        ("TPOT ms, p95", "tpot_ms_p95", 1.0, 1),
+        ("imbalance tokens", "mean_imbalance_tokens", 1.0, 0),
+        ("decode steps", "steps", 1.0, 0),
+        ("requests finished", "requests", 1.0, 0),
+        ("requests failed", "errors", 1.0, 0),
+        ("barrier late, real ms, mean", "mean_late_s", 1e3, 1),
+        ("barrier late, real ms, at most", "late_s", 1e3, 0),
+        ("requests sent late, real ms, p99", "send_late_ms_p99", 1 / time_scale, 1),
+    )
+    for label, name, unit, digits in rows:
+        values = [live.figures[name] for live in lives.values()]
+        table.add_row(
+            label, *("-" if value is None else f"{unit * value:,.{digits}f}" for value in values)
+        )
+    lags = [f"{live.loop_lag_ms:,.1f}" for live in lives.values()]
+    table.add_row("proxy's timers late, real ms, mean", *lags)
+    table.add_row("KV leases lapsed", *(f"{live.lease_lapses:,}" for live in lives.values()))
+    return table
+
+
+def conclusions(
+    live: Sequence[PolicyResult], lives: Mapping[str, Live], time_scale: float
+) -> list[str]:
+    """Return what the tables come to."""
+    base, *others = live
+    said = []
+    for one in others:
+        idle = one.mean["idle_fraction"] / base.mean["idle_fraction"]
+        output = one.mean["output_tokens_per_s"] / base.mean["output_tokens_per_s"] - 1
+        said.append(
+            f"{one.policy} has {idle:.2f} times the idle time of {base.policy} "
+            f"and {100 * output:+.1f} % output tokens/s."
+        )
+    for policy, measured in lives.items():
+        figures = measured.figures
+        if not figures["steps"]:
+            continue
+        step_s = figures["duration_s"] / figures["steps"] / time_scale
+        if figures["mean_late_s"] > step_s:
+            said.append(
+                f"The machine did not keep up with {policy}: a step ended "
+                f"{1e3 * figures['mean_late_s']:.0f} ms late on average and took {1e3 * step_s:.0f}. "
+                "Try a smaller --time-scale, or with less beside it."
+            )
+    return said
+
+
+def title_of(setup: Setup) -> str:
+    """Return what was replayed on what."""
+    engines = setup.emulation()
+    return (
+        f"{setup.trace.name}: {setup.requests:,} requests after the first {setup.skip:,}, "
+        f"{setup.concurrency:,} outstanding; {engines.prefillers} prefillers, "
+        f"{engines.ranks} ranks x batch {engines.batch_limit}, {setup.time_scale:g} times real time"
+    )
+
+
+def write_report(
+    setup: Setup,
+    live: Sequence[PolicyResult],
+    simulated: Sequence[PolicyResult],
+    lives: Mapping[str, Live],
+) -> None:
+    """Write everything but the pictures' data as JSON."""
+    rows = [
+        {
+            "policy": measured.policy,
+            "live": lives[measured.policy].figures
+            | {
+                "loop_lag_ms": lives[measured.policy].loop_lag_ms,
+                "lease_lapses": lives[measured.policy].lease_lapses,
+            },
+            "simulated": predicted.mean,
+            "spread": predicted.stderr,
+            "deviation": {name: deviation(measured, predicted, name) for _, name, *_ in FIGURES},
+        }
+        for measured, predicted in zip(live, simulated, strict=True)
+    ]
+    config = asdict(setup) | {"trace": str(setup.trace), "out": str(setup.out)}
+    text = json.dumps({"config": config, "results": rows}, indent=2)
+    (setup.out / "demo.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_flags() -> tuple[Setup, list[str]]:
+    """Return what the command line asks for, and the policies."""
+    show_defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=show_defaults
+    )
+    trace = Path("traces/public/mooncake_conversation.jsonl.gz")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where to write")
+    parser.add_argument("--policy", default="jsq,br-h", help="the first is what others compare to")
+    parser.add_argument("--topology", default="emulated-2p8d", help="whose engines are emulated")
+    parser.add_argument("--trace", type=Path, default=trace, help="what to replay")
+    parser.add_argument("--skip", type=int, default=5000, help="requests to pass over first")
+    parser.add_argument("--requests", type=int, default=1500, help="requests to replay")
+    parser.add_argument("--concurrency", type=int, default=192, help="always outstanding")
+    parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
+    parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
+    parser.add_argument("--simulations", type=int, default=8, help="simulated runs of each policy")
+    arguments = vars(parser.parse_args())
+    policies = arguments.pop("policy").split(",")
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        parser.error(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
+    return Setup(**arguments), policies
+
+
+def main() -> int:
+    """Run the demo."""
+    setup, policies = read_flags()
+    # So that the other processes end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    lives: dict[str, Live] = {}
+    simulated: list[PolicyResult] = []
+    for policy in policies:
+        console.print(f"{policy}: live ..", highlight=False)
+        lives[policy] = run_live(setup, policy)
+        console.print(f"{policy}: simulated ..", highlight=False)
+        simulated.append(predict(setup, policy))
+    live = [one.result(policy) for policy, one in lives.items()]
+    write_report(setup, live, simulated, lives)
+    pictures = write_prediction_plots(live, simulated, setup.out, title=title_of(setup))
+    console.print(f"\n{title_of(setup)}", highlight=False, soft_wrap=True)
+    console.print(comparison(live, simulated))
+    console.print(
+        f"Live: as the engines themselves report it. Simulated: mean ± standard deviation of "
+        f"{setup.simulations} runs. Both from a tenth of the requests finished to the last one sent.",
+        highlight=False,
+    )
+    console.print(particulars(lives, setup.time_scale))
+    for line in conclusions(live, lives, setup.time_scale):
+        console.print(line, highlight=False, soft_wrap=True)
+    written = ", ".join(str(path) for path in (setup.out / "demo.json", *pictures))
+    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    return 1 if any(one.failed for one in lives.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
