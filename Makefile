@@ -4,7 +4,7 @@ UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := check
-.PHONY: check install lint types test demo bench fmt clean help
+.PHONY: check install lint types test demo simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -32,9 +32,12 @@ types: $(INSTALLED) ## mypy --strict
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest
 
-demo: $(INSTALLED) ## replay a public trace under five policies: table, and pictures in build/demo
+demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
+	@$(BIN)/python scripts/demo.py
+
+simulate: $(INSTALLED) ## five policies on a public trace in virtual time: table, pictures in build/simulate
 	@$(BIN)/balanceroute simulate --trace traces/public/mooncake_conversation.jsonl.gz \
-		--ranks 8 --batch 16 --backlog 64 --segments 6 --plots build/demo
+		--ranks 8 --batch 16 --backlog 64 --segments 6 --plots build/simulate
 
 bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vllm-router (10 minutes)
 	@$(BIN)/python scripts/bench_dispatch.py

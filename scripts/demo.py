@@ -168,6 +168,8 @@ def run_live(setup: Setup, policy: str) -> Live:
         for sample in family.samples
     }
     (figures,) = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["results"]
+    if not figures.get("steps"):
+        raise SystemExit(f"{policy}: no steady state; it takes more --requests")
     lag = "balanceroute_loop_lag_seconds"
     return Live(
         figures,
@@ -242,10 +244,9 @@ def predict(setup: Setup, policy: str) -> PolicyResult:
     return PolicyResult(policy, mean, spread, runs[0].picture)
 
 
-def deviation(live: PolicyResult, simulated: PolicyResult, name: str) -> float:
-    """Return by how much what was measured differs from what was predicted, as a share of it."""
-    predicted = simulated.mean[name]
-    return live.mean[name] / predicted - 1 if predicted else inf
+def deviation(result: PolicyResult, base: PolicyResult, name: str) -> float:
+    """Return by how much a figure differs from another's, as a share of that."""
+    return result.mean[name] / base.mean[name] - 1 if base.mean[name] else inf
 
 
 def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> Table:
@@ -306,22 +307,20 @@ def conclusions(
     base, *others = live
     said = []
     for one in others:
-        idle = one.mean["idle_fraction"] / base.mean["idle_fraction"]
-        output = one.mean["output_tokens_per_s"] / base.mean["output_tokens_per_s"] - 1
+        idle = 1 + deviation(one, base, "idle_fraction")
+        output = deviation(one, base, "output_tokens_per_s")
         said.append(
             f"{one.policy} has {idle:.2f} times the idle time of {base.policy} "
             f"and {100 * output:+.1f} % output tokens/s."
         )
     for policy, measured in lives.items():
         figures = measured.figures
-        if not figures["steps"]:
-            continue
         step_s = figures["duration_s"] / figures["steps"] / time_scale
         if figures["mean_late_s"] > step_s:
             said.append(
                 f"The machine did not keep up with {policy}: a step ended "
                 f"{1e3 * figures['mean_late_s']:.0f} ms late on average and took {1e3 * step_s:.0f}. "
-                "Try a smaller --time-scale, or with less beside it."
+                "A smaller --time-scale asks less of it."
             )
     return said
 
@@ -330,9 +329,9 @@ def title_of(setup: Setup) -> str:
     """Return what was replayed on what."""
     engines = setup.emulation()
     return (
-        f"{setup.trace.name}: {setup.requests:,} requests after the first {setup.skip:,}, "
-        f"{setup.concurrency:,} outstanding; {engines.prefillers} prefillers, "
-        f"{engines.ranks} ranks x batch {engines.batch_limit}, {setup.time_scale:g} times real time"
+        f"{setup.trace.name.partition('.')[0]}: requests {setup.skip:,} to {setup.skip + setup.requests:,}, "
+        f"{setup.concurrency:,} outstanding, {engines.prefillers} prefillers, "
+        f"{engines.ranks} ranks x batch {engines.batch_limit}, {setup.time_scale:g}x real time"
     )
 
 
@@ -390,8 +389,6 @@ def read_flags() -> tuple[Setup, list[str]]:
 def main() -> int:
     """Run the demo."""
     setup, policies = read_flags()
-    # So that the other processes end with this one.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -421,4 +418,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # So that the other processes end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from balanceroute.proxy.cli import simulate
-from balanceroute.traces import detect_format
+from balanceroute.traces import TraceRequest, detect_format, write_native
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,6 +52,34 @@ def test_an_experiment_ends_in_a_table(tmp_path: Path, monkeypatch: pytest.Monke
     assert module.main() == 0
     assert json.loads((tmp_path / "small.json").read_text())["results"]
     assert (tmp_path / "tables.md").read_text().count("\n| `") == 5
+
+
+def test_the_demo_compares_policies_live_and_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out"
+    write_native(trace, [TraceRequest(i, 40 + 7 * i, 12 + i % 9) for i in range(60)])
+    words = f"--out {out} --trace {trace} --skip 0 --requests 60 --concurrency 24"
+    fast = "--time-scale 10 --simulations 2"
+    monkeypatch.setattr(sys, "argv", ["demo", *words.split(), *fast.split()])
+    assert script("demo").main() == 0
+    told = capsys.readouterr().out
+    assert "trace: requests 0 to 60, 24 outstanding, 2 prefillers, 8 ranks x batch 16, 10x" in told
+    heading = next(line for line in told.splitlines() if line.split()[:1] == ["policy"])
+    assert heading.split() == ["policy", *2 * ["live", "simulated", "deviation"]]
+    rows = {line.split()[0]: line.split() for line in told.splitlines() if line.count(" ±") == 2}
+    assert list(rows) == ["jsq", "br-h"]
+    assert all(len(row) == 11 and row.count("%") == 2 for row in rows.values())
+    assert "br-h has " in told
+    report = json.loads((out / "demo.json").read_text())
+    assert [row["policy"] for row in report["results"]] == ["jsq", "br-h"]
+    for row in report["results"]:
+        assert row["live"]["errors"] == row["live"]["wrong_lengths"] == 0
+        assert 0.0 < row["live"]["idle_fraction"] < 1.0
+        assert row["live"]["tokens_per_s"] > 0.0
+        assert row["simulated"]["output_tokens_per_s"] > 0.0
+    for name in ("live_rank_loads", "live_simulated"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bench_times_every_stage() -> None:

@@ -42,7 +42,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.instances import Instances, Prefiller
+from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.retry_budget import RetryBudget
@@ -311,8 +311,12 @@ class Driver:
         return f"{self._rng.getrandbits(128):032x}"
 
     def choose_prefiller(self, other_than: Prefiller | None) -> Prefiller | None:
-        """Return the open prefiller with the fewest hand-offs, another than the last if there is."""
-        able = [prefiller for prefiller in self.instances.prefillers if prefiller.open]
+        """Return the open prefiller with the fewest hand-offs, another than the last if there is.
+
+        If none is open, crowded ones are: the decode rank waits with its blocks taken.
+        """
+        up = [one for one in self.instances.prefillers if one.status is Status.UP]
+        able = [prefiller for prefiller in up if prefiller.open] or up
         able = [prefiller for prefiller in able if prefiller is not other_than] or able
         return min(able, key=lambda prefiller: prefiller.hand_offs, default=None)
 

@@ -30,6 +30,8 @@ ENDPOINTS = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
         "/v1/models",
         "/health",
         "/ready",

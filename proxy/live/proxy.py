@@ -129,6 +129,7 @@ class Proxy:
         self.driver: Driver
         self.server: Server
         self.admin: Server | None = None
+        self._pages: Admin | None = None
 
     async def start(self) -> None:
         """Find the engines and listen.
@@ -179,6 +180,8 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._pages is not None:
+            self._pages.close()
         self.driver.draining = True
         self.driver.shut_down()
         self.roster.close()
@@ -245,13 +248,13 @@ class Proxy:
             own = EngineUrl(scheme, config.listen.host, self.server.port)
             self.driver.connector = make_connector(config.fleet.connector, callback=own.base)
         if config.admin is not None:
-            pages = Admin(
+            self._pages = Admin(
                 ProxyControl(self),
                 page_of_metrics=self.metrics.render,
                 config=config.redacted(),
                 token=config.admin.token,
             )
-            self.admin = Server(pages, limits=config.listen.limits, refuse=_refuse)
+            self.admin = Server(self._pages, limits=config.listen.limits, refuse=_refuse)
             await self.admin.start(config.admin.host, config.admin.port)
 
     def _make_driver(self) -> Driver:

@@ -548,6 +548,15 @@ def test_a_lone_surrogate_in_a_name_of_a_model_is_no_error_of_the_proxy(play: "P
     play(scenario, flags={"model": ["tiny"]})
 
 
+def test_a_body_past_the_limit_is_413(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for path in (COMPLETIONS, "/tokenize"):
+            is_error(await site.post(path, BODY | {"prompt": "t" * 5_000}), 413)
+        assert site.seen == []
+
+    play(scenario, flags={"body_limit_bytes": 4_096})
+
+
 # What the engines refuse.
 
 

@@ -598,6 +598,24 @@ def test_while_the_proxy_drains_ranks_still_call_back(play: "Play") -> None:
     play(scenario, connector=Connector.LAYERWISE, flags={"batch": 1})
 
 
+def test_a_call_is_answered_even_if_every_prefiller_is_crowded(play: "Play") -> None:
+    page = b"".join(
+        b'vllm:%b{engine="0"} 1.0\n' % name
+        for name in (b"kv_cache_usage_perc", b"num_requests_running", b"num_requests_waiting")
+    )
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/metrics"] = lambda _, __, reply: reply.send(200, [], page)
+        await asyncio.sleep(3.0)
+        assert not any(one.open for one in site.world.proxy.instances.prefillers)
+        same(
+            await site.post(COMPLETIONS, BODY | USAGE, ID),
+            await alone(site, COMPLETIONS, BODY | USAGE),
+        )
+
+    play(scenario, connector=Connector.LAYERWISE)
+
+
 def test_a_rank_that_never_calls_back_is_given_up(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY | USAGE)
@@ -615,14 +633,17 @@ def test_a_rank_that_never_calls_back_is_given_up(play: "Play") -> None:
     )
 
 
-def test_a_prefiller_that_hangs_is_to_blame_and_not_asked_again(play: "Play") -> None:
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_prefiller_that_hangs_is_to_blame_and_not_asked_again(
+    play: "Play", failures: int
+) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY | USAGE)
         site.fleet.faults.set("prefill/0", hang=True)
         same(await site.post(COMPLETIONS, BODY | USAGE, ID), right)
         assert [seen.engine for seen in site.received("prefill")] == ["prefill/0", "prefill/1"]
         instances = site.world.proxy.instances
-        assert [one.status for one in instances.prefillers] == [Status.QUARANTINED, Status.UP]
+        assert (instances.prefillers[0].status is Status.QUARANTINED) == (failures == 1)
         assert [one.status for one in instances.ranks] == [Status.UP, Status.UP]
 
     play(
@@ -631,7 +652,7 @@ def test_a_prefiller_that_hangs_is_to_blame_and_not_asked_again(play: "Play") ->
         flags={
             "first_token_timeout_s": 2.0,
             "prefill_timeout_s": 3.0,
-            "quarantine_failures": 1,
+            "quarantine_failures": failures,
             "health_interval_s": 60.0,
         },
     )

@@ -760,3 +760,48 @@ def test_answers_that_are_not_streamed_are_repaired_too(play: "Play") -> None:
         assert len(site.received("decode/0")) == 2
 
     play(scenario)
+
+
+def test_an_addition_under_way_ends_with_the_proxy(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        async with Another(site, prefillers=0, ranks=1) as other:
+            held: list[Any] = []
+            site.handlers[b"/metrics"] = lambda _, __, reply: held.append(reply)
+            await asyncio.sleep(2.0)
+            held.clear()
+            exchange = site.send(
+                "/admin/instances",
+                {"role": "decode", "url": other.decode_urls[0]},
+                headers=[(b"content-type", b"application/json")],
+                port=site.world.proxy.admin.port if site.world.proxy.admin else 0,
+            )
+            await site.until(lambda: bool(held))
+            await site.world.proxy.close()
+            for reply in held:
+                reply.send(200, [], b'vllm:kv_cache_usage_perc{engine="0"} 0.1\n')
+            await exchange.end()
+            await asyncio.sleep(2.0)
+            assert len(site.world.proxy.instances.ranks) == 2
+
+    play(scenario)
+
+
+def test_an_outage_long_ago_does_not_shorten_the_wait(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for i in range(10):  # They earn the retries.
+            await site.post(COMPLETIONS, body(i, max_tokens=1))
+        for last in (False, True):
+            for number in ("0", "1"):
+                site.fleet.kill(f"decode/{number}")
+            exchange = site.send(COMPLETIONS, BODY)
+            await asyncio.sleep(3.0)
+            assert exchange.status == 0
+            if not last:
+                exchange.call.abort()
+                await asyncio.sleep(3.0)
+            for number in ("0", "1"):
+                await site.fleet.restore(f"decode/{number}")
+            await asyncio.sleep(60.0)
+        assert exchange.done
+
+    play(scenario)

@@ -100,7 +100,7 @@ def test_what_is_right_is_taken_for_right(plan: Plan, seen: Seen, kind: Kind) ->
         (STREAM, streamed(event(0, "", "stop") + event(1, "", "stop") + usage() + DONE), "usage"),
         (replace(STREAM, wants_usage=False), streamed(RIGHT), "usage is"),
         (replace(STREAM, name="s"), streamed(RIGHT), "does not name its request"),
-        (WHOLE, answered(lambda one: one.update(choices=[])), "said []"),
+        (WHOLE, answered(lambda one: one.update(choices=[])), "usage is"),
         (WHOLE, answered(lambda one: one.pop("usage")), "cannot be read"),
         (WHOLE, replace(answered(), complete=False), "cut off"),
         (WHOLE, Seen(ending="closed"), "no answer"),

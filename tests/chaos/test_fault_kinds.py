@@ -1,0 +1,221 @@
+"""One kind of fault at a time, on one engine of several: which ones no client may notice."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.chaos.clients import Visit
+from balanceroute.proxy.chaos.faults import Act, Injection
+from balanceroute.proxy.chaos.meddler import HARMLESS, Meddling
+from balanceroute.proxy.chaos.plan import MODEL, Plan, Weather
+from balanceroute.proxy.chaos.requests import RequestMix, draw_request
+from balanceroute.proxy.chaos.trial import Report, run_plan
+from balanceroute.proxy.chaos.world import WorldSettings
+from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
+from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
+from balanceroute.proxy.live.instances import Role
+from balanceroute.proxy.virtual.link import Link
+
+REQUESTS = 40
+SPAN_S = 6.0
+ENGINES = EmulationSettings(
+    prefillers=2,
+    ranks=3,
+    batch_limit=8,
+    step_base_ns=10_000_000,
+    prefill_base_ns=5_000_000,
+    lease_s=8.0,
+    model=MODEL,
+    mean_output_tokens=15.0,
+)
+FLAGS: Mapping[str, object] = {
+    "batch": 8,
+    "lease_s": 8.0,
+    "connect_timeout_s": 1.0,
+    "prefill_timeout_s": 3.0,
+    "first_token_timeout_s": 3.0,
+    "idle_stream_timeout_s": 3.0,
+    "answer_timeout_s": 6.0,
+    "health_interval_s": 0.5,
+    "health_timeout_s": 0.3,
+    "scrape_interval_s": 0.5,
+    "scrape_timeout_s": 0.3,
+}
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+def run_with(
+    *injections: Injection, connector: Connector = Connector.NIXL, **flags: object
+) -> Report:
+    """Send drawn requests while something is wrong, from before the first to after the last."""
+    rng = random.Random("fault kinds")
+    mix = RequestMix(MODEL, big=0.0, odd=0.0)
+    visits = sorted(
+        (
+            Visit(rng.uniform(0.2, SPAN_S), (draw_request(rng, number, mix),))
+            for number in range(REQUESTS)
+        ),
+        key=lambda visit: visit.start_s,
+    )
+    plan = Plan(
+        seed=0,
+        weather=Weather.FAULTS,
+        world=WorldSettings(replace(ENGINES, connector=connector), {**FLAGS, **flags}),
+        visits=tuple(visits),
+        injections=injections,
+        storm_s=None,
+        calm_s=SPAN_S + 1.0,
+        shutdown_s=None,
+    )
+    report = run_plan(plan)
+    assert not report.violations
+    return report
+
+
+def injection(role: Role, act: Act, end_s: float = SPAN_S + 0.5, **what: Any) -> Injection:
+    return Injection("fault", act, role, 0, 0.0, end_s, **what)
+
+
+def board(role: Role, **changes: Any) -> Injection:
+    return injection(role, Act.BOARD, changes=changes)
+
+
+def assert_nobody_noticed(report: Report) -> None:
+    assert report.endings == {"exact": REQUESTS}
+
+
+def test_without_a_fault_every_answer_is_exact() -> None:
+    assert_nobody_noticed(run_with())
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"refuse": True},
+        {"unhealthy": True},
+        {"slow_scrape_s": 1.0},
+        *({"malformed_scrape": kind} for kind in MalformedScrape if kind.value != "huge"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_is_not_fit_is_gone_around(role: Role, changes: dict[str, Any]) -> None:
+    assert_nobody_noticed(run_with(board(role, **changes)))
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize("meddling", [*HARMLESS, Meddling.CLOSE_ON_REUSE])
+def test_what_http_allows_harms_nobody(role: Role, meddling: Meddling) -> None:
+    report = run_with(injection(role, Act.MEDDLE, meddling=meddling))
+    assert_nobody_noticed(report)
+    if meddling is Meddling.CLOSE_ON_REUSE:
+        # It is mended below the sessions.
+        assert not report.counters["retries"]
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(split_bytes=1),
+        Link(split_bytes=7),
+        Link(coalesce_s=0.1),
+        Link(latency_s=0.02, jitter_s=0.1),
+        Link(window_bytes=200, latency_s=0.001),
+        Link(stall_after_download_bytes=300, stall_s=1.0),
+    ],
+    ids=str,
+)
+def test_a_bad_wire_slows_and_changes_nothing(role: Role, link: Link) -> None:
+    assert_nobody_noticed(run_with(injection(role, Act.LINK, link=link)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MalformedStream.CRLF,
+        MalformedStream.CR,
+        MalformedStream.MIXED_ENDS,
+        MalformedStream.COMMENTS,
+        MalformedStream.FIELDS,
+        MalformedStream.BOM,
+        MalformedStream.BYTES,
+        MalformedStream.JOINED,
+    ],
+)
+def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
+    assert_nobody_noticed(run_with(board(Role.DECODE, malformed=kind)))
+
+
+@pytest.mark.parametrize(
+    "kind", [MalformedStream.BAD_JSON, MalformedStream.NUL, MalformedStream.NO_DATA]
+)
+def test_broken_events_end_in_an_error(kind: MalformedStream) -> None:
+    report = run_with(board(Role.DECODE, malformed=kind))
+    assert report.endings.keys() == {"exact", "error event"}
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_an_answer_that_trickles_is_waited_for(role: Role) -> None:
+    trickle = board(role, malformed_answer=MalformedAnswer.TRICKLE, trickle_s=1e-4)
+    assert_nobody_noticed(run_with(trickle))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MalformedAnswer if kind.value != "trickle"])
+@pytest.mark.parametrize("role", BOTH)
+def test_nonsense_is_never_an_answer(role: Role, kind: MalformedAnswer) -> None:
+    report = run_with(board(role, malformed_answer=kind))
+    assert report.endings.keys() <= {"exact", "status 502"}
+    assert report.counters["retries"]
+
+
+@pytest.mark.parametrize("connector", [Connector.NIXL, Connector.MOONCAKE_ASCEND])
+def test_a_prefill_without_parameters_is_computed_again(connector: Connector) -> None:
+    report = run_with(board(Role.PREFILL, drop_kv_params=1.0), connector=connector)
+    assert_nobody_noticed(report)
+    assert not report.counters["retries"]
+
+
+def test_a_prefill_without_parameters_may_count_as_a_failure() -> None:
+    report = run_with(board(Role.PREFILL, drop_kv_params=0.3), on_missing_kv="fail")
+    assert report.counters["retries"]
+
+
+def test_an_answer_of_one_token_is_the_prefillers() -> None:
+    report = run_with(board(Role.PREFILL, eos_first=1.0))
+    assert report.endings.keys() == {"exact", "ended by the prefiller"}
+    assert report.endings["ended by the prefiller"] > 5
+
+
+@pytest.mark.parametrize("connector", [Connector.MOONCAKE_ASCEND, Connector.LAYERWISE])
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_a_request_that_is_handed_back_goes_on(connector: Connector, tokens: int) -> None:
+    report = run_with(board(Role.DECODE, recomputed_after_tokens=tokens), connector=connector)
+    assert report.endings["exact"] > REQUESTS * 0.8
+    assert report.endings.keys() <= {"exact", "error event"}
+    assert report.counters["recomputes"]
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_a_drained_engine_ends_what_it_has(role: Role) -> None:
+    assert_nobody_noticed(run_with(injection(role, Act.DRAIN, end_s=SPAN_S / 2)))
+
+
+@pytest.mark.parametrize("policy", ["jsq", "br-0", "br-h", "br-0-bypass", "random"])
+def test_a_change_of_policy_loses_nothing(policy: str) -> None:
+    changes = [
+        replace(injection(Role.DECODE, Act.POLICY, policy=name), start_s=SPAN_S * share)
+        for name, share in ((policy, 0.3), ("fifo", 0.6))
+    ]
+    assert_nobody_noticed(run_with(*changes))
+
+
+@pytest.mark.parametrize("status", [400, 413])
+@pytest.mark.parametrize("role", BOTH)
+def test_an_engines_refusal_is_the_clients(role: Role, status: int) -> None:
+    report = run_with(board(role, **{f"status_{status}": 1.0}))
+    assert report.endings.keys() == {"exact", f"status {status}"}
+    assert not report.counters["retries"]
