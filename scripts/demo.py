@@ -46,9 +46,9 @@ FIGURES = (
     ("idle %", "idle_fraction", 100.0, 1),
     ("output tokens/s", "output_tokens_per_s", 1.0, 0),
 )
-# Runs like these are chaotic: a moment's difference moves everything that comes after. So simulated
-# runs differ by this much in the time of a prefill, and their mean is the prediction.
-STAGGER_NS = 100_000
+# Runs like these are chaotic: a moment's difference moves everything that comes after it. So each
+# simulated run has prefills longer by this than the one before, and the prediction is their mean.
+STAGGER_NS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ def read_flags() -> tuple[Setup, list[str]]:
     parser.add_argument("--concurrency", type=int, default=192, help="always outstanding")
     parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
     parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
-    parser.add_argument("--simulations", type=int, default=8, help="simulated runs of each policy")
+    parser.add_argument("--simulations", type=int, default=10, help="simulated runs of each policy")
     arguments = vars(parser.parse_args())
     policies = arguments.pop("policy").split(",")
     unknown = [policy for policy in policies if policy not in POLICIES]
@@ -405,8 +405,9 @@ def main() -> int:
     console.print(f"\n{title_of(setup)}", highlight=False, soft_wrap=True)
     console.print(comparison(live, simulated))
     console.print(
-        f"Live: as the engines themselves report it. Simulated: mean ± standard deviation of "
-        f"{setup.simulations} runs. Both from a tenth of the requests finished to the last one sent.",
+        "Live: as the engines themselves report it. "
+        f"Simulated: mean of {setup.simulations} runs ± how far single ones spread (one standard "
+        "deviation). Both from a tenth of the requests finished to the last one sent.",
         highlight=False,
     )
     console.print(particulars(lives, setup.time_scale))

@@ -265,7 +265,7 @@ class _ToEngine(asyncio.Protocol):
         match self._meddling:
             case Meddling.EXTENSIONS:
                 self._hit()
-                write(b'%X ;name="va lue";x\r\n%b\r\n' % (len(payload), payload))
+                write(b'%X;name="va lue";x\r\n%b\r\n' % (len(payload), payload))
             case Meddling.TINY_CHUNKS:
                 self._hit()
                 for begin in range(0, len(payload), 3):

@@ -117,7 +117,8 @@ class Choice:
         """End the choice from outside, without a token."""
         self.finish_reason = "stop"
         self.stop_reason = stop_reason
-        return Delta(self._release(0))
+        # Of a tool call, the parser has shown what there is to show.
+        return Delta("" if self.script is not None else self._release(0))
 
     def _follow(self, script: ToolScript) -> Delta:
         self.emitted += 1

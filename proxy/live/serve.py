@@ -7,12 +7,14 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
-from balanceroute.proxy.live.http_client import fetch_body, fetch_status, make_http_client
+from balanceroute.proxy.live.http_client import make_http_client
+from balanceroute.proxy.live.httpx_fetcher import HttpxFetcher
 from balanceroute.proxy.live.line_writer import LineWriter
 from balanceroute.proxy.live.process_log import set_up_process_log
 from balanceroute.proxy.live.proxy import Environment, Proxy
@@ -20,29 +22,12 @@ from balanceroute.proxy.live.request_log import RequestLog
 from balanceroute.proxy.live.tls import engine_context
 
 if TYPE_CHECKING:
-    import httpx
-
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.credentials import Secret
     from balanceroute.proxy.live.record import RequestRecord
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
-
-
-class HttpxFetcher:
-    """Fetches with httpx: not hot, and well kept."""
-
-    def __init__(self, client: "httpx.AsyncClient") -> None:
-        self._client = client
-
-    async def status(self, url: str) -> int:
-        """GET a page; return its status."""
-        return await fetch_status(self._client, url)
-
-    async def body(self, url: str, *, max_bytes: int) -> bytes:
-        """GET a page; return its body."""
-        return await fetch_body(self._client, url, max_bytes=max_bytes)
 
 
 class _NoLog:
@@ -77,13 +62,15 @@ async def _serve(config: "ProxyConfig") -> int:
     if config.fleet.key is not None:
         headers["authorization"] = f"Bearer {config.fleet.key.value.decode()}"
     fleet = config.fleet
-    client = make_http_client(
+    make_client = partial(
+        make_http_client,
         engine_context(fleet.ca_file, insecure=fleet.insecure),
         timeout_s=fleet.connect_timeout_s,
         headers=headers,
     )
+    fetcher = HttpxFetcher(make_client)
     environment = Environment(
-        fetcher=HttpxFetcher(client),
+        fetcher=fetcher,
         log=_NoLog() if writer is None else RequestLog(writer.write),
         rng=random.SystemRandom(),
         unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
@@ -109,7 +96,7 @@ async def _serve(config: "ProxyConfig") -> int:
             task.cancel()
         await proxy.close()
     finally:
-        await client.aclose()
+        await fetcher.aclose()
         if writer is not None:
             writer.close(timeout_s=_FLUSH_S)
     return 0

@@ -549,8 +549,12 @@ class Session:
         self._host.leg_failed(rank.target, fault, str(error))
         if self._answer.opened:
             self._fail(502, f"the decode engine broke off: {error}")
+            return
+        give_up = partial(self._fail, 502, f"decode failed: {error}")
+        if self._leg is not None and self._leg.heard:
+            self._again_with_new_kv(fault, give_up)
         else:
-            self._again_on_another_rank(fault, partial(self._fail, 502, f"decode failed: {error}"))
+            self._again_on_another_rank(fault, give_up)
 
     def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
         """Take an answer that is no stream."""
@@ -615,7 +619,9 @@ class Session:
         if self.record.recomputes > _MOST_RECOMPUTES:
             self._fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
-        if leg is not None and leg.started and leg.tokens:
+        advanced = leg is not None and leg.started and leg.tokens > 0
+        if advanced:
+            assert leg is not None
             try:
                 self._remember(leg)
             except CannotResumeError as error:
@@ -627,7 +633,8 @@ class Session:
         if not self.has_prefill_leg:
             self.pooled()
         self._rank = None
-        self._host.feed(RequestRecomputed(self.number))
+        # A rank that did nothing for it would do so again.
+        self._host.feed(RequestRecomputed(self.number, elsewhere=not advanced))
 
     def _remember(self, leg: StreamLeg) -> None:
         assert self._body is not None

@@ -180,6 +180,11 @@ class StreamLeg:
         """Whether anything of this leg went to the client."""
         return self._started
 
+    @property
+    def heard(self) -> bool:
+        """Whether any event came: the rank has taken the KV cache then."""
+        return self._started or bool(self._held)
+
     def correct_cached_tokens(self, count: int) -> None:
         """Put the cached tokens of a prefill that ended after this leg began into usage objects."""
         self._cached = count

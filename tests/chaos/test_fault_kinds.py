@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,31 +20,37 @@ from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.virtual.link import Link
 
 REQUESTS = 40
-SPAN_S = 6.0
+SPAN_S = 5.0
 ENGINES = EmulationSettings(
     prefillers=2,
     ranks=3,
     batch_limit=8,
     step_base_ns=10_000_000,
     prefill_base_ns=5_000_000,
-    lease_s=8.0,
+    lease_s=2.0,
     model=MODEL,
     mean_output_tokens=15.0,
 )
 FLAGS: Mapping[str, object] = {
     "batch": 8,
-    "lease_s": 8.0,
+    "lease_s": 2.0,
     "connect_timeout_s": 1.0,
     "prefill_timeout_s": 3.0,
     "first_token_timeout_s": 3.0,
     "idle_stream_timeout_s": 3.0,
     "answer_timeout_s": 6.0,
-    "health_interval_s": 0.5,
+    "health_interval_s": 1.0,
     "health_timeout_s": 0.3,
-    "scrape_interval_s": 0.5,
+    "scrape_interval_s": 1.0,
     "scrape_timeout_s": 0.3,
 }
 BOTH = (Role.PREFILL, Role.DECODE)
+
+
+def changed(link: Link) -> dict[str, object]:
+    """Return what of a wire is out of the ordinary."""
+    usual = asdict(Link())
+    return {key: value for key, value in asdict(link).items() if value != usual[key]}
 
 
 def run_with(
@@ -127,7 +133,7 @@ def test_what_http_allows_harms_nobody(role: Role, meddling: Meddling) -> None:
         Link(window_bytes=200, latency_s=0.001),
         Link(stall_after_download_bytes=300, stall_s=1.0),
     ],
-    ids=str,
+    ids=lambda link: ",".join(f"{key}={value}" for key, value in changed(link).items()),
 )
 def test_a_bad_wire_slows_and_changes_nothing(role: Role, link: Link) -> None:
     assert_nobody_noticed(run_with(injection(role, Act.LINK, link=link)))
@@ -155,7 +161,9 @@ def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
 )
 def test_broken_events_end_in_an_error(kind: MalformedStream) -> None:
     report = run_with(board(Role.DECODE, malformed=kind))
-    assert report.endings.keys() == {"exact", "error event"}
+    # An error event, or a status if nothing that made sense came before it.
+    assert report.endings.keys() <= {"exact", "error event", "status 502"}
+    assert report.endings["exact"] < REQUESTS
 
 
 @pytest.mark.parametrize("role", BOTH)
