@@ -159,11 +159,11 @@ def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
 @pytest.mark.parametrize(
     "kind", [MalformedStream.BAD_JSON, MalformedStream.NUL, MalformedStream.NO_DATA]
 )
-def test_broken_events_end_in_an_error(kind: MalformedStream) -> None:
+def test_broken_events_are_no_answer(kind: MalformedStream) -> None:
     report = run_with(board(Role.DECODE, malformed=kind))
-    # An error event, or a status if nothing that made sense came before it.
+    # Or, as long as nothing has come that made sense, in another try.
     assert report.endings.keys() <= {"exact", "error event", "status 502"}
-    assert report.endings["exact"] < REQUESTS
+    assert report.counters["retries"] or report.endings["error event"]
 
 
 @pytest.mark.parametrize("role", BOTH)
