@@ -103,6 +103,9 @@ class Judge:
             cached_known=self._cached_known,
         )
         wrong = [] if not request.forbidden else ["it was served, and must not be"]
+        if answer.status != 200 and self._eos:
+            # The prefill leg asks for one token, which may be well where more are not.
+            return Verdict("ended by the prefiller", wrong)
         if answer.status != 200:
             wrong.append(f"it was served, and an engine answers {answer.status}")
             return Verdict("wrong", wrong)

@@ -142,6 +142,7 @@ class Decoder:
                     num_blocks=num_blocks,
                     block_tokens=self._settings.block_tokens,
                 )
+                self._book.begin_anew(self._peer.engine_id, name)  # Named by the client, not by us.
                 self._await_prefill(arrival, self._peer.engine_id, name)
                 self._poster.post(url, compact(params))
             case Hang():

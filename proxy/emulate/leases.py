@@ -134,6 +134,10 @@ class LeaseBook:
                 del self._awaited[lease.key]
             wake(lease)
 
+    def begin_anew(self, engine_id: str, name: str) -> None:
+        """Forget what ended under a name that a client may use again, one request after another."""
+        self._ended.pop((engine_id, name), None)
+
     def find(self, engine_id: str, name: str) -> Lease | None:
         """Return a lease that can still be pulled."""
         key = (engine_id, name)
