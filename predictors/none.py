@@ -5,11 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.predictors.base import RequestFeatures
 from balanceroute.proxy.core.events import RequestId
 
 
 class NoPrediction:
     """Says that every request outlives every horizon."""
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        """Note nothing."""
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -20,3 +24,6 @@ class NoPrediction:
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
         """Learn nothing."""
+
+    def forget(self, request: RequestId) -> None:
+        """Nothing was noted."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.predictors.base import RequestFeatures
 from balanceroute.proxy.core.events import RequestId
 
 
@@ -18,6 +19,9 @@ class Oracle:
     def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:
         self._output_tokens = output_tokens
 
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        """Note nothing."""
+
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
     ) -> NDArray[np.float64]:
@@ -28,3 +32,6 @@ class Oracle:
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
         """Learn nothing."""
+
+    def forget(self, request: RequestId) -> None:
+        """Nothing was noted."""

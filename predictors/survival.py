@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from balanceroute.predictors.base import RequestFeatures
 from balanceroute.proxy.core.events import RequestId
 
 # The counts are rebuilt when the history has grown by one part in so many.
@@ -32,6 +33,9 @@ class Survival:
         # _running[a] is the number of outputs longer than a.
         self._running: NDArray[np.float64] = self._count()
         self._padded = self._running
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        """Note nothing."""
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -63,6 +67,9 @@ class Survival:
         if self._unseen * _REBUILD_PARTS > len(self._history):
             self._running = self._padded = self._count()
             self._unseen = 0
+
+    def forget(self, request: RequestId) -> None:
+        """Nothing was noted."""
 
     def _count(self) -> NDArray[np.float64]:
         if not self._history:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {  # Longest prefix wins.
     "proxy/core": {"proxy.core"},
-    "predictors": {"proxy.core", "predictors"},
+    "predictors": {"proxy.core", "predictors", "traces"},
     "proxy/sim": {"proxy.core", "proxy.sim", "predictors", "traces"},
     "proxy/wire": {"proxy.core.errors", "proxy.wire"},
     "proxy/virtual": {"proxy.virtual"},

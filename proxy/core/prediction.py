@@ -1,4 +1,4 @@
-"""The contract between the core and the predictors, and the paper's composite estimate.
+"""What the core asks of a predictor, and the paper's composite estimate.
 
 The core asks in batches and only for survival probabilities; the paper's two stages, the chance to
 finish within the horizon and the mean remaining length if so, follow from them.
@@ -30,10 +30,6 @@ class Predictor(Protocol):
             float64[n, steps + 1]: Pr[output > age + h | output > age]; non-increasing along a row,
             column 0 is 1.
         """
-        ...
-
-    def observe(self, request: RequestId, output_tokens: int) -> None:
-        """Learn that `request` finished with `output_tokens` tokens."""
         ...
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Refusal
 from balanceroute.proxy.core.events import (
     AbortDecode,
@@ -221,6 +222,7 @@ class Driver:
         tokens = shape.prompt_tokens
         if tokens is None:
             tokens = max(1, round(shape.prompt_characters / self._characters_per_token))
+        self._predictor.begin(number, RequestFeatures(tokens, shape.max_tokens))
         prefill = session.has_prefill_leg
         if not prefill:
             session.pooled()
@@ -343,8 +345,10 @@ class Driver:
         """Report a success to the health checks."""
         self._health.succeeded(target)
 
-    def counted(self, shape: Shape, prompt_tokens: int) -> None:
-        """Learn how many characters a token has."""
+    def counted(self, session: Session, prompt_tokens: int) -> None:
+        """Learn how many tokens a prompt really has, and so how many characters a token has."""
+        shape = session.shape
+        self._predictor.begin(session.number, RequestFeatures(prompt_tokens, shape.max_tokens))
         if shape.prompt_tokens is None:
             ratio = shape.prompt_characters / prompt_tokens
             self._characters_per_token += _WEIGHT * (ratio - self._characters_per_token)
@@ -366,12 +370,13 @@ class Driver:
         self._started.pop(number, None)
         self._unheard.pop(number, None)
         if record.outcome is Outcome.OK and record.output_tokens:
-            self._predictor.observe(number, record.output_tokens)
             rounds = record.output_tokens / record.choices
+            self._predictor.observe(number, max(1, round(rounds)))
             # A short answer's time is mostly not that of its steps.
             if not session.streaming and record.admitted_ns is not None and rounds >= _TELLING:
                 self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
-        self._predictor.forget(number)
+        else:
+            self._predictor.forget(number)
         self._metrics.request_ended(record)
         self._log.request_ended(record)
         if not self.sessions:

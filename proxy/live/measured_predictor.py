@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from balanceroute.predictors import Predictor, RequestFeatures
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.core.prediction import Predictor
     from balanceroute.proxy.live.metrics import Metrics
 
 
@@ -34,6 +34,10 @@ class MeasuredPredictor:
         self._stopwatch = stopwatch
         # Per request: the age at which its window opened, its length and the tokens expected in it.
         self._windows: dict[RequestId, tuple[int, int, float]] = {}
+
+    def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
+        """Pass on what is known of a request."""
+        self._predictor.begin(request, features)
 
     def survival(
         self, requests: "Sequence[RequestId]", ages: "NDArray[np.int64]", steps: int
@@ -62,4 +66,5 @@ class MeasuredPredictor:
 
     def forget(self, request: "RequestId") -> None:
         """Judge nothing: the request did not end by itself."""
+        self._predictor.forget(request)
         self._windows.pop(request, None)

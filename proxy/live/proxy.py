@@ -41,7 +41,7 @@ from balanceroute.proxy.wire.server import Server
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.predictors import Predictor
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.snapshot import Snapshot

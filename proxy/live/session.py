@@ -401,7 +401,7 @@ class Session:
             lease_ns = round((self._host.clock() + lease_s) * 1e9)
         self.pooled()
         if self._emitted == 0:
-            self._host.counted(self.shape, prompt_tokens)
+            self._host.counted(self, prompt_tokens)
         self._host.feed(PrefillDone(self.number, prompt_tokens, lease_ns))
 
     def _handed_off(self, body: bytes) -> None:
@@ -421,7 +421,7 @@ class Session:
             record.cached_tokens = answer.cached_tokens
             if self._leg is not None and answer.cached_tokens is not None:
                 self._leg.correct_cached_tokens(answer.cached_tokens)
-            self._host.counted(self.shape, answer.prompt_tokens)
+            self._host.counted(self, answer.prompt_tokens)
 
     def _not_handed_off(self, fault: Fault) -> None:
         """Mend a decode leg that waits for a prefill which nobody did."""

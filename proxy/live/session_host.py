@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.instances import Prefiller
     from balanceroute.proxy.live.leg_settings import LegSettings
     from balanceroute.proxy.live.session import Session
-    from balanceroute.proxy.live.shape import Shape
     from balanceroute.proxy.live.target import Fault, Target
 
 
@@ -56,8 +55,8 @@ class Host(Protocol):
     def leg_succeeded(self, target: "Target") -> None:
         """Note that a leg worked."""
 
-    def counted(self, shape: "Shape", prompt_tokens: int) -> None:
-        """Note how many tokens a prompt really has."""
+    def counted(self, session: "Session", prompt_tokens: int) -> None:
+        """Note how many tokens its prompt really has."""
 
     def observe_gap(self, gap_s: float) -> None:
         """Note the time between two pieces of a stream."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from balanceroute.predictors import Predictor
+from balanceroute.predictors.traced import features_of
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -27,7 +29,6 @@ from balanceroute.proxy.core.events import (
     Tick,
 )
 from balanceroute.proxy.core.policies import Policy
-from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.loop import EventLoop
@@ -78,7 +79,7 @@ class Simulation:
         deployment: The machines.
         workload: What they serve.
         policy: Who decides.
-        predictor: Told of every finished request.
+        predictor: Told of every request.
         on_event: Called with the time and each event and action, in order: the event log.
         clock_ns: Real time, for the cost of decisions.
     """
@@ -183,7 +184,9 @@ class Simulation:
     def _arrive(self) -> None:
         request = RequestId(self._arrived)
         self._arrived += 1
-        self._feed(RequestArrived(request, self._workload.requests[request].prompt_tokens))
+        traced = self._workload.requests[request]
+        self._predictor.begin(request, features_of(traced))
+        self._feed(RequestArrived(request, traced.prompt_tokens))
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival()
 

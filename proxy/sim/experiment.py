@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from statistics import fmean, stdev
 
-from balanceroute.predictors import NoPrediction, Oracle, Survival
+from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
-from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.recorder import RunMetrics
 from balanceroute.proxy.sim.workload import Workload
@@ -108,7 +107,7 @@ def _make_predictor(kind: PredictorKind, workload: Workload) -> Predictor:
             outputs = [request.output_tokens for request in workload.requests]
             return Oracle({RequestId(i): tokens for i, tokens in enumerate(outputs)})
         case PredictorKind.SURVIVAL:
-            return Survival(workload.history)
+            return Survival(request.output_tokens for request in workload.history)
         case PredictorKind.NONE:
             return NoPrediction()
 

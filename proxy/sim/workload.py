@@ -19,7 +19,7 @@ class Workload:
 
     Attributes:
         requests: In order of arrival, each with at least one output token.
-        history: Output lengths of the requests before this segment, for predictors.
+        history: The requests before this segment, for predictors.
         rate: Open loop: the trace's times divided by this.
         backlog: Saturated: the number of requests that always wait for decode; None if not.
         concurrency: Closed loop: the number of requests that are always under way, as a load
@@ -27,7 +27,7 @@ class Workload:
     """
 
     requests: Sequence[TraceRequest]
-    history: Sequence[int]
+    history: Sequence[TraceRequest]
     rate: float = 1.0
     backlog: int | None = None
     concurrency: int | None = None
@@ -87,9 +87,8 @@ def split(
             f"{len(requests)} requests with output make segments of {size}, "
             f"a segment needs at least {MIN_SEGMENT_REQUESTS}"
         )
-    outputs = [request.output_tokens for request in requests]
     bounds = range(0, (segments + 1) * size, size)
     return [
-        Workload(requests[begin:end], outputs[:begin], rate or 1.0, backlog, concurrency)
+        Workload(requests[begin:end], requests[:begin], rate or 1.0, backlog, concurrency)
         for begin, end in pairwise(bounds)
     ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
 
@@ -15,6 +16,14 @@ class Certain:
     def __init__(self, end: int) -> None:
         self.end = end
         self.observed: list[tuple[int, int]] = []
+        self.begun: list[tuple[int, RequestFeatures]] = []
+        self.forgotten: list[int] = []
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        self.begun.append((request, features))
+
+    def forget(self, request: RequestId) -> None:
+        self.forgotten.append(request)
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -78,8 +87,12 @@ def test_a_request_that_outlives_its_window_is_judged_by_the_whole_window() -> N
 
 
 def test_a_request_that_was_cut_off_is_not_judged() -> None:
-    predictor, _, counts = measured(end=5)
+    predictor, certain, counts = measured(end=5)
+    features = RequestFeatures(7)
+    predictor.begin(RequestId(0), features)
     ask(predictor, 0)
     predictor.forget(RequestId(0))
     predictor.observe(RequestId(0), 9)
     assert counts.errors == []
+    assert certain.begun == [(0, features)]
+    assert certain.forgotten == [0]

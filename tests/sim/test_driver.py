@@ -11,7 +11,8 @@ from importlib.resources import as_file, files
 
 import pytest
 
-from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, Survival
+from balanceroute.predictors.traced import features_of
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -36,7 +37,6 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.experiment import PredictorKind, make_simulation
@@ -59,12 +59,15 @@ DEPLOYMENTS = {
 }
 
 
+HISTORY = [TraceRequest(0, 1, tokens) for tokens in (5, 12, 30)]
+
+
 def synthetic(size: int, *, backlog: int | None, gap_ns: int = 2_500) -> Workload:
     """Return requests of 1..60 prompt and 1..30 output tokens, the same every time."""
     rng = random.Random(f"{size} requests")
     arrivals = sorted(rng.randrange(size * gap_ns) for _ in range(size))
     requests = [TraceRequest(at, rng.randint(1, 60), rng.randint(1, 30)) for at in arrivals]
-    return Workload(requests, history=[5, 12, 30], backlog=backlog)
+    return Workload(requests, HISTORY, backlog=backlog)
 
 
 PACES = {"open loop": synthetic(60, backlog=None), "saturated": synthetic(60, backlog=7)}
@@ -83,7 +86,7 @@ def policy_of(name: str, deployment: Deployment, predictor: Predictor, seed: str
 def record(name: str, deployment: Deployment, workload: Workload, seed: str = "0") -> Log:
     """Return the event log of a run."""
     log: Log = []
-    predictor = Survival(workload.history)
+    predictor = Survival(request.output_tokens for request in workload.history)
     Simulation(
         deployment,
         workload,
@@ -113,7 +116,7 @@ def watched(
     on_event: Callable[[Scheduler, Event | Action], None] = lambda _scheduler, _item: None,
 ) -> Simulation:
     """Run with a look at the scheduler at the start of every step and before every event."""
-    predictor = Survival(workload.history)
+    predictor = Survival(request.output_tokens for request in workload.history)
     simulation = Simulation(
         deployment,
         workload,
@@ -504,9 +507,15 @@ class Listener(NoPrediction):
     """A predictor that remembers what it is told."""
 
     def __init__(self) -> None:
+        self.begun: dict[RequestId, RequestFeatures] = {}
         self.told: list[tuple[RequestId, int]] = []
 
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        assert request not in self.begun
+        self.begun[request] = features
+
     def observe(self, request: RequestId, output_tokens: int) -> None:
+        assert request in self.begun
         self.told.append((request, output_tokens))
 
 
@@ -520,6 +529,9 @@ def test_the_predictor_learns_of_every_request_once_with_its_whole_output(
     assert sorted(listener.told) == [
         (i, request.output_tokens) for i, request in enumerate(workload.requests)
     ]
+    assert listener.begun == {
+        i: features_of(request) for i, request in enumerate(workload.requests)
+    }
 
 
 HASH_THE_LOGS = """
@@ -535,8 +547,9 @@ rng = random.Random(11)
 requests = [TraceRequest(i * 2000, rng.randint(1, 60), rng.randint(1, 30)) for i in range(120)]
 for backlog in (None, 7):
     for name in POLICIES:
-        workload = Workload(requests, [5, 12, 30], backlog=backlog)
-        predictor = Survival(workload.history)
+        history = [TraceRequest(0, 1, tokens) for tokens in (5, 12, 30)]
+        workload = Workload(requests, history, backlog=backlog)
+        predictor = Survival(request.output_tokens for request in workload.history)
         parts = Ingredients(3, 4, PolicySettings(), random.Random("seed"), predictor)
         log = hashlib.sha256()
         Simulation(
