@@ -8,8 +8,8 @@ from balanceroute.predictors.base import PastRequest, RequestFeatures
 from balanceroute.traces import TraceRequest
 
 _NS_PER_S = 1e9
-# The whole prompt, all of it but the last block, and the first blocks.
-_BEGINNINGS = (None, -1, 2, 1)
+# The whole prompt, then its first blocks, in which conversations and applications differ.
+_BEGINNINGS = (None, 4, 2, 1)
 
 
 def features_of(request: TraceRequest) -> RequestFeatures:

@@ -1,0 +1,113 @@
+"""Requests of the proxy's own log as predictors see them: what `balanceroute train` learns from.
+
+The log is described in `balanceroute.proxy.live.request_log`. What is read here is what the predictor
+was told while the proxy served: the prompt's length as the engine counted it, or as it was estimated
+if no engine did; the limit; the keys.
+"""
+
+import gzip
+import re
+import zlib
+from decimal import Decimal
+from os import PathLike
+from pathlib import Path
+
+from balanceroute.predictors.base import PastRequest, RequestFeatures
+from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
+from balanceroute.traces import TraceError
+from balanceroute.traces.fields import (
+    NS_PER_S,
+    MalformedLineError,
+    nanoseconds_from_json,
+    shown,
+    tokens_from_json,
+)
+from balanceroute.traces.json_lines import decode_object, required
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_KEY = re.compile(r"[0-9a-f]{16}")
+# The process log may go to the same place; each of its lines has these.
+_OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})
+
+
+def read_log(path: str | PathLike[str]) -> list[PastRequest]:
+    """Read the requests that ended by themselves, in the order of their arrival.
+
+    Left out are requests of every other outcome, those that emitted nothing or more than any
+    predictor takes, and those whose prompt nobody measured. Times are seconds since 1970. Lines of
+    the process log in between are passed over; nothing else is.
+
+    Args:
+        path: The log, through gzip or not. Logs of before there were keys have none.
+
+    Raises:
+        TraceError: The file cannot be read, a line is malformed, or no request is left.
+    """
+    path = Path(path)
+    number = 0
+    requests: list[PastRequest] = []
+    try:
+        with path.open("rb") as file:
+            # peek, not seek: a log may come through a pipe.
+            compressed = file.peek(2).startswith(_GZIP_MAGIC)
+            lines = gzip.GzipFile(fileobj=file) if compressed else file
+            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the errors.
+                request = _request(line)
+                if request is not None:
+                    requests.append(request)
+    except UnicodeDecodeError as error:
+        reason = f"not valid UTF-8: byte 0x{error.object[error.start]:02x}"
+        raise TraceError(path, number, reason) from error
+    except MalformedLineError as error:
+        raise TraceError(path, number, str(error)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(path, number, reason) from error
+    if not requests:
+        raise TraceError(path, 0, "the log holds no request that ended by itself")
+    requests.sort(key=lambda request: request.arrival_s)
+    return requests
+
+
+def _request(line: bytes) -> PastRequest | None:
+    """Return the request of a line, None if there is nothing to learn from it."""
+    entry = decode_object(line.decode())
+    if "arrival_s" not in entry and entry.keys() >= _OF_THE_PROCESS:
+        return None
+    outcome = required(entry, "outcome")
+    if not isinstance(outcome, str):
+        raise MalformedLineError(f"outcome is not a text: {shown(outcome)}")
+    if outcome != "ok":
+        return None
+    sequences = tokens_from_json("choices", required(entry, "choices"))
+    if sequences < 1:
+        raise MalformedLineError("choices is 0")
+    emitted = tokens_from_json("output_tokens", required(entry, "output_tokens"))
+    output_tokens = max(1, round(emitted / sequences))
+    prompt_tokens = tokens_from_json("prompt_tokens", required(entry, "prompt_tokens"))
+    estimate = tokens_from_json("prompt_estimate", entry.get("prompt_estimate", 0))
+    limit = entry.get("max_tokens")
+    features = RequestFeatures(
+        prompt_tokens or estimate,
+        None if limit is None else tokens_from_json("max_tokens", limit),
+        _keys(entry.get("keys", [])),
+    )
+    arrival_s = _seconds(entry, "arrival_s")
+    finished_s = arrival_s + _seconds(entry, "duration_s")
+    if not emitted or output_tokens > MAX_OUTPUT_TOKENS or not features.prompt_tokens:
+        return None
+    return PastRequest(float(arrival_s), float(finished_s), features, output_tokens)
+
+
+def _seconds(entry: dict[str, object], name: str) -> Decimal:
+    time_ns = nanoseconds_from_json(name, required(entry, name), unit_ns=NS_PER_S)
+    return Decimal(time_ns) / NS_PER_S
+
+
+def _keys(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise MalformedLineError(f"keys is not a list: {shown(value)}")
+    for key in value:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise MalformedLineError(f"keys holds {shown(key)}, not 16 hexadecimal digits")
+    return tuple(int(key, 16) for key in value)

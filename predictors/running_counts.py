@@ -1,0 +1,86 @@
+"""How many of the past outputs are longer than each age: what conditional survival is read off.
+
+Weights may stand for counts, and several groups of outputs lie side by side, a row each.
+"""
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+
+class RunningCounts:
+    """Weights of the outputs longer than each age, by group.
+
+    Args:
+        lengths: float64[groups, longest + 1], the weight of the outputs of each length.
+    """
+
+    def __init__(self, lengths: NDArray[np.float64]) -> None:
+        self._groups, self._width = len(lengths), len(lengths[0])
+        # _longer[group, a] is the weight of the outputs longer than a, and 0 at the longest.
+        self._longer = np.zeros_like(lengths)
+        self._longer[:, :-1] = lengths[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        # The rows in one line, zeros after each, so that every window of the asked width exists.
+        self._stride = self._width
+        self._line = self._longer.ravel()
+
+    @property
+    def longest(self) -> int:
+        """The longest output counted."""
+        return self._width - 1
+
+    def after(
+        self, groups: NDArray[np.int64], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
+        """Return the weight of the outputs longer than age + h, float64[n, steps + 1]; O(n x steps).
+
+        Args:
+            groups: int64[n], or one group for all.
+            ages: int64[n].
+            steps: h goes from 0 to it.
+        """
+        if self._stride < self._width + steps:
+            self._stride = self._width + steps
+            line = np.zeros((self._groups, self._stride))
+            line[:, : self._width] = self._longer
+            self._line = line.ravel()
+        starts = groups * self._stride + np.minimum(ages, self._width - 1)
+        if len(starts) == 1:  # Every admission asks for one; a slice is a tenth of the cost.
+            start = int(starts[0])
+            return self._line[None, start : start + steps + 1].copy()
+        return np.asarray(sliding_window_view(self._line, steps + 1)[starts])
+
+    def share_longer(self, output_tokens: int) -> float:
+        """Return the share of the first group's weight that is longer than an output."""
+        everything = float(self._longer[0, 0])
+        if output_tokens >= self._width or not everything:
+            return 0.0
+        return float(self._longer[0, output_tokens]) / everything
+
+
+def recency_weights(count: int, half_life: float | None) -> NDArray[np.float64]:
+    """Return float64[count], the weights of a history, oldest first: 1 for the latest.
+
+    Args:
+        count: Length of the history.
+        half_life: Every so many entries the weight halves; None weighs all alike.
+    """
+    if half_life is None:
+        return np.ones(count)
+    return np.exp2(np.arange(1 - count, 1) / half_life)
+
+
+def shrunk(
+    counts: NDArray[np.float64], fallback: NDArray[np.float64], weight: NDArray[np.float64] | float
+) -> NDArray[np.float64]:
+    """Return the survival that a group's counts suggest, drawn towards a fallback.
+
+    (N(a + h) + c S(h | a)) / (N(a) + c): of the outputs that reached the age, c more are imagined that
+    go on as the fallback says. Beyond the group's longest output only the fallback is left.
+
+    Args:
+        counts: float64[n, steps + 1], N(a + h).
+        fallback: float64[n, steps + 1], S(h | a).
+        weight: c, positive; one for all, or float64[n, 1].
+    """
+    return (counts + weight * fallback) / (counts[:, :1] + weight)
