@@ -34,7 +34,8 @@ from balanceroute.proxy.live.config import ProxyConfig
 from balanceroute.proxy.live.configure import make_config
 from balanceroute.proxy.replay.workload import plan
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import PolicyResult, PredictorKind, run_experiment
+from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
+from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.plots import write_prediction_plots
 from balanceroute.proxy.sim.workload import Workload
 from balanceroute.proxy.soak.proxy_process import running_proxy
@@ -64,6 +65,7 @@ class Setup:
         time_scale: Emulated seconds in a real one.
         prefill_us_per_token: Speed of the prefillers, in emulated time.
         simulations: Simulated runs of each policy.
+        predictor: BR-H's, in the proxy and in the simulator.
         out: Where to write.
     """
 
@@ -75,6 +77,7 @@ class Setup:
     time_scale: float
     prefill_us_per_token: float
     simulations: int
+    predictor: str
     out: Path
 
     @property
@@ -99,6 +102,7 @@ class Setup:
         lease_s = self.emulation().lease_s / self.time_scale
         return {
             "policy": policy,
+            "predictor": self.predictor,
             "port": 0,
             "admin_port": 0,
             "lease_s": lease_s,
@@ -111,7 +115,9 @@ class Setup:
     def planned(self) -> list[TraceRequest]:
         """Return the requests that are replayed."""
         return [
-            TraceRequest(request.arrival_ns, request.prompt_tokens, request.output_tokens)
+            TraceRequest(
+                request.arrival_ns, request.prompt_tokens, request.output_tokens, request.hash_ids
+            )
             for request in plan(read_trace(self.trace), skip=self.skip, count=self.requests)
         ]
 
@@ -235,7 +241,7 @@ def predict(setup: Setup, policy: str) -> PolicyResult:
             [workload],
             [policy],
             config.scheduling.settings,
-            PredictorKind(config.scheduling.predictor),
+            forecast_called(config.scheduling.predictor),
         )
     mean = {name: fmean(run.mean[name] for run in runs) for name in runs[0].mean}
     spread = dict.fromkeys(mean, 0.0)
@@ -377,6 +383,9 @@ def read_flags() -> tuple[Setup, list[str]]:
     parser.add_argument("--concurrency", type=int, default=192, help="always outstanding")
     parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
     parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
+    parser.add_argument(
+        "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
+    )
     parser.add_argument("--simulations", type=int, default=10, help="simulated runs of each policy")
     arguments = vars(parser.parse_args())
     policies = arguments.pop("policy").split(",")

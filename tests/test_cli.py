@@ -17,7 +17,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import PredictorKind
+from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.traces import read_trace, write_native
 
@@ -82,7 +82,7 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--policy", "jsq,br-9"], "--policy", "unknown ['br-9']"),
         (["--policy", ","], "--policy", "known: random, "),
         (["--format", "parquet"], "--format", "invalid choice: 'parquet'"),
-        (["--predictor", "crystal-ball"], "--predictor", "invalid choice"),
+        (["--predictor", "crystal-ball"], "--predictor", "is no file, and none of survival"),
         (["--projection", "flat"], "--projection", "invalid choice"),
         (["--rate", "0"], "--rate", "is 0.0, must be from 1e-06 to 1e+06"),
         (["--rate", "-1"], "--rate", "is -1.0, must be"),
@@ -100,6 +100,8 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--requests", "0"], "--requests", "is 0, must be from 1"),
         (["--skip", "-1"], "--skip", "is -1, must be from 0"),
         (["--skip", "249"], "segment", "1 requests with output"),
+        (["--known", "-1"], "--known", "is -1, must be from 0"),
+        (["--known", "199"], "segment", "1 requests with output"),
         (["--requests", "-1"], "--requests", "is -1, must be"),
         (["--segments", "0"], "--segments", "is 0, must be from 1"),
         (["--segments", "11"], "segments", "200 requests with output make segments of 18"),
@@ -305,7 +307,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         "--patience 11 --paper"
     )
     assert main(command.split()) == 2
-    deployment, _, policies, settings, predictor, seed = given
+    deployment, _, policies, settings, forecast, seed = given
     assert deployment == Deployment(
         ranks=3,
         batch_limit=5,
@@ -330,7 +332,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         form=Form.POINT,
         paper=True,
     )
-    assert predictor is PredictorKind.ORACLE
+    assert forecast is FORECASTS["oracle"]
     assert seed == 7
 
 

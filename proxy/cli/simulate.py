@@ -15,7 +15,8 @@ from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import PredictorKind, run_experiment
+from balanceroute.proxy.sim.experiment import run_experiment
+from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
 from balanceroute.proxy.sim.plots import require_matplotlib, write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, print_table, write_json
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.policies import PolicySettings
     from balanceroute.proxy.sim.experiment import PolicyResult
+    from balanceroute.proxy.sim.forecast import Forecast
     from balanceroute.proxy.sim.workload import Workload
 
 # The range of every number. The upper ends keep memory and virtual time in bounds.
@@ -36,6 +38,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "--concurrency": (1, 1e9),
     "--requests": (1, 1e9),
     "--skip": (0, 1e9),
+    "--known": (0, 1e9),
     "--segments": (1, 1e9),
     "--ranks": (1, 1e4),
     "--batch": (1, 1e9),
@@ -77,6 +80,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     workload.add_argument("--requests", type=int, metavar="N", help="replay only the first N")
     workload.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
+    workload.add_argument(
+        "--known",
+        type=int,
+        default=0,
+        metavar="N",
+        help="do not replay the first N: predictors learn from them",
+    )
     workload.add_argument(
         "--segments", type=int, default=1, metavar="S", help="cut the trace in S runs"
     )
@@ -136,9 +146,9 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--predictor",
-        default=PredictorKind.SURVIVAL.value,
-        choices=[kind.value for kind in PredictorKind],
-        help="for br-h",
+        default="survival",
+        metavar="NAME|FILE",
+        help=f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote (default: survival)",
     )
     add_policy_flags(group)
     group.add_argument(
@@ -161,9 +171,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
     deployment = _deployment(arguments)
     settings = settings_from_flags(arguments)
+    try:
+        forecast = forecast_called(arguments.predictor)
+    except ConfigError as error:
+        raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments)
     _check_outputs(arguments)
-    results = _simulate(arguments, deployment, workloads, policies, settings)
+    results = _simulate(arguments, deployment, workloads, policies, settings, forecast=forecast)
     title = _title(arguments, workloads)
     caption = f"Steady state: {STEADY_STATE}."
     if len(workloads) > 1:
@@ -237,6 +251,7 @@ def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
         rate=rate,
         backlog=arguments.backlog,
         concurrency=arguments.concurrency,
+        known=arguments.known,
     )
     return workloads, len(trace) - len(requests)
 
@@ -247,6 +262,8 @@ def _simulate(
     workloads: "Sequence[Workload]",
     policies: "Sequence[str]",
     settings: "PolicySettings",
+    *,
+    forecast: "Forecast",
 ) -> "list[PolicyResult]":
     columns = (
         TextColumn("{task.description:12}"),
@@ -266,7 +283,7 @@ def _simulate(
             workloads,
             policies,
             settings,
-            PredictorKind(arguments.predictor),
+            forecast,
             seed=arguments.seed,
             progress=lambda policy, done: bar.update(task, description=policy, advance=done),
         )

@@ -8,25 +8,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
 from statistics import fmean, stdev
 
-from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
-from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.policies import PREDICTING, Ingredients, PolicySettings, make_policy
 from balanceroute.proxy.sim.driver import Deployment, Simulation
+from balanceroute.proxy.sim.forecast import Forecast
 from balanceroute.proxy.sim.recorder import RunMetrics
 from balanceroute.proxy.sim.workload import Workload
 
 METRICS = tuple(field.name for field in fields(RunMetrics))
-
-
-class PredictorKind(Enum):
-    """Who tells BR-H how long requests go on."""
-
-    ORACLE = "oracle"
-    SURVIVAL = "survival"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,7 @@ def run_experiment(
     workloads: Sequence[Workload],
     policies: Sequence[str],
     settings: PolicySettings,
-    predictor: PredictorKind,
+    forecast: Forecast,
     *,
     seed: int = 0,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
@@ -61,7 +52,8 @@ def run_experiment(
     `progress` is told the policy and the number of requests after each run.
 
     Raises:
-        ConfigError: A policy is unknown, or a workload too short for a steady state.
+        ConfigError: A policy is unknown, a predictor cannot be made, or a workload is too short for a
+            steady state.
     """
     results: list[PolicyResult] = []
     for policy in policies:
@@ -69,7 +61,7 @@ def run_experiment(
         picture: list[list[int]] = []
         for segment, workload in enumerate(workloads):
             simulation = make_simulation(
-                deployment, workload, policy, settings, predictor, seed=f"{seed}/{segment}/{policy}"
+                deployment, workload, policy, settings, forecast, seed=f"{seed}/{segment}/{policy}"
             )
             recorder = simulation.run()
             runs.append(recorder.metrics())
@@ -84,7 +76,7 @@ def make_simulation(
     workload: Workload,
     policy: str,
     settings: PolicySettings,
-    predictor: PredictorKind,
+    forecast: Forecast,
     *,
     seed: str,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
@@ -92,24 +84,16 @@ def make_simulation(
     """Return one run, ready to go.
 
     Raises:
-        ConfigError: The policy is unknown.
+        ConfigError: The policy is unknown, or the predictor cannot be made.
     """
-    forecast = _make_predictor(predictor, workload)
+    # The others ask nothing, and training takes its time.
+    predictor = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
     parts = Ingredients(
-        deployment.ranks, deployment.batch_limit, settings, random.Random(seed), forecast
+        deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
     )
-    return Simulation(deployment, workload, make_policy(policy, parts), forecast, clock_ns=clock_ns)
-
-
-def _make_predictor(kind: PredictorKind, workload: Workload) -> Predictor:
-    match kind:
-        case PredictorKind.ORACLE:
-            outputs = [request.output_tokens for request in workload.requests]
-            return Oracle({RequestId(i): tokens for i, tokens in enumerate(outputs)})
-        case PredictorKind.SURVIVAL:
-            return Survival(request.output_tokens for request in workload.history)
-        case PredictorKind.NONE:
-            return NoPrediction()
+    return Simulation(
+        deployment, workload, make_policy(policy, parts), predictor, clock_ns=clock_ns
+    )
 
 
 def _summarise(policy: str, runs: Sequence[RunMetrics], picture: list[list[int]]) -> PolicyResult:

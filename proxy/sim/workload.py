@@ -63,10 +63,12 @@ def split(
     rate: float | None = None,
     backlog: int | None = None,
     concurrency: int | None = None,
+    known: int = 0,
 ) -> list[Workload]:
     """Cut a trace into `segments` consecutive parts of equal size, in order of time.
 
-    `requests` must be playable. What does not fill a whole segment is left over at the end.
+    `requests` must be playable. The first `known` are not replayed, only known to predictors. What
+    does not fill a whole segment is left over at the end.
 
     Raises:
         ConfigError: A setting is out of range, not exactly one of `rate`, `backlog` and
@@ -81,13 +83,13 @@ def split(
             raise ConfigError(f"{name} is {pace}, must be at least 1")
     if segments < 1:
         raise ConfigError(f"segments is {segments}, must be at least 1")
-    size = len(requests) // segments
+    size = max(0, len(requests) - known) // segments
     if size < MIN_SEGMENT_REQUESTS:
         raise ConfigError(
-            f"{len(requests)} requests with output make segments of {size}, "
+            f"{max(0, len(requests) - known)} requests with output make segments of {size}, "
             f"a segment needs at least {MIN_SEGMENT_REQUESTS}"
         )
-    bounds = range(0, (segments + 1) * size, size)
+    bounds = range(known, known + (segments + 1) * size, size)
     return [
         Workload(requests[begin:end], requests[:begin], rate or 1.0, backlog, concurrency)
         for begin, end in pairwise(bounds)

@@ -39,7 +39,8 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.sim.driver import Deployment, Simulation
-from balanceroute.proxy.sim.experiment import PredictorKind, make_simulation
+from balanceroute.proxy.sim.experiment import make_simulation
+from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder, RunMetrics
 from balanceroute.proxy.sim.workload import Workload, playable, split
@@ -598,7 +599,7 @@ def saturated_mooncake(name: str) -> RunMetrics:
         requests = playable(read_trace(path))[:400]
     (workload,) = split(requests, segments=1, backlog=32)
     deployment = Deployment(ranks=4, batch_limit=8)
-    kind = PredictorKind.SURVIVAL
+    kind = FORECASTS["survival"]
     run = make_simulation(deployment, workload, name, PolicySettings(), kind, seed="0").run()
     return run.metrics()
 

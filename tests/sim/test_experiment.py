@@ -12,10 +12,10 @@ from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import (
     METRICS,
     PolicyResult,
-    PredictorKind,
     make_simulation,
     run_experiment,
 )
+from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
 from balanceroute.proxy.sim.workload import split
 from balanceroute.traces import TraceRequest
 
@@ -23,18 +23,18 @@ DEPLOYMENT = Deployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_
 SETTINGS = PolicySettings(horizon_steps=8)
 _RNG = random.Random(5)
 TRACE = [TraceRequest(2_500 * i, _RNG.randint(1, 60), _RNG.randint(1, 30)) for i in range(240)]
-SURVIVAL = PredictorKind.SURVIVAL
+SURVIVAL = FORECASTS["survival"]
 
 
 def experiment(
     policies: Sequence[str],
     *,
     segments: int = 2,
-    predictor: PredictorKind = SURVIVAL,
+    forecast: Forecast = SURVIVAL,
     seed: int = 0,
 ) -> list[PolicyResult]:
     workloads = split(TRACE, segments=segments, backlog=6)
-    return run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, predictor, seed=seed)
+    return run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, forecast, seed=seed)
 
 
 def repeatable(results: Sequence[PolicyResult]) -> list[object]:
@@ -128,8 +128,8 @@ def test_a_result_does_not_depend_on_what_else_is_compared() -> None:
 def test_predictors_matter_to_br_h_alone() -> None:
     policies = ["jsq", "br-0", "br-h"]
     none, survival, oracle = (
-        repeatable(experiment(policies, predictor=kind))
-        for kind in (PredictorKind.NONE, SURVIVAL, PredictorKind.ORACLE)
+        repeatable(experiment(policies, forecast=FORECASTS[name]))
+        for name in ("none", "survival", "oracle")
     )
     assert none[:2] == survival[:2] == oracle[:2]
     assert none[2] != survival[2] != oracle[2] != none[2]

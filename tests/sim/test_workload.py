@@ -96,3 +96,17 @@ def test_what_cannot_be_played_is_refused_by_name(
 def test_an_empty_trace_is_too_short() -> None:
     with pytest.raises(ConfigError, match="0 requests with output make segments of 0"):
         split([], segments=1, rate=1.0)
+
+
+def test_what_is_only_known_is_not_replayed_but_remembered() -> None:
+    requests = trace(100)
+    first, second = split(requests, segments=2, rate=1.0, known=40)
+    assert list(first.history) == requests[:40]
+    assert list(first.requests) == requests[40:70]
+    assert list(second.history) == requests[:70]
+    assert list(second.requests) == requests[70:]
+
+
+def test_what_is_known_counts_for_no_segment() -> None:
+    with pytest.raises(ConfigError, match="10 requests with output make segments of 10"):
+        split(trace(50), segments=1, rate=1.0, known=40)

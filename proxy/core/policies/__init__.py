@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "PREDICTING",
     "Assignment",
     "Fleet",
     "Ingredients",
@@ -196,6 +197,9 @@ POLICIES: dict[str, Callable[[Ingredients], Policy]] = {
     ),
     "br-h": _br_h,
 }
+
+# Those that ask the predictor.
+PREDICTING = frozenset({"br-h"})
 
 
 def make_policy(name: str, parts: Ingredients) -> Policy:

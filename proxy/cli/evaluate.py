@@ -1,0 +1,203 @@
+"""`balanceroute evaluate`: judge predictors of output lengths on requests of the past."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balanceroute import __version__
+from balanceroute.predictors import NoPrediction, files, training
+from balanceroute.predictors.evaluation import judge
+from balanceroute.predictors.evaluation_plots import write_plots
+from balanceroute.predictors.questions import Replay
+from balanceroute.proxy.cli.help_format import HelpFormatter
+from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
+from balanceroute.proxy.cli.past_flags import (
+    BOUNDS,
+    Past,
+    add_past_flags,
+    check_numbers,
+    check_source,
+    read_past,
+    source_of,
+)
+from balanceroute.proxy.cli.stage_bar import StageBar
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.sim.plots import require_matplotlib
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from balanceroute.predictors import PastRequest, Predictor
+
+_BOUNDS = BOUNDS | {"--train-share": (0, 0.95), "--age-step": (1, 1e6)}
+_BASELINE = "survival"
+_BASELINES = ("none", _BASELINE)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="judge predictors of output lengths on requests of the past",
+        description=f"{__doc__} Beside them stand two that need no file: none, and the empirical "
+        "survival of the requests that have ended.",
+        formatter_class=HelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a predictor that `train` wrote; may be given more than once",
+    )
+    add_past_flags(parser)
+    group = parser.add_argument_group("questions")
+    group.add_argument(
+        "--horizon", type=int, default=40, metavar="H", help="steps ahead that are asked about"
+    )
+    group.add_argument(
+        "--age-step", type=int, default=20, metavar="N", help="tokens between two questions"
+    )
+    group.add_argument(
+        "--train-share",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="pass over the first share of the requests instead of --skip; survival begins with "
+        "what is passed over",
+    )
+    group.add_argument(
+        "--frozen", action="store_true", help="nobody learns from the requests that end"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: A setting cannot be served, or the requests do not suffice.
+        TraceError: The trace or the log cannot be read.
+        PredictorFileError: A predictor cannot be read.
+        OSError: The output cannot be written.
+    """
+    check_numbers(arguments, _BOUNDS)
+    check_source(arguments)
+    if arguments.skip and arguments.train_share:
+        raise ConfigError("--train-share stands instead of --skip, not beside it")
+    _check_outputs(arguments)
+    with StageBar() as bar:
+        models = _models(arguments.model)
+        bar.show(f"reading {source_of(arguments)}")
+        history, judged = _parts(read_past(arguments), arguments.train_share)
+        replay = Replay(judged, horizon_steps=arguments.horizon, age_step=arguments.age_step)
+        if arguments.plots is not None:
+            _make_folder(arguments.plots)
+        baselines: dict[str, Predictor] = {
+            "none": NoPrediction(),
+            _BASELINE: training.survival_of(history),
+        }
+        judgements = judge(
+            replay,
+            baselines | models,
+            baseline=_BASELINE,
+            learn=not arguments.frozen,
+            progress=lambda name, share: bar.show(f"judging {name}", share),
+        )
+    title = f"{source_of(arguments)}: {len(judged):,} requests"
+    print_judgements(
+        judgements,
+        baseline=_BASELINE,
+        title=title,
+        caption=" ".join([terms(replay, age_step=arguments.age_step), *_notes(arguments, history)]),
+    )
+    if arguments.json is not None:
+        results = as_json(replay.rows, judgements, baseline=_BASELINE)
+        report = {"config": _config(arguments), "results": results}
+        text = json.dumps(report, indent=2, allow_nan=False)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+    if arguments.plots is not None:
+        write_plots(
+            replay.rows, judgements, arguments.plots, title=title, baselines=len(_BASELINES)
+        )
+    return 0
+
+
+def _parts(past: Past, share: float) -> "tuple[list[PastRequest], list[PastRequest]]":
+    """Return the requests that had ended when the first one came that is judged, and the judged.
+
+    What was passed over and still ran then is in neither: a model may have been trained on it.
+    """
+    place = round(share * len(past.chosen))
+    judged = past.chosen[place:]
+    if not judged:
+        raise ConfigError(f"--train-share leaves none of {place} requests to judge on")
+    begin_s = judged[0].arrival_s
+    passed_over = [*past.skipped, *past.chosen[:place]]
+    return [request for request in passed_over if request.finished_s <= begin_s], judged
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Find out now, not after the replay, that its figures cannot be written."""
+    out = arguments.json
+    if out is not None:
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--json: {out.parent} is not a directory")
+        if out.is_dir():
+            raise ConfigError(f"--json: {out} is a directory")
+        for path in (source_of(arguments), *arguments.model):
+            if out.exists() and path.exists() and out.samefile(path):
+                raise ConfigError(f"--json: {out} is what is to be read")
+    if arguments.plots is not None:
+        require_matplotlib()
+        if arguments.plots.exists() and not arguments.plots.is_dir():
+            raise ConfigError(f"--plots: {arguments.plots} is not a directory")
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plots: {path}: {error.strerror}") from error
+
+
+def _models(paths: "Sequence[Path]") -> "dict[str, Predictor]":
+    """Return the predictors by what they are called in the report: their paths."""
+    models: dict[str, Predictor] = {}
+    for path in paths:
+        name = str(path) if str(path) not in _BASELINES else f"./{path}"
+        if name in models:
+            raise ConfigError(f"--model: {path} is given twice")
+        models[name] = files.load(path)
+    return models
+
+
+def _notes(arguments: argparse.Namespace, history: "Sequence[PastRequest]") -> list[str]:
+    """Return what else must be known to read the figures."""
+    notes = []
+    known = f"the {len(history):,} requests that had ended before" if history else "nothing"
+    notes.append(f"{_BASELINE} begins with {known}.")
+    if arguments.frozen:
+        notes.append("Nobody learned from the requests that ended.")
+    else:
+        notes.append("All learned from the requests that ended.")
+    if arguments.model and not arguments.train_share and not arguments.skip:
+        notes.append(
+            "A predictor that was trained on some of these requests looks better than it is: "
+            "--skip or --train-share leaves them out."
+        )
+    return notes
+
+
+def _config(arguments: argparse.Namespace) -> dict[str, object]:
+    chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
+    for name in ("json", "plots"):
+        del chosen[name]
+    for name in ("trace", "log"):
+        chosen[name] = None if chosen[name] is None else str(chosen[name])
+    return chosen | {"model": [str(path) for path in arguments.model], "version": __version__}

@@ -1,0 +1,109 @@
+"""Flags that say which requests of the past to learn from or to judge on."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balanceroute.predictors.logged import read_log
+from balanceroute.predictors.traced import past_requests
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.traces import FORMATS, read_trace
+
+if TYPE_CHECKING:
+    from balanceroute.predictors import PastRequest
+
+# The range of every number.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "--requests": (1, 1e9),
+    "--skip": (0, 1e9),
+    "--token-ms": (0, 1e6),
+    # Questions look as far ahead, for each of many requests.
+    "--horizon": (1, 10_000),
+}
+_TOKEN_MS = 50.0
+
+
+def add_past_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags, all but `--horizon`, whose meaning is each command's own."""
+    group = parser.add_argument_group("requests")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="a request trace")
+    source.add_argument("--log", type=Path, metavar="FILE", help="the proxy's request log")
+    group.add_argument("--format", choices=["auto", *FORMATS], help="of the trace (default: auto)")
+    group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
+    group.add_argument("--requests", type=int, metavar="N", help="take only the first N of these")
+    group.add_argument(
+        "--token-ms",
+        type=float,
+        metavar="MS",
+        help=f"time a token takes: traces do not say when a request ended (default: {_TOKEN_MS:g})",
+    )
+
+
+def check_numbers(arguments: argparse.Namespace, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Check the range of each number that is given.
+
+    Raises:
+        ConfigError: One is out of range.
+    """
+    for flag, (least, most) in bounds.items():
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
+
+
+def check_source(arguments: argparse.Namespace) -> None:
+    """Find out before anything is read that two flags do not go together.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if arguments.log is not None:
+        for flag, value in (("--format", arguments.format), ("--token-ms", arguments.token_ms)):
+            if value is not None:
+                raise ConfigError(f"{flag} is of traces: a request log needs none")
+
+
+def source_of(arguments: argparse.Namespace) -> Path:
+    """Return the file that the requests are read from."""
+    source: Path = arguments.trace if arguments.log is None else arguments.log
+    return source
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Requests that emitted something, by arrival.
+
+    Attributes:
+        skipped: Those that `--skip` passes over.
+        chosen: Those after them, at least one.
+    """
+
+    skipped: "list[PastRequest]"
+    chosen: "list[PastRequest]"
+
+
+def read_past(arguments: argparse.Namespace) -> Past:
+    """Return the requests.
+
+    Raises:
+        ConfigError: None is chosen.
+        TraceError: The trace or the log cannot be read.
+    """
+    end = None if arguments.requests is None else arguments.skip + arguments.requests
+    skipped, chosen = slice(arguments.skip), slice(arguments.skip, end)
+    if arguments.log is not None:
+        logged = read_log(arguments.log)
+        past = Past(logged[skipped], logged[chosen])
+    else:
+        token_s = (_TOKEN_MS if arguments.token_ms is None else arguments.token_ms) / 1e3
+        trace = read_trace(arguments.trace, arguments.format or "auto")
+        past = Past(
+            past_requests(trace[skipped], token_s=token_s),
+            past_requests(trace[chosen], token_s=token_s),
+        )
+    if not past.chosen:
+        raise ConfigError(f"{source_of(arguments)}: none of the requests chosen has any output")
+    return past

@@ -1,0 +1,185 @@
+"""`balanceroute train`: train a predictor of output lengths on requests of the past."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from balanceroute.predictors import NoPrediction, files, training
+from balanceroute.predictors.evaluation import judge
+from balanceroute.predictors.questions import Replay, cut_in_time
+from balanceroute.proxy.cli.help_format import HelpFormatter
+from balanceroute.proxy.cli.judgement_report import print_judgements, terms
+from balanceroute.proxy.cli.past_flags import (
+    BOUNDS,
+    add_past_flags,
+    check_numbers,
+    check_source,
+    read_past,
+    source_of,
+)
+from balanceroute.proxy.cli.stage_bar import StageBar
+from balanceroute.proxy.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from balanceroute.predictors import PastRequest, Predictor
+    from balanceroute.predictors.evaluation import Judgement
+    from balanceroute.predictors.state import Savable
+
+_BOUNDS = BOUNDS | {"--holdout": (0, 0.9), "--seed": (0, 2**31 - 1)}
+_AGE_STEP = 20
+_BASELINE = "survival"
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "train",
+        help="train a predictor of output lengths on requests of the past",
+        description=f"{__doc__} The file is for `serve --predictor` and for `evaluate`.",
+        formatter_class=HelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("kind", choices=training.KINDS, help="what to train")
+    add_past_flags(parser)
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--horizon", type=int, default=40, metavar="H", help="steps ahead that are predicted"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn")
+    group.add_argument(
+        "--holdout",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="judge a predictor trained without the last share of the requests on these, before "
+        "the one that is written is trained on all (0: do not)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", required=True, type=Path, metavar="FILE", help="the predictor")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: A setting cannot be served, or the requests do not suffice.
+        TraceError: The trace or the log cannot be read.
+        PredictorFileError: The predictor cannot be written.
+    """
+    check_numbers(arguments, _BOUNDS)
+    check_source(arguments)
+    training.require(arguments.kind)
+    _check_out(arguments.out)
+    judged: tuple[Replay, Mapping[str, Judgement]] | None = None
+    with StageBar() as bar:
+        bar.show(f"reading {source_of(arguments)}")
+        past = read_past(arguments).chosen
+        if arguments.holdout:
+            judged = _judge_held_out(arguments, past, bar)
+        begin_s = time.perf_counter()
+        predictor = _train(arguments, past, bar, "training")
+        trained_s = time.perf_counter() - begin_s
+    state = predictor.state()
+    files.write_state(arguments.out, state)
+    size = arguments.out.stat().st_size + sum(len(text.encode()) for text in state.texts.values())
+    _print_facts(arguments, past, trained_s=trained_s, size=size)
+    if judged is not None:
+        _print_held_out(arguments, *judged)
+    return 0
+
+
+def _check_out(path: Path) -> None:
+    """Find out now, not after the training, that the predictor cannot be written."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out: {path.parent} is not a directory")
+    if path.is_dir():
+        raise ConfigError(f"--out: {path} is a directory")
+    if path.exists():
+        try:
+            files.read_state(path)
+        except files.PredictorFileError as error:
+            # It may be the trace, or anything else that nobody wants to lose.
+            reason = f"exists and is not a predictor that could be replaced: {error.reason}"
+            raise ConfigError(f"--out: {path} {reason}") from error
+
+
+def _train(
+    arguments: argparse.Namespace, past: "Sequence[PastRequest]", bar: StageBar, words: str
+) -> "Savable":
+    bar.show(f"{words} {arguments.kind}")
+    return training.train(
+        arguments.kind,
+        past,
+        horizon_steps=arguments.horizon,
+        seed=arguments.seed,
+        progress=lambda stage, share: bar.show(f"{words} {arguments.kind}: {stage}", share),
+    )
+
+
+def _judge_held_out(
+    arguments: argparse.Namespace, past: "Sequence[PastRequest]", bar: StageBar
+) -> "tuple[Replay, Mapping[str, Judgement]]":
+    """Train on the first requests and judge on the last ones, as `evaluate` would."""
+    cut = cut_in_time(past, 1 - arguments.holdout)
+    replay = Replay(cut.after, horizon_steps=arguments.horizon, age_step=_AGE_STEP, from_s=cut.at_s)
+    predictors: dict[str, Predictor] = {
+        "none": NoPrediction(),
+        _BASELINE: training.survival_of(cut.before),
+    }
+    if arguments.kind not in predictors:
+        predictors[arguments.kind] = _train(arguments, cut.before, bar, "check: training")
+    judgements = judge(
+        replay,
+        predictors,
+        baseline=_BASELINE,
+        progress=lambda name, share: bar.show(f"check: judging {name}", share),
+    )
+    return replay, judgements
+
+
+def _print_facts(
+    arguments: argparse.Namespace,
+    past: "Sequence[PastRequest]",
+    *,
+    trained_s: float,
+    size: int,
+) -> None:
+    facts = Table.grid(padding=(0, 2))
+    tokens = sum(request.output_tokens for request in past)
+    for name, value in (
+        ("trained", arguments.kind),
+        ("on", f"{len(past):,} requests of {source_of(arguments)}"),
+        ("that emitted", f"{tokens:,} tokens"),
+        ("in", f"{trained_s:.1f} s"),
+        ("written to", f"{arguments.out}, {_bytes(size)}"),
+    ):
+        facts.add_row(name, escape(value))
+    console = Console()
+    # Not a terminal: nothing has to be broken.
+    console.width = max(console.width, 0 if sys.stdout.isatty() else 500)
+    console.print(facts)
+
+
+def _print_held_out(
+    arguments: argparse.Namespace, replay: Replay, judgements: "Mapping[str, Judgement]"
+) -> None:
+    share = 100 * arguments.holdout
+    print_judgements(
+        judgements,
+        baseline=_BASELINE,
+        title=f"Check on the last {share:g} % of the requests",
+        caption=f"Trained on those that had ended before; what was written is trained on all. "
+        f"{terms(replay, age_step=_AGE_STEP)}",
+    )
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e3:,.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,65 @@
+"""Who tells BR-H how long requests go on, in one simulated run.
+
+A run's predictor starts from the requests before its segment and learns on from those that finish, as
+it would in a proxy that has served them; a trained one starts from its file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from balanceroute.predictors import ExactMatch, NoPrediction, Oracle, Predictor, Survival
+from balanceroute.predictors.files import load
+from balanceroute.predictors.gbdt_training import train
+from balanceroute.predictors.traced import past_requests
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.sim.workload import Workload
+
+Forecast = Callable[[Workload, PolicySettings], Predictor]
+"""Makes the predictor of one run."""
+
+
+def _oracle(workload: Workload, _: PolicySettings) -> Predictor:
+    outputs = [request.output_tokens for request in workload.requests]
+    return Oracle({RequestId(i): tokens for i, tokens in enumerate(outputs)})
+
+
+def _survival(workload: Workload, _: PolicySettings) -> Predictor:
+    return Survival(request.output_tokens for request in workload.history)
+
+
+def _exact_match(workload: Workload, _: PolicySettings) -> Predictor:
+    return ExactMatch(past_requests(workload.history))
+
+
+def _gbdt(workload: Workload, settings: PolicySettings) -> Predictor:
+    return train(past_requests(workload.history), horizon_steps=settings.horizon_steps)
+
+
+def _none(_: Workload, __: PolicySettings) -> Predictor:
+    return NoPrediction()
+
+
+FORECASTS: dict[str, Forecast] = {
+    "survival": _survival,
+    "exact-match": _exact_match,
+    "gbdt": _gbdt,
+    "oracle": _oracle,
+    "none": _none,
+}
+
+
+def forecast_called(word: str) -> Forecast:
+    """Return one of `FORECASTS`, or that of a trained predictor's file.
+
+    Raises:
+        ConfigError: Neither is called so.
+    """
+    if word in FORECASTS:
+        return FORECASTS[word]
+    path = Path(word)
+    if not path.is_file():
+        raise ConfigError(f"{word!r} is no file, and none of {', '.join(FORECASTS)}")
+    # Read for every run: what it learns in one must not be known in the next.
+    return lambda _, __: load(path)

@@ -1,0 +1,255 @@
+"""What each predictor is worth to BR-H, end to end in the simulator: every table of docs/predictors.md.
+
+    python scripts/predictor_results.py [--only WORDS] [--jobs N] [--json OUT]
+
+Every run's predictor has learned from the requests before its segment and learns on from those that
+finish; gbdt is trained anew for each segment. Segments are disjoint in time from what was learned.
+
+Workloads beside the public traces are made from them:
+
+* recurring: 400 requests of the Mooncake trace are templates; each of 8,000 requests is one of them,
+  drawn with Zipf's weights (1 / place), and its output is the template's, times a log-normal factor of
+  10 %. So prompts recur as in templated traffic, and the lengths are real.
+* drifting: the Mooncake trace, its outputs scaled by a factor that grows from 1/4 to 4 over the trace.
+* wrong: the Mooncake trace, with predictors that have learned from the Azure code trace instead (mean
+  output 28 tokens, against 343).
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import run_experiment
+from balanceroute.proxy.sim.forecast import FORECASTS
+from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.traces import TraceRequest, read_trace
+
+PUBLIC = Path(__file__).parents[1] / "traces" / "public"
+SEGMENTS = 6
+KNOWN = 2000  # Requests at the beginning, from which the first segment's predictor has learned.
+BATCH = 16
+TEMPLATES = 400
+RECURRING = 8000
+PREDICTORS = ("survival", "exact-match", "gbdt", "oracle", "none")
+FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p99")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One table.
+
+    Attributes:
+        name: What it is called.
+        requests: Makes the trace.
+        ranks: G.
+        backlog: Requests that always wait; None for an open loop.
+        rate: Of the open loop.
+        learned: Makes what predictors have learned from instead of the trace's own past.
+        predictors: Which of `PREDICTORS` are compared, beside BR-0.
+        form: How BR-H projects.
+    """
+
+    name: str
+    requests: Callable[[], list[TraceRequest]]
+    ranks: int = 8
+    backlog: int | None = 64
+    rate: float | None = None
+    learned: Callable[[], list[TraceRequest]] | None = None
+    predictors: tuple[str, ...] = PREDICTORS
+    form: Form | None = None
+
+    def workloads(self) -> list[Workload]:
+        """Return the segments."""
+        known = 0 if self.learned is not None else KNOWN
+        cut = split(
+            self.requests(), segments=SEGMENTS, rate=self.rate, backlog=self.backlog, known=known
+        )
+        if self.learned is None:
+            return cut
+        history = self.learned()
+        return [replace(workload, history=history) for workload in cut]
+
+
+def public(name: str) -> list[TraceRequest]:
+    """Return the requests of a public trace."""
+    return playable(read_trace(PUBLIC / name))
+
+
+def recurring() -> list[TraceRequest]:
+    """Return requests made of templates; see the module."""
+    rng = random.Random("recurring")
+    templates = rng.sample(public("mooncake_conversation.jsonl.gz"), TEMPLATES)
+    weights = list(accumulate(1 / (place + 1) for place in range(TEMPLATES)))
+    places = rng.choices(range(TEMPLATES), cum_weights=weights, k=RECURRING)
+    return [
+        TraceRequest(
+            number * 300_000_000,
+            templates[place].prompt_tokens,
+            max(1, round(templates[place].output_tokens * rng.lognormvariate(0.0, 0.1))),
+            # One block that no other template has: the whole prompt recurs, or nothing of it.
+            (place,),
+        )
+        for number, place in enumerate(places)
+    ]
+
+
+def drifting() -> list[TraceRequest]:
+    """Return the Mooncake trace with outputs that grow sixteenfold."""
+    requests = public("mooncake_conversation.jsonl.gz")
+    return [
+        replace(
+            request,
+            output_tokens=max(
+                1, round(request.output_tokens * 4 ** (2 * number / len(requests) - 1))
+            ),
+        )
+        for number, request in enumerate(requests)
+    ]
+
+
+MOONCAKE = partial(public, "mooncake_conversation.jsonl.gz")
+AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
+AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
+_BOTH = ("survival", "exact-match", "gbdt", "oracle")
+SCENARIOS = (
+    Scenario("mooncake, 8 ranks, saturated", MOONCAKE),
+    Scenario("mooncake, 16 ranks, saturated", MOONCAKE, ranks=16, backlog=128),
+    Scenario("mooncake, 8 ranks, rate 1.3", MOONCAKE, backlog=None, rate=1.3),
+    Scenario("mooncake, 16 ranks, rate 2.6", MOONCAKE, ranks=16, backlog=None, rate=2.6),
+    Scenario("azure conversation, 8 ranks, saturated", AZURE_CONV),
+    Scenario("azure code, 8 ranks, saturated", AZURE_CODE),
+    Scenario("recurring prompts, 8 ranks, saturated", recurring),
+    Scenario("drifting lengths, 8 ranks, saturated", drifting),
+    Scenario("wrong model, 8 ranks, saturated", MOONCAKE, learned=AZURE_CODE),
+    Scenario(
+        "point projection, mooncake, 8 ranks, saturated",
+        MOONCAKE,
+        predictors=_BOTH,
+        form=Form.POINT,
+    ),
+    Scenario(
+        "point projection, azure conversation, 8 ranks, saturated",
+        AZURE_CONV,
+        predictors=_BOTH,
+        form=Form.POINT,
+    ),
+    Scenario(
+        "point projection, recurring prompts, 8 ranks, saturated",
+        recurring,
+        predictors=_BOTH,
+        form=Form.POINT,
+    ),
+)
+
+
+def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
+    """Simulate one segment; return its figures. `predictor` "br-0" is the policy without one."""
+    chosen = SCENARIOS[scenario]
+    settings = PolicySettings(form=chosen.form)
+    policy = "br-0" if predictor == "br-0" else "br-h"
+    forecast = FORECASTS["none" if predictor == "br-0" else predictor]
+    (result,) = run_experiment(
+        Deployment(ranks=chosen.ranks, batch_limit=BATCH),
+        [chosen.workloads()[segment]],
+        [policy],
+        settings,
+        forecast,
+    )
+    return {name: result.mean[name] for name in FIGURES}
+
+
+def report(scenario: Scenario, figures: dict[str, list[dict[str, float]]]) -> None:
+    """Print one scenario's table."""
+    table = Table(title=f"{scenario.name}, batch {BATCH}", title_justify="left")
+    table.add_column("BR-H with", no_wrap=True)
+    for heading in ("idle %", "x oracle", "x br-0", "tokens/s", "x br-0", "TPOT p95", "wait p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for predictor, runs in figures.items():
+        table.add_row(
+            "(br-0)" if predictor == "br-0" else predictor,
+            _spread([100 * one["idle_fraction"] for one in runs], 1),
+            _ratio(runs, figures.get("oracle"), "idle_fraction"),
+            _ratio(runs, figures["br-0"], "idle_fraction"),
+            _spread([one["output_tokens_per_s"] for one in runs], 0),
+            _ratio(runs, figures["br-0"], "output_tokens_per_s"),
+            _spread([one["tpot_ms_p95"] for one in runs], 1),
+            _spread([one["pool_wait_s_p99"] for one in runs], 1),
+        )
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    error = stdev(values) / len(values) ** 0.5
+    return f"{fmean(values):,.{digits}f} ±{error:,.{digits}f}"
+
+
+def _ratio(
+    runs: Sequence[dict[str, float]], base: Sequence[dict[str, float]] | None, name: str
+) -> str:
+    """Return the mean ratio within a segment, with its standard error."""
+    if base is None or runs is base:
+        return ""
+    return _spread([one[name] / other[name] for one, other in zip(runs, base, strict=True)], 3)
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="scenarios with these words")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every segment's figures")
+    arguments = parser.parse_args()
+    chosen = [i for i, one in enumerate(SCENARIOS) if arguments.only in one.name]
+    if not chosen:
+        parser.error(f"--only: of {'; '.join(one.name for one in SCENARIOS)}")
+    everything: dict[str, dict[str, list[dict[str, float]]]] = {}
+    with (
+        ProcessPoolExecutor(arguments.jobs) as pool,
+        Progress(
+            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        ) as bar,
+    ):
+        task = bar.add_task(
+            "", total=sum(1 + len(SCENARIOS[i].predictors) for i in chosen) * SEGMENTS
+        )
+        pending = {
+            i: {
+                predictor: [pool.submit(run, i, predictor, segment) for segment in range(SEGMENTS)]
+                for predictor in (*SCENARIOS[i].predictors, "br-0")
+            }
+            for i in chosen
+        }
+        for i, predictors in pending.items():
+            figures: dict[str, list[dict[str, float]]] = {}
+            for predictor, runs in predictors.items():
+                bar.update(task, description=f"{SCENARIOS[i].name}, {predictor}")
+                figures[predictor] = [one.result() for one in runs]
+                bar.advance(task, SEGMENTS)
+            report(SCENARIOS[i], figures)
+            everything[SCENARIOS[i].name] = figures
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
