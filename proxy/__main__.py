@@ -5,7 +5,17 @@ import sys
 from collections.abc import Sequence
 
 from balanceroute import __version__
-from balanceroute.proxy.cli import emulate, replay, serve, simulate, up
+from balanceroute.proxy.cli import (
+    emulate,
+    evaluate,
+    replay,
+    serve,
+    simulate,
+    topology,
+    train,
+    up,
+    validate,
+)
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
@@ -27,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_parser(commands)
     serve.add_parser(commands)
     up.add_parser(commands)
+    topology.add_parser(commands)
     emulate.add_parser(commands)
+    train.add_parser(commands)
+    evaluate.add_parser(commands)
+    validate.add_parser(commands)
     chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)

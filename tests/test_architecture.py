@@ -47,6 +47,12 @@ MAY_IMPORT = {  # Longest prefix wins.
         "predictors",
     },
     "proxy/replay": {"proxy.core.errors", "proxy.replay", "proxy.wire", "traces", "__version__"},
+    "proxy/validate": {
+        "proxy.core.errors",
+        "proxy.validate",
+        "engine_patch.reader",
+        "engine_patch.records",
+    },
     "proxy": {"proxy", "predictors", "traces", "topologies", "__version__"},
     "engine_patch": {"engine_patch"},
     "topologies": {"topologies"},
@@ -54,6 +60,8 @@ MAY_IMPORT = {  # Longest prefix wins.
 }
 MAY_IMPORT_THIRD_PARTY = {
     "proxy/core": {"numpy"},
+    # In an engine's own process; there numpy is not loaded either (tests/engine_patch).
+    "engine_patch": {"numpy"},
     "topologies": set[str](),
     "traces": set[str](),
 }

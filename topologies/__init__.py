@@ -1,16 +1,17 @@
-"""Fleet layouts (how many prefillers, how many decode ranks) as TOML files, and their reader.
+"""Fleet layouts as TOML files: read, checked, and turned into the commands that start them.
 
 This folder is a leaf: it imports nothing else of the project.
 """
 
+from balanceroute.topologies.checks import Finding, PortUse, check_engines
+from balanceroute.topologies.commands import Command, engine_commands, proxy_command
+from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
+from balanceroute.topologies.tables import TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
     CONNECTORS,
-    MAX_RANKS,
     DecodeEntry,
     PrefillEntry,
     Topology,
-    TopologyError,
-    did_you_mean,
     read_topology,
     shipped_topologies,
 )
@@ -18,11 +19,19 @@ from balanceroute.topologies.topology import (
 __all__ = [
     "CONNECTORS",
     "MAX_RANKS",
+    "Command",
     "DecodeEntry",
+    "Engines",
+    "Finding",
+    "PortUse",
     "PrefillEntry",
+    "RoleEngines",
     "Topology",
     "TopologyError",
+    "check_engines",
     "did_you_mean",
+    "engine_commands",
+    "proxy_command",
     "read_topology",
     "shipped_topologies",
 ]

@@ -14,47 +14,31 @@ url = "http://10.0.0.8:8300"         # one server with several data-parallel ran
 ranks = 8                            # or ranks = "discover", or rank_ids = [0, 1, 2, 3]
 [proxy]                              # flags of `balanceroute serve`, with underscores
 batch = 256
+[engines]                            # how the engines are started: see `engines.py`; optional
 [emulation]                          # for `balanceroute up`: emulated engines in place of real ones
 prefillers = 2
 ```
 
-This module reads the layout and leaves the two tables to those who know their keys.
+With `[engines]` the engines' addresses follow from it; `[[prefill]]` and `[[decode]]` may stand
+beside it only to say the same. So do `batch` and `lease_s` of `[proxy]`, if they are not there. The
+keys of `[proxy]` and `[emulation]` are left to those who know them.
 """
 
-import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 
+from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
+from balanceroute.topologies.placement import bracketed, place
+from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
+
 CONNECTORS = ("nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise")
-MAX_RANKS = 10_000
 MAX_FILE_BYTES = 1 << 20
-# Known words that a message may list.
-_LISTED = 16
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-class TopologyError(ValueError):
-    """A topology that cannot be used.
-
-    Attributes:
-        path: The file.
-        key: The key at fault, as in `decode[3].url`; "" if the fault is the file's as a whole.
-        reason: What is wrong with it.
-    """
-
-    def __init__(self, path: Path, key: str, reason: str) -> None:
-        super().__init__(path, key, reason)
-        self.path = path
-        self.key = key
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.path), self.key, self.reason) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +75,8 @@ class Topology:
         connector: One of `CONNECTORS`; None if the file leaves it open.
         prefill: The prefillers.
         decode: The decode servers.
-        proxy: The `[proxy]` table as it is.
+        proxy: The `[proxy]` table, and what follows from the engines.
+        engines: How the engines are started; None if the file does not say.
         emulation: The `[emulation]` table as it is; None if the engines are real.
     """
 
@@ -102,77 +87,8 @@ class Topology:
     prefill: tuple[PrefillEntry, ...]
     decode: tuple[DecodeEntry, ...]
     proxy: Mapping[str, object]
+    engines: Engines | None
     emulation: Mapping[str, object] | None
-
-
-class _Table:
-    """One table of the file, with its place for error messages."""
-
-    def __init__(self, path: Path, place: str, content: object, known: Iterable[str]) -> None:
-        self._path = path
-        self._place = place
-        if not isinstance(content, dict):
-            raise TopologyError(path, place, f"must be a table, is {content!r}")
-        self._content = content
-        known = tuple(known)
-        for key in content:
-            if key not in known:
-                raise self.error(key, f"unknown key{did_you_mean(key, known)}")
-
-    def error(self, key: str, reason: str) -> TopologyError:
-        place = f"{self._place}.{key}" if self._place else key
-        return TopologyError(self._path, place, reason)
-
-    def get(self, key: str) -> object:
-        return self._content.get(key)
-
-    def text(self, key: str) -> str | None:
-        value = self._content.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, str) or not value:
-            raise self.error(key, f"must be a text, is {value!r}")
-        return value
-
-    def required_text(self, key: str) -> str:
-        value = self.text(key)
-        if value is None:
-            raise self.error(key, "is missing")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return one text or a list of texts as a tuple."""
-        value = self._content.get(key, [])
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
-            raise self.error(key, f"must be a text or a list of texts, is {value!r}")
-        return tuple(texts)
-
-    def tables(self, key: str, known: Iterable[str]) -> "list[_Table]":
-        value = self._content.get(key, [])
-        if not isinstance(value, list):
-            raise self.error(key, f"must be an array of tables: write [[{key}]]")
-        return [_Table(self._path, f"{key}[{i}]", item, known) for i, item in enumerate(value)]
-
-    def mapping(self, key: str) -> Mapping[str, object] | None:
-        value = self._content.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(key, f"must be a table: write [{key}]")
-        return MappingProxyType(value)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word: what it may have meant, or what is known.
-
-    It is empty if nothing is like the word and too much is known to list it.
-    """
-    known = tuple(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if len(known) <= _LISTED else ""
 
 
 def read_topology(path: str | PathLike[str]) -> Topology:
@@ -218,26 +134,32 @@ def _locate(path: str | PathLike[str]) -> Path:
 
 
 def _topology(path: Path, document: dict[str, object]) -> Topology:
-    keys = ("name", "model", "connector", "prefill", "decode", "proxy", "emulation")
-    table = _Table(path, "", document, keys)
+    keys = ("name", "model", "connector", "prefill", "decode", "proxy", "engines", "emulation")
+    table = Table(path, "", document, keys)
     name = table.required_text("name")
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
-    connector = table.text("connector")
-    if connector is not None and connector not in CONNECTORS:
-        raise table.error("connector", f"is {connector!r}{did_you_mean(connector, CONNECTORS)}")
+    connector = table.word("connector", CONNECTORS)
     prefill = tuple(
         PrefillEntry(entry.required_text("url"), entry.text("bootstrap"))
         for entry in table.tables("prefill", ("url", "bootstrap"))
     )
     decode = tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
     emulation = table.mapping("emulation")
+    proxy = table.mapping("proxy") or MappingProxyType({})
+    engines = None
+    if "engines" in table:
+        engines = read_engines(table, connector)
+        prefill, decode = _addresses(table, engines, prefill, decode)
+        proxy = MappingProxyType({**_follows(engines), **proxy})
     if emulation is not None and (prefill or decode):
-        raise table.error("emulation", "stands in place of [[prefill]] and [[decode]], not beside")
+        instead = "[engines]" if engines is not None else "[[prefill]] and [[decode]]"
+        raise table.error("emulation", f"stands in place of {instead}, not beside")
     if emulation is None:
         for key, entries in (("prefill", prefill), ("decode", decode)):
             if not entries:
-                raise table.error(key, f"is missing: write [[{key}]], or an [emulation] table")
+                reason = f"is missing: write [[{key}]], [engines] or an [emulation] table"
+                raise table.error(key, reason)
     return Topology(
         path=path,
         name=name,
@@ -245,12 +167,60 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
         connector=connector,
         prefill=prefill,
         decode=decode,
-        proxy=table.mapping("proxy") or MappingProxyType({}),
+        proxy=proxy,
+        engines=engines,
         emulation=emulation,
     )
 
 
-def _decode_entry(entry: _Table) -> DecodeEntry:
+def _addresses(
+    table: Table,
+    engines: Engines,
+    prefill: tuple[PrefillEntry, ...],
+    decode: tuple[DecodeEntry, ...],
+) -> tuple[tuple[PrefillEntry, ...], tuple[DecodeEntry, ...]]:
+    """Return the engines' addresses.
+
+    Raises:
+        TopologyError: The file names others itself, or ports run out.
+    """
+    following: dict[str, list[PrefillEntry | DecodeEntry]] = {"prefill": [], "decode": []}
+    for process in place(engines):
+        role = process.role
+        if process.url is None:
+            continue
+        if process.port is not None and process.port > MAX_PORT:
+            reason = f"comes to {process.port} for {process.name}, beyond {MAX_PORT}"
+            raise table.error(f"engines.{role.role}.port", reason)
+        if role.role == "prefill":
+            bootstrap = None
+            if engines.connector == "mooncake":
+                bootstrap = f"http://{bracketed(process.host)}:{process.kv_port}"
+            following["prefill"].append(PrefillEntry(process.url, bootstrap))
+        elif role.dp_mode == "internal":
+            ids = tuple(range(role.data_parallel))
+            following["decode"].append(DecodeEntry(process.url, ids))
+        else:
+            following["decode"].append(DecodeEntry(process.url))
+    given: dict[str, tuple[PrefillEntry | DecodeEntry, ...]]
+    given = {"prefill": prefill, "decode": decode}
+    for key, entries in given.items():
+        if entries and set(entries) != set(following[key]):
+            urls = ", ".join(entry.url for entry in following[key])
+            raise table.error(key, f"is not what [engines] comes to: {urls}; leave it out")
+    return (
+        tuple(entry for entry in following["prefill"] if isinstance(entry, PrefillEntry)),
+        tuple(entry for entry in following["decode"] if isinstance(entry, DecodeEntry)),
+    )
+
+
+def _follows(engines: Engines) -> dict[str, object]:
+    """Return the proxy's settings that the engines' settle."""
+    lease = {} if engines.lease_s is None else {"lease_s": engines.lease_s}
+    return {"batch": engines.decode.max_num_seqs, **lease}
+
+
+def _decode_entry(entry: Table) -> DecodeEntry:
     url = entry.required_text("url")
     ranks = entry.get("ranks")
     ids = entry.get("rank_ids")
@@ -260,7 +230,7 @@ def _decode_entry(entry: _Table) -> DecodeEntry:
         if (
             not isinstance(ids, list)
             or not ids
-            or not all(_is_count(i, 0, MAX_RANKS - 1) for i in ids)
+            or not all(is_integer(i, 0, MAX_RANKS - 1) for i in ids)
         ):
             reason = f"must be a list of integers from 0 to {MAX_RANKS - 1}, is {ids!r}"
             raise entry.error("rank_ids", reason)
@@ -272,13 +242,8 @@ def _decode_entry(entry: _Table) -> DecodeEntry:
             return DecodeEntry(url)
         case "discover":
             return DecodeEntry(url, discover=True)
-        case int() if _is_count(ranks, 1, MAX_RANKS):
+        case int() if is_integer(ranks, 1, MAX_RANKS):
             return DecodeEntry(url, tuple(range(ranks)))
         case _:
             reason = f"must be an integer from 1 to {MAX_RANKS} or 'discover', is {ranks!r}"
             raise entry.error("ranks", reason)
-
-
-def _is_count(value: object, least: int, most: int) -> bool:
-    # In Python, true is an int.
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -99,6 +99,7 @@ class World:
             rng=self._rng,
             unix_s=lambda: _EPOCH_S + self.loop.time(),
             stopwatch=self.loop.time,
+            in_thread=_at_once,
         )
         self.proxy = Proxy(make_config(None, flags), environment)
         await self.proxy.start()
@@ -120,3 +121,8 @@ class World:
         await self.proxy.close()
         self._fetcher.close()
         await self.fleet.close()
+
+
+async def _at_once(function: Callable[[], None]) -> None:
+    """Do what would have a thread: virtual time has none."""
+    function()

@@ -86,6 +86,11 @@ class RequestBody:
         parts.append(b"}")
         return b"".join(parts)
 
+    def member(self, key: str) -> bytes | memoryview:
+        """Return a member as it stands in the body, key and value; empty if it is absent."""
+        begin, end = self._places.get(key, (0, 0))
+        return self._piece(begin, end)
+
     def text_length(self, key: str) -> int:
         """Return the number of characters of a member's text; 0 if it is absent."""
         begin, end = self._places.get(key, (0, 0))

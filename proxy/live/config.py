@@ -99,7 +99,9 @@ class SchedulingConfig:
     Attributes:
         policy: A name in `POLICIES`.
         settings: The policies' knobs.
-        predictor: A name in `PREDICTORS`.
+        predictor: A name in `PREDICTORS`, or a file with a trained one.
+        predictor_state: The file that keeps what it learns.
+        shadow_predictors: More of them, which are scored and decide nothing.
         seed: Of randomised policies.
         batch_limit: B, slots of a rank's batch.
         rank_kv_tokens: KV tokens that fit on one rank.
@@ -118,6 +120,8 @@ class SchedulingConfig:
     policy: str
     settings: PolicySettings
     predictor: str
+    predictor_state: Path | None
+    shadow_predictors: tuple[str, ...]
     seed: int
     batch_limit: int
     rank_kv_tokens: int | None
@@ -139,10 +143,14 @@ class LogConfig:
     Attributes:
         to: The name of a file, "-" for standard error, or "none".
         level: "debug", "info", "warning" or "error".
+        loads: The file that takes samples of the ranks' loads; None for none.
+        loads_interval_s: Between two of them.
     """
 
     to: str
     level: str
+    loads: Path | None
+    loads_interval_s: float
 
 
 @dataclass(frozen=True, slots=True)

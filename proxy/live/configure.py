@@ -28,6 +28,7 @@ from balanceroute.proxy.live.health import HealthSettings
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.options import Option, Values
+from balanceroute.proxy.live.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.scrape import ScrapeSettings
 from balanceroute.proxy.live.tls import engine_context, server_context
 from balanceroute.proxy.wire.messages import ServerLimits
@@ -199,10 +200,13 @@ def _scheduling(values: Values, lease_s: float | None) -> SchedulingConfig:
     if deadline_s is None and lease_s is not None:
         # As the scheduler has it: a margin never takes more than half of a lease.
         deadline_s = _DEADLINE_SHARE * (lease_s - min(margin_s, lease_s / 2))
+    predictor, shadows = _predictors(values)
     return SchedulingConfig(
         policy=values.get(flags.POLICY),
         settings=flags.policy_settings(values),
-        predictor=values.get(flags.PREDICTOR),
+        predictor=predictor,
+        predictor_state=_predictor_state(values, predictor),
+        shadow_predictors=shadows,
         seed=values.get(flags.SEED),
         batch_limit=values.get(flags.BATCH),
         rank_kv_tokens=values.get(flags.RANK_KV_TOKENS),
@@ -216,6 +220,45 @@ def _scheduling(values: Values, lease_s: float | None) -> SchedulingConfig:
         pool_deadline_s=_finite(deadline_s),
         lease_margin_s=margin_s,
     )
+
+
+def _predictors(values: Values) -> tuple[str, tuple[str, ...]]:
+    """Return the predictor and its shadows, each of which can be made."""
+    predictor, shadows = values.get(flags.PREDICTOR), values.get(flags.SHADOW_PREDICTOR)
+    names: set[str] = set()
+    for option, words in ((flags.PREDICTOR, (predictor,)), (flags.SHADOW_PREDICTOR, shadows)):
+        for word in words:
+            name = predictor_name(word)
+            if name in names:
+                reason = "metrics cannot tell it from another one of that name"
+                raise ConfigError(f"{values.where(option)} has {name!r}: {reason}")
+            names.add(name)
+            try:
+                make_predictor(word)
+            except ConfigError as error:
+                raise ConfigError(f"{values.where(option)} {error}") from None
+    return predictor, shadows
+
+
+def _predictor_state(values: Values, predictor: str) -> Path | None:
+    path = values.get(flags.PREDICTOR_STATE)
+    if path is None:
+        return None
+    place = f"{values.where(flags.PREDICTOR_STATE)} is {path}"
+    if predictor == "none":
+        raise ConfigError(f"{place}, but {flags.PREDICTOR.flag} none learns nothing")
+    if Path(predictor) == path:
+        raise ConfigError(f"{place}: the trained predictor is never written to")
+    _check_place(place, path)
+    return path
+
+
+def _check_place(place: str, path: Path) -> None:
+    """Check that a file can be in the place that a setting gives it."""
+    if path.is_dir():
+        raise ConfigError(f"{place}: a directory")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{place}: {path.parent} is not a directory")
 
 
 def _legs(values: Values) -> LegSettings:
@@ -240,12 +283,14 @@ def _legs(values: Values) -> LegSettings:
 def _log(values: Values) -> LogConfig:
     to = values.get(flags.LOG)
     if to not in flags.LOG.not_paths:
-        place = values.where(flags.LOG)
-        if Path(to).is_dir():
-            raise ConfigError(f"{place} is {to}: a directory")
-        if not Path(to).absolute().parent.is_dir():
-            raise ConfigError(f"{place} is {to}: {Path(to).parent} is not a directory")
-    return LogConfig(to, values.get(flags.LOG_LEVEL))
+        _check_place(f"{values.where(flags.LOG)} is {to}", Path(to))
+    loads = values.get(flags.LOAD_LOG)
+    if loads is not None:
+        place = f"{values.where(flags.LOAD_LOG)} is {loads}"
+        _check_place(place, loads)
+        if to not in flags.LOG.not_paths and Path(to).absolute() == loads.absolute():
+            raise ConfigError(f"{place}, where {flags.LOG.flag} goes already")
+    return LogConfig(to, values.get(flags.LOG_LEVEL), loads, values.get(flags.LOAD_LOG_INTERVAL_S))
 
 
 def _secret(values: Values, option: Option[Path | None]) -> Secret | None:

@@ -45,6 +45,7 @@ from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.leg_settings import LegSettings
+from balanceroute.proxy.live.prompt_keys import prompt_keys
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.session import Session
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.health import Health
-    from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
     from balanceroute.proxy.live.metrics import Metrics
+    from balanceroute.proxy.live.predictor_set import PredictorSet
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
 
@@ -111,7 +112,7 @@ class Driver:
         scheduler: Its numbers of ranks and prefillers are those of `instances`.
         instances: The engines.
         connector: How KV caches travel.
-        predictor: Told of every finished request.
+        predictors: Told of every request; asked by the core.
         health: Told how legs end.
         metrics: Told of everything countable.
         log: Told of every request that ended.
@@ -133,7 +134,7 @@ class Driver:
         scheduler: "Scheduler",
         instances: Instances,
         connector: "Connector",
-        predictor: "MeasuredPredictor",
+        predictors: "PredictorSet",
         *,
         health: "Health",
         metrics: "Metrics",
@@ -158,7 +159,7 @@ class Driver:
         self.capacity_tokens = 0
         self.draining = False
         self._loop = loop
-        self._predictor = predictor
+        self._predictors = predictors
         self._health = health
         self._metrics = metrics
         self._log = log
@@ -222,7 +223,11 @@ class Driver:
         tokens = shape.prompt_tokens
         if tokens is None:
             tokens = max(1, round(shape.prompt_characters / self._characters_per_token))
-        self._predictor.begin(number, RequestFeatures(tokens, shape.max_tokens))
+        record.prompt_estimate = tokens
+        if self._predictors.uses_keys:
+            record.keys = prompt_keys(shape.api, body)
+        features = RequestFeatures(tokens, shape.max_tokens, record.keys)
+        self._predictors.begin(number, features)
         prefill = session.has_prefill_leg
         if not prefill:
             session.pooled()
@@ -273,6 +278,24 @@ class Driver:
         self._open_ranks += [True] * (len(ranks) - len(self._open_ranks))
         self.reopen()
         self._wake(0.0)
+
+    def follow(self) -> None:
+        """Bring the scheduler's mirror of the ranks up to date, as before every decision."""
+        now_s = self.clock()
+        for number, since_s in list(self._unheard.items()):
+            if now_s - since_s >= self._transfer_s:
+                self._join(self.sessions[number])
+                self.feed(DecodeStarted(number))
+        advance = self.steps.advance(self._started.values(), now_s)
+        if advance.steps:
+            step = StepCompleted()
+            for _ in range(advance.steps):
+                self.scheduler.handle(step, now_ns=0)
+            self._measure_balance(advance.steps)
+        for session, rounds in advance.corrections:
+            assert isinstance(session, Session)
+            tokens = rounds * session.shape.sequences
+            self.scheduler.handle(TokensEmitted(session.number, tokens), now_ns=0)
 
     def engine_id(self, request_id: str) -> str:
         """Return what a request is called at the engines: its id, unless that is in use.
@@ -348,7 +371,8 @@ class Driver:
     def counted(self, session: Session, prompt_tokens: int) -> None:
         """Learn how many tokens a prompt really has, and so how many characters a token has."""
         shape = session.shape
-        self._predictor.begin(session.number, RequestFeatures(prompt_tokens, shape.max_tokens))
+        features = RequestFeatures(prompt_tokens, shape.max_tokens, session.record.keys)
+        self._predictors.begin(session.number, features)
         if shape.prompt_tokens is None:
             ratio = shape.prompt_characters / prompt_tokens
             self._characters_per_token += _WEIGHT * (ratio - self._characters_per_token)
@@ -369,14 +393,14 @@ class Driver:
             del self._ids[record.request_id]
         self._started.pop(number, None)
         self._unheard.pop(number, None)
+        rounds = record.output_tokens / record.choices
         if record.outcome is Outcome.OK and record.output_tokens:
-            rounds = record.output_tokens / record.choices
-            self._predictor.observe(number, max(1, round(rounds)))
+            self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
             # A short answer's time is mostly not that of its steps.
             if not session.streaming and record.admitted_ns is not None and rounds >= _TELLING:
                 self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
         else:
-            self._predictor.forget(number)
+            self._predictors.ended(number, int(rounds), by_itself=False)
         self._metrics.request_ended(record)
         self._log.request_ended(record)
         if not self.sessions:
@@ -403,7 +427,7 @@ class Driver:
         if self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
-        self._follow()
+        self.follow()
         self._lap_s = begin_s = self._stopwatch()
         actions = self.scheduler.handle(Tick(), now_ns=self._now_ns())
         self._metrics.dispatched("total", self._stopwatch() - begin_s)
@@ -433,24 +457,6 @@ class Driver:
 
     # Progress.
 
-    def _follow(self) -> None:
-        """Bring the scheduler's mirror of the ranks up to date."""
-        now_s = self.clock()
-        for number, since_s in list(self._unheard.items()):
-            if now_s - since_s >= self._transfer_s:
-                self._join(self.sessions[number])
-                self.feed(DecodeStarted(number))
-        advance = self.steps.advance(self._started.values(), now_s)
-        if advance.steps:
-            step = StepCompleted()
-            for _ in range(advance.steps):
-                self.scheduler.handle(step, now_ns=0)
-            self._measure_balance(advance.steps)
-        for session, rounds in advance.corrections:
-            assert isinstance(session, Session)
-            tokens = rounds * session.shape.sequences
-            self.scheduler.handle(TokensEmitted(session.number, tokens), now_ns=0)
-
     def _without_start(self, number: RequestId) -> RequestRecomputed:
         """Return what to say of a lost request that was taken for started without a stream to tell.
 
@@ -468,6 +474,15 @@ class Driver:
         self._unheard.pop(session.number, None)
         self._started[session.number] = session
         self.steps.start(session)
+
+    def _age(self, number: RequestId) -> int:
+        """Return the tokens that each sequence of a started request has emitted."""
+        session = self._started[number]
+        emitted = session.emitted_tokens
+        if not session.streaming:  # As far as the step clock tells.
+            emitted = self.scheduler.ledger.kv_tokens(number)
+            emitted -= self.scheduler.requests[number].kv_tokens
+        return emitted // session.shape.sequences
 
     def _measure_balance(self, steps: int) -> None:
         loads = self.scheduler.ledger.loads[self._serving]
@@ -489,9 +504,10 @@ class Driver:
         if deadline_ns is not None and deadline_ns <= self._now_ns():
             self._tick()
         else:
-            self._follow()
+            self.follow()
         for session in list(self.sessions.values()):
             session.check_deadline(now_s)
+        self._predictors.score(self._started, self._age)
         if self.instances.ready:
             self._unready_since_s = None
         elif self._unready_since_s is None:

@@ -22,6 +22,7 @@ from balanceroute.proxy.live.options import (
     choice,
     file,
     file_or_word,
+    files_or_words,
     integer,
     number,
     optional_integer,
@@ -33,7 +34,7 @@ from balanceroute.proxy.live.options import (
     texts,
 )
 
-PREDICTORS = ("survival", "none")
+PREDICTORS = ("none", "survival", "exact-match")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DISCOVER = "discover"
 _KNOBS = PolicySettings()
@@ -143,7 +144,22 @@ ADMIN_TOKEN_FILE = file(
 )
 
 POLICY = choice("policy", "br-h", "which rank takes a request, and when", POLICIES)
-PREDICTOR = choice("predictor", "survival", "for br-h", PREDICTORS)
+PREDICTOR = file_or_word(
+    "predictor",
+    "survival",
+    "for br-h: none, survival, exact-match, or a file made by `balanceroute train`",
+    PREDICTORS,
+)
+PREDICTOR_STATE = file(
+    "predictor_state",
+    "keeps what the predictor learns: read at start if it is there, saved every minute and at the "
+    "end",
+)
+SHADOW_PREDICTOR = files_or_words(
+    "shadow_predictor",
+    "predictors, as for --predictor, that are scored on the traffic and decide nothing",
+    PREDICTORS,
+)
 SEED = integer("seed", 0, "of random policies", least=0, most=(1 << 63) - 1)
 # vLLM's own default of --max-num-seqs on most devices.
 BATCH = integer(
@@ -365,6 +381,10 @@ ANSWER_LIMIT_BYTES = integer(
 )
 LOG = file_or_word("log", "-", "where to log: a file, - for standard error, or none", ("-", "none"))
 LOG_LEVEL = choice("log_level", "info", "the least level to log", LOG_LEVELS)
+LOAD_LOG = file(
+    "load_log", "takes samples of every rank's load as mirrored here, for `balanceroute validate`"
+)
+LOAD_LOG_INTERVAL_S = seconds("load_log_interval_s", 0.1, "between two such samples", least=0.01)
 
 POLICY_KNOBS: tuple[Option[object], ...] = (
     PROJECTION,
@@ -406,6 +426,8 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
     "scheduling": (
         POLICY,
         PREDICTOR,
+        PREDICTOR_STATE,
+        SHADOW_PREDICTOR,
         SEED,
         BATCH,
         RANK_KV_TOKENS,
@@ -452,7 +474,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         WRITE_BUFFER_BYTES,
         ANSWER_LIMIT_BYTES,
     ),
-    "log": (LOG, LOG_LEVEL),
+    "log": (LOG, LOG_LEVEL, LOAD_LOG, LOAD_LOG_INTERVAL_S),
 }
 OPTIONS: tuple[Option[object], ...] = tuple(
     option for options in GROUPS.values() for option in options

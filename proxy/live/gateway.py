@@ -137,6 +137,7 @@ class Gateway:
         record.model = shape.model[:128]
         record.stream = shape.stream
         record.choices = shape.sequences
+        record.max_tokens = shape.max_tokens
         no_model = self._models.refuse(shape.model)
         if no_model is not None:
             self._refuse(reply, record, 404, no_model, param="model")

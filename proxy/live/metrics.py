@@ -175,6 +175,12 @@ class Metrics:
             "abandoned_leases", "KV leases given up before any rank pulled them.", "reason"
         )
         self._refreshes = counter("predictor_refreshes", "Predictions renewed.")
+        self._state_saves = counter(
+            "predictor_state_saves", "Times the predictor's state was to be saved.", "outcome"
+        )
+        self._state_refusals = counter(
+            "predictor_state_refusals", "Saved states of the predictor that could not be used."
+        )
         self._scrape_failures = counter(
             "scrape_failures", "Scrapes of an engine's /metrics that failed.", "role"
         )
@@ -228,6 +234,11 @@ class Metrics:
             "predictor_error_tokens",
             "Distance of a prediction from what the request had left.",
             _TOKENS_BOUNDS,
+        )
+        self._scoring = histogram(
+            "predictor_scoring_duration_seconds",
+            "Time of asking all predictors, shadows too, for their scores alone.",
+            _WORK_BOUNDS_S,
         )
         self._loop_lag = histogram(
             "loop_lag_seconds", "Lateness of a timer of the event loop.", _WORK_BOUNDS_S
@@ -298,6 +309,18 @@ class Metrics:
     def predictor_error(self, abs_tokens: float) -> None:
         """Count one prediction that has come due, by how many tokens it was off."""
         self._predictor_error.observe(abs_tokens)
+
+    def predictors_scored(self, seconds: float) -> None:
+        """Count one batch of questions to all predictors and the time it took."""
+        self._scoring.observe(seconds)
+
+    def predictor_state_saved(self, *, ok: bool) -> None:
+        """Count one attempt to save what the predictor has learned."""
+        self._state_saves.labels("ok" if ok else "failed").inc()
+
+    def predictor_state_refused(self) -> None:
+        """Count one saved state that could not be used."""
+        self._state_refusals.inc()
 
     def scrape_failed(self, role: Role) -> None:
         """Count one failed scrape of an engine's metrics."""

@@ -1,7 +1,7 @@
 """The metrics that are read from a snapshot of the proxy's state: loads, queues, connections."""
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from prometheus_client.metrics_core import Metric
@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from balanceroute import __version__
+from balanceroute.proxy.live.shadow import PredictorScores
 from balanceroute.proxy.live.snapshot import PrefillerState, RankState, Snapshot
 
 # Name, meaning, and the field of the snapshot.
@@ -51,6 +52,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    (
+        "predictor_rows_judged",
+        "Predictions that came true or not, of each predictor.",
+        attrgetter("rows_judged"),
+    ),
     ("decode_steps", "Decode steps inferred.", attrgetter("steps")),
     (
         "barrier_idle_tokens",
@@ -62,6 +68,34 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Ranks times the KV tokens of the fullest, summed over steps.",
         attrgetter("capacity_tokens"),
     ),
+)
+
+
+_SCORES: tuple[tuple[str, str, Callable[[PredictorScores], float | None]], ...] = (
+    ("predictor_active", "Whether the policy asks the predictor.", lambda one: int(one.active)),
+    ("predictor_failed", "Whether the shadow predictor broke.", lambda one: int(one.failed)),
+    ("predictor_rows", "Judged predictions that the scores are of.", attrgetter("rows")),
+    ("predictor_auc_ratio", "ROC-AUC of finishing within the horizon.", attrgetter("auc")),
+    ("predictor_brier_ratio", "Brier score of the same.", attrgetter("brier")),
+    ("predictor_calibration_error_ratio", "Expected calibration error.", attrgetter("ece")),
+    (
+        "predictor_remaining_error_tokens",
+        "Mean error of the remaining length, where it was within the horizon.",
+        attrgetter("mae"),
+    ),
+)
+_DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | None]]], ...] = (
+    (
+        "predictor_decile_predicted_ratio",
+        "Mean chance to finish within the horizon, by tenth of the scale.",
+        attrgetter("predicted"),
+    ),
+    (
+        "predictor_decile_observed_ratio",
+        "How often those requests finished within the horizon.",
+        attrgetter("observed"),
+    ),
+    ("predictor_decile_rows", "Rows in each tenth.", attrgetter("decile_rows")),
 )
 
 
@@ -94,6 +128,7 @@ class StateCollector(Collector):
             [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
             [state.queued, state.prefilling, state.pooled, state.decoding],
         )
+        yield from _predictor_families(state.predictors)
         for name, documentation, state_value in _GAUGES:
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS:
@@ -107,6 +142,35 @@ class StateCollector(Collector):
             "predictor": state.predictor,
         }
         yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
+    """Yield the scores; what is undefined has no sample."""
+    labels = [{"predictor": one.name} for one in predictors]
+    by_decile = [
+        [{"predictor": one.name, "decile": str(decile)} for decile in range(len(one.predicted))]
+        for one in predictors
+    ]
+    for name, documentation, score in _SCORES:
+        yield _known(name, documentation, labels, map(score, predictors))
+    for name, documentation, by_tenth in _DECILES:
+        yield _known(
+            name,
+            documentation,
+            [label for of_one in by_decile for label in of_one],
+            [value for one in predictors for value in by_tenth(one)],
+        )
+
+
+def _known(
+    name: str, documentation: str, labels: list[dict[str, str]], values: Iterable[float | None]
+) -> Metric:
+    known = [
+        (label, value) for label, value in zip(labels, values, strict=True) if value is not None
+    ]
+    return _family(
+        "gauge", name, documentation, [label for label, _ in known], [value for _, value in known]
+    )
 
 
 def _family(

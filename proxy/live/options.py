@@ -108,14 +108,22 @@ class Values:
             value = self._flags[option.name]
         elif option.name in self._filed:
             value = self._filed[option.name]
-            if option.is_path and isinstance(value, str) and value not in option.not_paths:
-                value = str(self._file.parent / value)
+            if option.is_path:
+                value = self._from_folder(value, option.not_paths)
         else:
             return option.default
         try:
             return option.check(value)
         except ConfigError as error:
             raise ConfigError(f"{self.where(option)} {error}") from None
+
+    def _from_folder(self, value: object, words: tuple[str, ...]) -> object:
+        """Return a file's value with its relative paths starting at the file's folder."""
+        if isinstance(value, list | tuple):
+            return [self._from_folder(item, words) for item in value]
+        if isinstance(value, str) and value and value not in words:
+            return str(self._file.parent / value)
+        return value
 
     def where(self, option: Option[object]) -> str:
         """Return what to call the setting: the flag, or the file and key if that is where it is."""
@@ -252,13 +260,7 @@ def texts(
     """Return a setting that is a list of texts, each of which `check` turns into an item."""
 
     def checked(value: object) -> tuple[T, ...]:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"is {shown(value)}, must be a list of texts")
-        for item in items:
-            if not isinstance(item, str):
-                raise ConfigError(f"has {shown(item)}, must be a list of texts")
-        return tuple(check(item) for item in items)
+        return tuple(check(item) for item in _texts(value))
 
     return Option(name, (), checked, str, help_, shown_default, metavar, many=True, at_top=True)
 
@@ -277,6 +279,15 @@ def file_or_word(name: str, default: str, help_: str, words: tuple[str, ...]) ->
     return Option(name, default, _text, str, help_, default, "FILE", is_path=True, not_paths=words)
 
 
+def files_or_words(name: str, help_: str, words: tuple[str, ...]) -> Option[tuple[str, ...]]:
+    """Return a setting that is a list of files, or some of some words among them."""
+
+    def check(value: object) -> tuple[str, ...]:
+        return tuple(map(_text, _texts(value)))
+
+    return Option(name, (), check, str, help_, "", "FILE", many=True, is_path=True, not_paths=words)
+
+
 def switch(name: str, *, default: bool, text: str) -> Option[bool]:
     """Return a setting that is on or off: `--name` or `--no-name`."""
 
@@ -292,6 +303,16 @@ def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"is {shown(value)}, must be a text")
     return value
+
+
+def _texts(value: object) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ConfigError(f"is {shown(value)}, must be a list of texts")
+    for item in items:
+        if not isinstance(item, str):
+            raise ConfigError(f"has {shown(item)}, must be a list of texts")
+    return list(items)
 
 
 def _integer(value: object, least: int, most: int, word: str = "") -> int:

@@ -11,10 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import BoundedQueue
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import Ingredients, Policy, make_policy
+from balanceroute.proxy.core.policies import (
+    Ingredients,
+    Policy,
+    PolicySettings,
+    make_policy,
+)
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.admin import Admin
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
@@ -27,9 +32,17 @@ from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.health import Health
 from balanceroute.proxy.live.instances import Instances, Prefiller, Status
-from balanceroute.proxy.live.measured_predictor import MeasuredPredictor
+from balanceroute.proxy.live.load_log import LoadLog
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
+from balanceroute.proxy.live.predictor_set import PredictorSet
+from balanceroute.proxy.live.predictors import (
+    InThread,
+    StateKeeper,
+    make_predictor,
+    named,
+    predictor_name,
+)
 from balanceroute.proxy.live.roster import Roster
 from balanceroute.proxy.live.scrape import Scraper
 from balanceroute.proxy.live.state import take_snapshot
@@ -41,7 +54,6 @@ from balanceroute.proxy.wire.server import Server
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from balanceroute.predictors import Predictor
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.snapshot import Snapshot
@@ -76,6 +88,8 @@ class Environment:
         unix_s: Wall-clock time, for logs alone.
         stopwatch: Seconds of real time, for the cost of decisions.
         log_lines_dropped: Lines the logs had to drop.
+        write_loads: Takes a line per sample of the ranks' loads; None for no samples.
+        in_thread: Runs what may wait for a disk.
     """
 
     fetcher: Fetcher
@@ -84,6 +98,8 @@ class Environment:
     unix_s: Callable[[], float]
     stopwatch: Callable[[], float]
     log_lines_dropped: Callable[[], int] = lambda: 0
+    write_loads: Callable[[bytes], object] | None = None
+    in_thread: InThread = asyncio.to_thread
 
 
 class Proxy:
@@ -107,9 +123,8 @@ class Proxy:
             lambda: self.snapshot(requests=False),
             log_lines_dropped=environment.log_lines_dropped,
         )
-        self._predictor = MeasuredPredictor(
-            _make_predictor(config.scheduling.predictor), self.metrics, environment.stopwatch
-        )
+        self._keeper: StateKeeper | None = None
+        self._predictors = self._make_predictors()
         self.health = Health(
             config.health,
             fetch=self._fetcher.status,
@@ -144,13 +159,24 @@ class Proxy:
             await self.roster.enlist_decoder(decode)
         self.driver = self._make_driver()
         self.roster.attach(self.driver, self.health, self.scraper, self.metrics, self._reshape)
+        # First of all: if it fails, there is no task to end.
+        await self._listen()
         self._tasks = [
             asyncio.create_task(self.health.run()),
             asyncio.create_task(self.scraper.run()),
         ]
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             self._tasks.append(asyncio.create_task(self._identify()))
-        await self._listen()
+        if self._keeper is not None:
+            self._tasks.append(asyncio.create_task(self._keeper.run()))
+        if self._environment.write_loads is not None:
+            loads = LoadLog(
+                self.driver,
+                interval_s=self.config.log.loads_interval_s,
+                unix_s=self._environment.unix_s,
+                write=self._environment.write_loads,
+            )
+            self._tasks.append(asyncio.create_task(loads.run()))
 
     async def watch(self) -> None:
         """Wait until the proxy is closed, or raise what made one of its own tasks fail."""
@@ -184,6 +210,8 @@ class Proxy:
             self._pages.close()
         self.driver.draining = True
         self.driver.shut_down()
+        if self._keeper is not None:
+            await self._keeper.close()
         self.roster.close()
         for server in (self.server, self.admin):
             if server is not None:
@@ -195,7 +223,9 @@ class Proxy:
         return take_snapshot(
             self.driver,
             policy=self._policy_name,
-            predictor=self.config.scheduling.predictor,
+            predictor=predictor_name(self.config.scheduling.predictor),
+            predictors=self._predictors.scores(),
+            rows_judged=self._predictors.judged,
             client_connections=self.server.connections,
             engine_connections=sum(e.connections for e in self.roster.endpoints.values()),
             requests=requests,
@@ -266,7 +296,7 @@ class Proxy:
             Scheduler(self._scheduler_config(), self._make_policy(ranks, self._lap)),
             self.instances,
             connector,
-            self._predictor,
+            self._predictors,
             health=self.health,
             metrics=self.metrics,
             log=environment.log,
@@ -297,9 +327,32 @@ class Proxy:
                 scheduling.batch_limit,
                 scheduling.settings,
                 random.Random(scheduling.seed),
-                self._predictor,
+                self._predictors,
                 lap,
             ),
+        )
+
+    def _make_predictors(self) -> PredictorSet:
+        scheduling, environment = self.config.scheduling, self._environment
+        active = make_predictor(scheduling.predictor)
+        path = scheduling.predictor_state
+        if path is not None:
+            assert not isinstance(active, NoPrediction)
+            self._keeper = StateKeeper(
+                path,
+                active,
+                metrics=self.metrics,
+                in_thread=environment.in_thread,
+                observed=lambda: self._predictors.observed,
+            )
+            active = self._keeper.predictor
+        return PredictorSet(
+            named(scheduling.predictor, active),
+            [named(word, make_predictor(word)) for word in scheduling.shadow_predictors],
+            # Scores need a horizon, also if the policy looks at none.
+            horizon_steps=scheduling.settings.horizon_steps or PolicySettings().horizon_steps,
+            metrics=self.metrics,
+            stopwatch=environment.stopwatch,
         )
 
     # Engines.
@@ -358,7 +411,3 @@ class Proxy:
 
 def _refuse(status: int, message: str) -> "tuple[Headers, bytes]":
     return JSON_HEADERS, error_body(status, message)
-
-
-def _make_predictor(name: str) -> "Predictor":
-    return Survival([]) if name == "survival" else NoPrediction()

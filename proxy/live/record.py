@@ -36,6 +36,10 @@ class RequestRecord:
         pool_wait_ns: Time spent prefilled and unbound, all bindings together.
         itl_max_ns: Longest gap between two pieces of the stream.
         reason: Why it did not end well; empty if it did.
+        max_tokens: The limit of each sequence; None if there is none.
+        prompt_estimate: Prompt tokens as the scheduler took them to be when the request came; 0 if
+            it was refused before.
+        keys: See `prompt_keys`; empty if nobody asked for them.
     """
 
     request_id: str
@@ -63,3 +67,6 @@ class RequestRecord:
     recomputes: int = 0
     lease_lapses: int = 0
     reason: str = ""
+    max_tokens: int | None = None
+    prompt_estimate: int = 0
+    keys: tuple[int, ...] = ()

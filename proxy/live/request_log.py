@@ -25,13 +25,17 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     retries         Legs sent again.
     recomputes      Times a rank gave the request back.
     lease_lapses    Prefills repeated because the KV lease ran out.
+    max_tokens      The limit of each sequence, or null.
+    prompt_estimate Prompt tokens as they were estimated on arrival; 0 if the request was refused.
+    keys            16 hexadecimal digits each (`prompt_keys`); empty if no predictor uses them.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
-format (`balanceroute.traces`), so that a log can be replayed and trained on as it is. Whoever
-trains on it should leave out lines whose outcome is not `ok`: their `output_tokens` are cut short.
+format (`balanceroute.traces`), so that a log can be replayed as it is;
+`balanceroute.predictors.logged` reads it for training.
 
-Only these fields are written: no headers, no bodies, nothing secret. A line is plain ASCII without
-control characters, whatever a client put into an id or a model's name.
+Only these fields are written: no headers, no bodies, nothing secret, of a prompt no more than 64-bit
+hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
+model's name.
 """
 
 import json
@@ -92,6 +96,9 @@ def line_of(record: RequestRecord) -> bytes:
             "retries": record.retries,
             "recomputes": record.recomputes,
             "lease_lapses": record.lease_lapses,
+            "max_tokens": record.max_tokens,
+            "prompt_estimate": record.prompt_estimate,
+            "keys": [f"{key:016x}" for key in record.keys],
         }
     )
 

@@ -56,8 +56,15 @@ async def _serve(config: "ProxyConfig") -> int:
     # Without a sink too: Python itself would write warnings to standard error.
     write = _discard if writer is None else writer.write
     set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
-    if writer is not None:
-        loop.add_signal_handler(signal.SIGHUP, writer.reopen)
+    loads = None if config.log.loads is None else LineWriter(config.log.loads)
+    writers = [one for one in (writer, loads) if one is not None]
+
+    def reopen() -> None:
+        for one in writers:
+            one.reopen()
+
+    if writers:
+        loop.add_signal_handler(signal.SIGHUP, reopen)
     headers = {}
     if config.fleet.key is not None:
         headers["authorization"] = f"Bearer {config.fleet.key.value.decode()}"
@@ -75,7 +82,8 @@ async def _serve(config: "ProxyConfig") -> int:
         rng=random.SystemRandom(),
         unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
         stopwatch=time.perf_counter,
-        log_lines_dropped=(lambda: 0) if writer is None else (lambda: writer.dropped),
+        log_lines_dropped=lambda: sum(one.dropped for one in writers),
+        write_loads=None if loads is None else loads.write,
     )
     proxy = Proxy(config, environment)
     try:
@@ -97,8 +105,8 @@ async def _serve(config: "ProxyConfig") -> int:
         await proxy.close()
     finally:
         await fetcher.aclose()
-        if writer is not None:
-            writer.close(timeout_s=_FLUSH_S)
+        for one in writers:
+            one.close(timeout_s=_FLUSH_S)
     return 0
 
 

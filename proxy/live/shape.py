@@ -100,12 +100,12 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         sequences=sequences,
         direct=_needs_one_engine(api, values, prompts),
         prompt_tokens=tokens,
-        prompt_characters=max(body.text_length(_PROMPT[api]), 1),
+        prompt_characters=max(body.text_length(PROMPT_MEMBER[api]), 1),
         max_tokens=limit if _is_count(limit, 1) else None,
     )
 
 
-_PROMPT = {
+PROMPT_MEMBER = {
     Api.CHAT: "messages",
     Api.COMPLETIONS: "prompt",
     Api.RESPONSES: "input",
@@ -155,7 +155,7 @@ def _needs_one_engine(api: Api, values: dict[str, Any], prompts: int) -> bool:
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return True
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
-    if _PROMPT[api] not in values:
+    if PROMPT_MEMBER[api] not in values:
         return True
     if prompts > 1 or values.get("use_beam_search") or values.get("prompt_embeds") is not None:
         return True

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from balanceroute.proxy.live.shadow import PredictorScores
+
 
 @dataclass(frozen=True, slots=True)
 class RankState:
@@ -65,4 +67,6 @@ class Snapshot:
     client_connections: int
     engine_connections: int
     draining: bool
+    rows_judged: int  # Predictions that came true or not.
+    predictors: list[PredictorScores]  # The one in use first, then its shadows.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

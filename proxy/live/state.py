@@ -10,6 +10,7 @@ from balanceroute.proxy.live.snapshot import PrefillerState, RankState, RequestS
 if TYPE_CHECKING:
     from balanceroute.proxy.live.driver import Driver
     from balanceroute.proxy.live.roster import Roster
+    from balanceroute.proxy.live.shadow import PredictorScores
 
 
 def take_snapshot(
@@ -17,6 +18,8 @@ def take_snapshot(
     *,
     policy: str,
     predictor: str,
+    predictors: "list[PredictorScores]",
+    rows_judged: int,
     client_connections: int,
     engine_connections: int,
     requests: bool,
@@ -44,6 +47,8 @@ def take_snapshot(
         client_connections=client_connections,
         engine_connections=engine_connections,
         draining=driver.draining,
+        rows_judged=rows_judged,
+        predictors=predictors,
         requests=_requests(driver, now_s) if requests else [],
     )
 

@@ -50,6 +50,8 @@ SNAPSHOT = Snapshot(
     client_connections=11,
     engine_connections=6,
     draining=False,
+    rows_judged=50,
+    predictors=[],
 )
 LIVE = RequestState(4, "r4", "decoding", 100, 7, 1.5, "http://p:8000", "http://d:8000@0")
 

@@ -89,7 +89,7 @@ def test_the_defaults_are_these() -> None:
     assert config.scrape.interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
     assert config.scrape.timeout_s == 1.0
     assert config.drain_timeout_s == 120.0
-    assert config.log == LogConfig("-", "info")
+    assert config.log == LogConfig("-", "info", None, 0.1)
 
 
 def test_a_configuration_cannot_be_changed() -> None:
@@ -159,6 +159,7 @@ SAMPLES: dict[str, object] = {
     "answer_limit_bytes": 6_000,
     "log": "none",
     "log_level": "debug",
+    "load_log_interval_s": 0.75,
 }
 # How to ask for the defaults that are None; "auto" for the others.
 WORDS = {"rank_kv_tokens": "none", "probe_limit": "none", "prefiller_kv_tokens": "none"}
@@ -169,6 +170,9 @@ FILES = {
     "admin_token_file",
     "engine_key_file",
     "engine_ca_file",
+    "predictor_state",
+    "shadow_predictor",
+    "load_log",
 }
 AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.
@@ -272,7 +276,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
     assert config.scrape.interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}
     assert config.scrape.timeout_s == 4.25
     assert config.drain_timeout_s == 9.5
-    assert config.log == LogConfig("none", "debug")
+    assert config.log == LogConfig("none", "debug", None, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +335,15 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
             "means nothing with --insecure-engines",
         ),
         ({"policy": "psychic"}, "--policy", "is 'psychic', must be one of random, "),
-        ({"predictor": "oracle"}, "--predictor", "must be one of survival, none"),
+        ({"predictor": "oracle"}, "--predictor", "is 'oracle', which is neither a predictor nor"),
+        ({"predictor": "survivl"}, "--predictor", "did you mean 'survival'?"),
+        ({"predictor": "/"}, "--predictor", "is /: not a regular file"),
+        ({"shadow_predictor": ["none", "x"]}, "--shadow-predictor", "is 'x', which is neither"),
+        ({"shadow_predictor": ["survival"]}, "--shadow-predictor", "has 'survival': metrics"),
+        ({"shadow_predictor": 7}, "--shadow-predictor", "is 7, must be a list of texts"),
+        ({"predictor_state": "/"}, "--predictor-state", "is /: a directory"),
+        ({"predictor_state": "/absent/x"}, "--predictor-state", "/absent is not a directory"),
+        ({"predictor_state": "x", "predictor": "none"}, "--predictor-state", "none learns nothing"),
         ({"seed": -1}, "--seed", "is -1, must be from 0"),
         ({"batch": 0}, "--batch", "is 0, must be from 1 to"),
         ({"rank_kv_tokens": 0}, "--rank-kv-tokens", "is 0, must be from 1 to 1e+09, or 'none'"),
@@ -390,6 +402,9 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         ({"answer_limit_bytes": 0}, "--answer-limit-bytes", "must be from 1024"),
         ({"log": "/absent/log"}, "--log", "is /absent/log: /absent is not a directory"),
         ({"log": "/"}, "--log", "is /: a directory"),
+        ({"load_log": "/absent/log"}, "--load-log", "is /absent/log: /absent is not a directory"),
+        ({"load_log": "x", "log": "./x"}, "--load-log", "is x, where --log goes already"),
+        ({"load_log_interval_s": 0}, "--load-log-interval-s", "is 0, must be from 0.01"),
         ({"log_level": "loud"}, "--log-level", "must be one of debug, info"),
         ({"xyz": 1}, "unknown flag 'xyz'", ""),
         ({"polcy": 1}, "unknown flag 'polcy'", "did you mean 'policy'?"),
@@ -646,9 +661,10 @@ def test_clients_keys_reach_engines_only_if_nobody_else_has_keys(tmp_path: Path)
 
 def test_files_named_in_a_topology_are_beside_it(tmp_path: Path) -> None:
     secret_file(tmp_path, "keys", "sk-one\nsk-two\n")
-    config = of_file(tmp_path, 'api_key_file = "keys"\nlog = "proxy.log"')
+    config = of_file(tmp_path, 'api_key_file = "keys"\nlog = "proxy.log"\nload_log = "loads"')
     assert config.listen.api_keys == (Secret(b"sk-one"), Secret(b"sk-two"))
     assert config.log.to == str(tmp_path / "proxy.log")
+    assert config.log.loads == tmp_path / "loads"
     assert of_file(tmp_path, 'log = "none"').log.to == "none"
     assert of_file(tmp_path, 'log = "-"').log.to == "-"
 

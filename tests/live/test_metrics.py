@@ -23,9 +23,36 @@ from balanceroute.proxy.live.metrics import (
     Metrics,
 )
 from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.shadow import PredictorScores
 from balanceroute.proxy.live.snapshot import PrefillerState, RankState, Snapshot
 
 MS = 1_000_000
+SCORES = PredictorScores(
+    name="survival",
+    active=True,
+    failed=False,
+    rows=40,
+    auc=0.75,
+    brier=0.125,
+    ece=0.0625,
+    mae=6.5,
+    predicted=(None,) * 9 + (0.95,),
+    observed=(None,) * 9 + (0.9,),
+    decile_rows=(0,) * 9 + (40,),
+)
+NOT_YET = PredictorScores(
+    name="old.json",
+    active=False,
+    failed=True,
+    rows=0,
+    auc=None,
+    brier=None,
+    ece=None,
+    mae=None,
+    predicted=(None,) * 10,
+    observed=(None,) * 10,
+    decile_rows=(0,) * 10,
+)
 SNAPSHOT = Snapshot(
     policy="br-h",
     predictor="survival",
@@ -47,6 +74,8 @@ SNAPSHOT = Snapshot(
     client_connections=11,
     engine_connections=6,
     draining=False,
+    rows_judged=50,
+    predictors=[SCORES, NOT_YET],
 )
 RECORD = RequestRecord(
     request_id="r1",
@@ -166,6 +195,10 @@ def test_events_of_the_driver_are_counted() -> None:
     subject.abandoned_lease("cancelled")
     subject.predictor_refreshed(40, 0.002)
     subject.predictor_error(17.0)
+    subject.predictors_scored(0.004)
+    subject.predictor_state_saved(ok=True)
+    subject.predictor_state_saved(ok=False)
+    subject.predictor_state_refused()
     subject.scrape_failed(Role.PREFILL)
     subject.quarantined(Role.DECODE)
     subject.loop_lag(0.004)
@@ -173,6 +206,10 @@ def test_events_of_the_driver_are_counted() -> None:
     assert value(subject, "predictor_refreshes_total") == 40
     assert value(subject, "predictor_refresh_duration_seconds_sum") == 0.002
     assert value(subject, "predictor_error_tokens_sum") == 17
+    assert value(subject, "predictor_scoring_duration_seconds_sum") == 0.004
+    assert value(subject, "predictor_state_saves_total", outcome="ok") == 1
+    assert value(subject, "predictor_state_saves_total", outcome="failed") == 1
+    assert value(subject, "predictor_state_refusals_total") == 1
     assert value(subject, "scrape_failures_total", role="prefill") == 1
     assert value(subject, "quarantines_total", role="decode") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.005") == 1
@@ -302,6 +339,30 @@ def test_state_is_read_from_the_snapshot() -> None:
     assert value(subject, "draining") == 0
 
 
+def test_each_predictor_has_its_scores_as_far_as_they_are_defined() -> None:
+    subject = metrics()
+    assert value(subject, "predictor_rows_judged_total") == 50
+    for name, score in {
+        "active": 1,
+        "failed": 0,
+        "rows": 40,
+        "auc_ratio": 0.75,
+        "brier_ratio": 0.125,
+        "calibration_error_ratio": 0.0625,
+        "remaining_error_tokens": 6.5,
+    }.items():
+        assert value(subject, f"predictor_{name}", predictor="survival") == score
+    last = {"predictor": "survival", "decile": "9"}
+    assert value(subject, "predictor_decile_predicted_ratio", **last) == 0.95
+    assert value(subject, "predictor_decile_observed_ratio", **last) == 0.9
+    assert value(subject, "predictor_decile_rows", **last) == 40
+    assert value(subject, "predictor_decile_rows", predictor="survival", decile="0") == 0
+    assert value(subject, "predictor_active", predictor="old.json") == 0
+    assert value(subject, "predictor_failed", predictor="old.json") == 1
+    assert labels_seen(subject, "predictor_auc_ratio", "predictor") == {"survival"}
+    assert labels_seen(subject, "predictor_decile_observed_ratio", "decile") == {"9"}
+
+
 def test_nothing_is_idle_before_the_first_step() -> None:
     idle = replace(SNAPSHOT, steps=0, idle_tokens=0, capacity_tokens=0)
     assert value(metrics(idle), "barrier_idle_ratio") == 0.0
@@ -360,6 +421,7 @@ def test_equal_runs_give_equal_pages() -> None:
 def test_units_end_the_names() -> None:
     units = ("_seconds", "_tokens", "_total", "_ratio", "_requests", "_connections", "_info")
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
+    plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
     for family in text_string_to_metric_families(metrics().render().decode()):
         name = family.name.removeprefix("balanceroute_")
         name += "_total" if family.type == "counter" else ""

@@ -36,6 +36,9 @@ RECORD = RequestRecord(
     pool_wait_ns=5 * MS,
     itl_max_ns=80 * MS,
     retries=1,
+    max_tokens=50,
+    prompt_estimate=90,
+    keys=(255, (1 << 64) - 1),
 )
 
 
@@ -77,14 +80,18 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "retries": 1,
         "recomputes": 0,
         "lease_lapses": 0,
+        "max_tokens": 50,
+        "prompt_estimate": 90,
+        "keys": ["00000000000000ff", "ffffffffffffffff"],
     }
 
 
 def test_what_never_happened_is_null() -> None:
     record = RequestRecord("r", "/v1/completions", 0, 0.0, outcome=Outcome.CANCELLED)
     line = fields_of(record)
-    for name in ("cached_tokens", "queue_s", "prefill_s", "ttft_s"):
+    for name in ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens"):
         assert line[name] is None
+    assert line["keys"] == []
 
 
 def test_every_field_of_a_record_is_in_the_line() -> None:

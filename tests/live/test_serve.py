@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from balanceroute.predictors import Survival
+from balanceroute.predictors.files import load
+from balanceroute.predictors.logged import read_log
 from balanceroute.proxy.emulate import engine as emulated_engine
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
@@ -227,6 +230,54 @@ def test_sigterm_lets_a_running_stream_finish(
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (request,) = [line for line in lines if "outcome" in line]
     assert (request["outcome"], request["output_tokens"]) == ("ok", 60)
+
+
+def test_what_it_learned_is_kept_and_its_log_is_read_for_training(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log, state = tmp_path / "log", tmp_path / "state.json"
+    flags = ["--log", str(log), "--predictor", "survival", "--predictor-state", str(state)]
+    flags += ["--shadow-predictor", "exact-match"]
+
+    async def main() -> None:
+        for _ in range(2):
+            async with (
+                engines() as fleet,
+                serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            ):
+                assert (await served.client.post(COMPLETIONS, STREAM)).done
+                served.process.send_signal(signal.SIGTERM)
+                assert await served.exit() == (0, "")
+
+    play(main())
+    assert load(state).state() == Survival([60, 60]).state()
+    # The process log stands in between.
+    first, second = read_log(log)
+    assert (first.output_tokens, first.features.max_tokens) == (60, 60)
+    assert first.features.keys
+    assert first.features == second.features
+
+
+def test_it_samples_the_loads_it_believes_in(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    path = tmp_path / "loads"
+    flags = ["--load-log", str(path), "--load-log-interval-s", "0.01"]
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+        ):
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+            samples = [json.loads(line) for line in path.read_text().splitlines()]
+            assert all(list(sample["loads"]) == fleet.decode_urls for sample in samples)
+            loads = [load for sample in samples for load in sample["loads"].values()]
+            assert max(tokens for tokens, *_ in loads) > 3
+
+    play(main())
 
 
 def test_a_second_sigterm_cuts_it_truthfully(make_exchanged: "MakeExchanged") -> None:

@@ -71,6 +71,7 @@ def test_a_file_with_everything_is_read_as_it_is(tmp_path: Path) -> None:
             DecodeEntry("http://10.0.0.10:8300", rank_ids=(4, 2)),
         ),
         proxy={"policy": "br-0", "batch": 64},
+        engines=None,
         emulation=None,
     )
 

@@ -1,0 +1,291 @@
+"""The hooks: what of vLLM's V1 engine core is wrapped to see every step.
+
+    EngineCoreProc._process_engine_step   on the class, to meet each engine at its first step
+    scheduler.schedule                    on that engine's own scheduler: a step starts
+    scheduler.update_from_output          likewise: the step has ended
+    engine.execute_dummy_batch            on the engine: a step with nothing to compute
+
+Plugins are loaded inside the engine core's constructor, too late to wrap that. Wrapping instances
+covers every scheduler class: vLLM's two, and those of vllm-ascend (RecomputeScheduler,
+BalanceScheduler, the DyntraLB, profiling and batch-job ones, and their asynchronous twins), which
+override `schedule` and `update_from_output` of the same V1 scheduler and return its
+SchedulerOutput. vllm-ascend's engine cores (BalanceDPEngineCoreProc, DyntraLBDPEngineCoreProc) come
+from vLLM's and leave `_process_engine_step` and `execute_dummy_batch` alone.
+
+A batch is paired with its result by the identity of the SchedulerOutput: with asynchronous
+scheduling the next batch is made before the result of the last one is there.
+"""
+
+import atexit
+import functools
+import inspect
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from balanceroute.engine_patch.identity import identity
+from balanceroute.engine_patch.records import DUMMY, RECORD, SUFFIX, UNKNOWN, header_line
+from balanceroute.engine_patch.writer import StepWriter
+
+# Under vLLM's own logger, whose handlers print it.
+_log = logging.getLogger("vllm.balanceroute")
+_TRACE = "_balanceroute_step_trace"
+# Batches without a result yet. vLLM has at most a few; more are those that it threw away.
+_MAX_PENDING = 64
+
+
+class UnsupportedEngineError(Exception):
+    """This engine lacks something that the hooks need."""
+
+
+class _Batch(NamedTuple):
+    output: Any  # Kept alive until its result is there, so that its identity stays its own.
+    step: int
+    start_ns: int
+    kv_tokens: int
+    running: int
+    size: int
+    scheduled_tokens: int
+    prefill_tokens: int
+    wave: int
+    wave_step: int
+
+
+def install(engine_class: Any, folder: Path, *, clock: Callable[[], int] = time.time_ns) -> None:
+    """Have every engine of a class hooked at its first step. Repeated calls change nothing.
+
+    Args:
+        engine_class: vLLM's EngineCoreProc.
+        folder: Where traces go; it exists.
+        clock: Unix time in nanoseconds.
+
+    Raises:
+        UnsupportedEngineError: The class has no such step.
+    """
+    step = _require(engine_class, "_process_engine_step")
+    if hasattr(step, _TRACE):
+        return
+    parameters = list(inspect.signature(step).parameters)
+    if parameters[:1] != ["self"]:
+        raise UnsupportedEngineError(f"_process_engine_step takes {parameters}, not self")
+
+    @functools.wraps(step)
+    def process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, _TRACE):
+            _attach(self, folder, clock)
+        return step(self, *args, **kwargs)
+
+    setattr(process_engine_step, _TRACE, True)
+    engine_class._process_engine_step = process_engine_step
+
+
+def _attach(engine: Any, folder: Path, clock: Callable[[], int]) -> None:
+    """Hook one engine, or warn; never raises."""
+    trace: StepTrace | None = None
+    try:
+        # First, so that a failure is not repeated at every step.
+        setattr(engine, _TRACE, None)
+        trace = StepTrace(engine, clock)
+        trace.open(folder)
+    except Exception as error:
+        if trace is None:
+            _warn(error)
+        else:
+            trace.disable(error)
+
+
+class StepTrace:
+    """The trace of one engine: its hooks and its file."""
+
+    def __init__(self, engine: Any, clock: Callable[[], int]) -> None:
+        """Check that an engine has what the hooks need; change nothing.
+
+        Raises:
+            UnsupportedEngineError: It has not.
+        """
+        self._engine = engine
+        self._scheduler = _require(engine, "scheduler")
+        self._clock = clock
+        _require(self._scheduler, "running")
+        _require(self._scheduler, "schedule", call=True)
+        _require(engine, "execute_dummy_batch", call=True)
+        update = _require(self._scheduler, "update_from_output", call=True)
+        parameters = list(inspect.signature(update).parameters)
+        if parameters[:1] != ["scheduler_output"]:
+            message = f"update_from_output takes {parameters}, not a scheduler_output first"
+            raise UnsupportedEngineError(message)
+        self._in_barrier = hasattr(engine, "current_wave") and hasattr(engine, "step_counter")
+        self._pending: deque[_Batch] = deque(maxlen=_MAX_PENDING)
+        self._steps = 0
+        self._on = True
+        self._hooks: list[tuple[Any, str, Any]] = []
+        self._writer: StepWriter | None = None
+
+    def open(self, folder: Path) -> None:
+        """Make the file and wrap the engine's methods. Whatever it raises, `disable` next.
+
+        Raises:
+            OSError: The file cannot be made.
+        """
+        now_ns = self._clock()
+        fields = identity(self._engine, started_ns=now_ns, argv=sys.argv)
+        rank = "x" if fields["dp_rank"] is None else fields["dp_rank"]
+        name = f"dp{rank}-{fields['host']}-{os.getpid()}-{now_ns // 1_000_000}{SUFFIX}"
+        self._writer = StepWriter(folder / name, header_line(fields), on_fault=self.disable)
+        # A process of multiprocessing that was forked runs the second one alone.
+        atexit.register(self._writer.close)
+        Finalize(None, self._writer.close, exitpriority=0)
+        self._wrap(self._scheduler, "schedule", self._schedule)
+        self._wrap(self._scheduler, "update_from_output", self._update)
+        self._wrap(self._engine, "execute_dummy_batch", self._dummy)
+        _log.info("balanceroute: engine steps go to %s", folder / name)
+
+    def disable(self, error: Exception) -> None:
+        """End the trace for good, with one warning. The engine goes on unhooked."""
+        if not self._on:
+            return
+        self._on = False
+        _warn(error)
+        for holder, name, hook in self._hooks:
+            # Unless someone else has wrapped our hook since: then it stays, and only passes on.
+            if getattr(holder, name, None) is hook:
+                delattr(holder, name)
+        self._hooks.clear()
+        self._pending.clear()
+
+    # The three hooks. Each calls the engine's own method first and exactly once.
+
+    def _wrap(self, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+        inner = getattr(holder, name)
+        hook = functools.wraps(inner)(make(inner))
+        setattr(holder, name, hook)
+        self._hooks.append((holder, name, hook))
+
+    def _schedule(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            start_ns = self._clock()
+            output = inner(*args, **kwargs)
+            self._guard(self._scheduled, output, start_ns)
+            return output
+
+        return schedule
+
+    def _update(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            result = inner(scheduler_output, *args, **kwargs)
+            self._guard(self._updated, scheduler_output)
+            return result
+
+        return update_from_output
+
+    def _dummy(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
+            start_ns = self._clock()
+            result = inner(*args, **kwargs)
+            self._guard(self._idled, start_ns)
+            return result
+
+        return execute_dummy_batch
+
+    def _guard(self, record: Callable[..., None], *args: Any) -> None:
+        if self._on:
+            try:
+                record(*args)
+            except Exception as error:
+                self.disable(error)
+
+    # What they record.
+
+    def _scheduled(self, output: Any, start_ns: int) -> None:
+        tokens = output.total_num_scheduled_tokens
+        if not tokens:
+            return
+        batch = output.num_scheduled_tokens
+        # Both hold the tokens computed before this step. Summing lists that are there anyway costs
+        # a tenth of asking every request.
+        kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
+        for new in output.scheduled_new_reqs:
+            kv_tokens += new.num_computed_tokens
+        prefill_tokens = 0
+        if tokens != len(batch):
+            drafts = output.scheduled_spec_decode_tokens
+            for request, number in batch.items():
+                if number > 1 and number > 1 + len(drafts.get(request, ())):
+                    prefill_tokens += number
+        wave, wave_step = self._place()
+        self._pending.append(
+            _Batch(
+                output,
+                self._steps,
+                start_ns,
+                kv_tokens,
+                len(self._scheduler.running),
+                len(batch),
+                tokens,
+                prefill_tokens,
+                wave,
+                wave_step,
+            )
+        )
+        self._steps += 1
+
+    def _updated(self, output: Any) -> None:
+        end_ns = self._clock()
+        for place, batch in enumerate(self._pending):
+            if batch.output is output:
+                del self._pending[place]
+                self._add(batch, end_ns)
+                return
+
+    def _idled(self, start_ns: int) -> None:
+        wave, wave_step = self._place()
+        running = len(self._scheduler.running)
+        batch = _Batch(None, self._steps, start_ns, 0, running, 0, 0, 0, wave, wave_step)
+        self._steps += 1
+        self._add(batch, self._clock(), flags=DUMMY)
+
+    def _place(self) -> tuple[int, int]:
+        if not self._in_barrier:
+            return UNKNOWN, UNKNOWN
+        return self._engine.current_wave, self._engine.step_counter
+
+    def _add(self, batch: _Batch, end_ns: int, *, flags: int = 0) -> None:
+        assert self._writer is not None
+        self._writer.add(
+            RECORD.pack(
+                batch.step,
+                batch.start_ns,
+                end_ns,
+                batch.kv_tokens,
+                batch.running,
+                batch.size,
+                batch.scheduled_tokens,
+                batch.prefill_tokens,
+                batch.wave,
+                batch.wave_step,
+                flags,
+            )
+        )
+
+
+def _require(holder: Any, name: str, *, call: bool = False) -> Any:
+    """Return an attribute, which must be there, and be an ordinary method if it is to be wrapped."""
+    try:
+        value = getattr(holder, name)
+    except AttributeError:
+        where = holder.__name__ if inspect.isclass(holder) else type(holder).__name__
+        raise UnsupportedEngineError(f"{where} has no {name}") from None
+    if call and (not callable(value) or inspect.iscoroutinefunction(value)):
+        raise UnsupportedEngineError(f"{type(holder).__name__}.{name} is no ordinary method")
+    return value
+
+
+def _warn(error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    _log.warning("balanceroute: no trace of this engine's steps from now on: %s", reason)

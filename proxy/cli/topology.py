@@ -1,0 +1,214 @@
+"""`balanceroute topology`: check a topology, and show how each of its hosts is started."""
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.topologies import (
+    Command,
+    Finding,
+    PortUse,
+    check_engines,
+    did_you_mean,
+    engine_commands,
+    proxy_command,
+    read_topology,
+)
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.config import ProxyConfig
+    from balanceroute.topologies import Engines, Topology
+
+_ROLES = ("prefill", "decode", "proxy")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "topology",
+        help="check a topology, or show the commands of its hosts",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    check = actions.add_parser(
+        "check",
+        help="say what is wrong, and where; status 2 if anything cannot work",
+        description="Say what is wrong with a topology, and where. Opens no connection.",
+        allow_abbrev=False,
+    )
+    check.set_defaults(run=run_check)
+    show = actions.add_parser(
+        "commands",
+        help="show each process's command and environment",
+        description="Show the command of each process, with its environment, quoted for a shell.",
+        allow_abbrev=False,
+    )
+    show.set_defaults(run=run_commands)
+    for action in (check, show):
+        action.add_argument(
+            "topology", metavar="TOPOLOGY", help="a TOML file, or the name of a shipped one"
+        )
+    show.add_argument("--host", metavar="HOST", help="only those of one host (default: all)")
+    show.add_argument("--role", choices=_ROLES, help="only those of one role (default: all)")
+    show.add_argument(
+        "--lines",
+        action="store_true",
+        help="a name, a tab and the command on one line, for scripts",
+    )
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Run `topology check`; return 2 if anything cannot work.
+
+    Raises:
+        TopologyError: The file is no topology.
+    """
+    topology = read_topology(arguments.topology)
+    findings = tuple(check_topology(topology))
+    for finding in findings:
+        print(f"{topology.path}: {finding}")  # noqa: T201 - the command's answer.
+    errors = sum(finding.level == "error" for finding in findings)
+    if errors:
+        return 2
+    print(f"{topology.path}: {_summary(topology)}")  # noqa: T201
+    return 0
+
+
+def run_commands(arguments: argparse.Namespace) -> int:
+    """Run `topology commands`.
+
+    Raises:
+        ConfigError: The topology does not say how its engines are started, or has no such host.
+        TopologyError: The file is no topology.
+    """
+    topology = read_topology(arguments.topology)
+    commands = commands_of(topology, arguments.topology)
+    hosts = {command.host for command in commands}
+    if arguments.host is not None and arguments.host not in hosts:
+        hint = did_you_mean(arguments.host, sorted(hosts))
+        raise ConfigError(f"--host: {topology.path} has no host {arguments.host!r}{hint}")
+    chosen = [
+        command
+        for command in commands
+        if arguments.host in (None, command.host) and arguments.role in (None, command.role)
+    ]
+    if arguments.lines:
+        text = "\n".join(f"{command.name}\t{command.one_line()}" for command in chosen)
+    else:
+        text = "\n\n".join(command.shell() for command in chosen)
+    if text:
+        print(text)  # noqa: T201
+    return 0
+
+
+def commands_of(topology: "Topology", word: str) -> tuple[Command, ...]:
+    """Return the commands of all processes.
+
+    Args:
+        topology: The topology.
+        word: How the command line names it.
+
+    Raises:
+        ConfigError: It does not say how its engines are started.
+    """
+    engines = topology.engines
+    if engines is None:
+        if topology.emulation is not None:
+            reason = f"its engines are emulated: `balanceroute up {word}` starts them"
+        else:
+            reason = "has no [engines] table, which says how its engines are started"
+        raise ConfigError(f"{topology.path}: {reason}")
+    return (*engine_commands(engines, topology.models), proxy_command(engines, word))
+
+
+def check_topology(topology: "Topology") -> Iterator[Finding]:
+    """Yield all that is wrong with a topology that could be read."""
+    # Here, so that the other subcommands start without them.
+    from balanceroute.proxy.live.configure import make_config  # noqa: PLC0415
+
+    if topology.emulation is not None:
+        yield from _check_emulation(topology)
+        return
+    engines = topology.engines
+    config, refused = None, ""
+    try:
+        config = make_config(topology, {})
+    except ConfigError as error:
+        refused = str(error).removeprefix(f"{topology.path}: ")
+    findings: tuple[Finding, ...] = ()
+    if engines is not None:
+        findings = check_engines(engines, () if config is None else _proxy_ports(engines, config))
+    # What is wrong with an address that follows from [engines] has just been found there.
+    if refused and not (findings and refused.startswith(("prefill[", "decode["))):
+        yield Finding("error", "", refused)
+    yield from findings
+    if engines is not None and config is not None:
+        yield from _check_proxy(engines, config)
+
+
+def _check_emulation(topology: "Topology") -> Iterator[Finding]:
+    from balanceroute.proxy.cli.up import emulate_command  # noqa: PLC0415
+
+    try:
+        emulate_command(topology)
+    except ConfigError as error:
+        yield Finding("error", "", str(error).removeprefix(f"{topology.path}: "))
+
+
+def _proxy_ports(engines: "Engines", config: "ProxyConfig") -> Iterator[PortUse]:
+    listen, admin = config.listen, config.admin
+    host = engines.proxy_host
+    if listen.port:
+        ports = range(listen.port, listen.port + 1)
+        yield PortUse(host, ports, "proxy.port", "the proxy")
+    if admin is not None and admin.port:
+        ports = range(admin.port, admin.port + 1)
+        yield PortUse(host, ports, "proxy.admin_port", "the proxy's administration")
+
+
+def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]:
+    """Yield where the proxy and the engines do not agree."""
+    batch, slots = config.scheduling.batch_limit, engines.decode.max_num_seqs
+    if batch > slots:
+        reason = (
+            f"is {batch}, more than a decode rank's max_num_seqs ({slots}): the rest would wait in "
+            "the engine, where nothing can choose among them"
+        )
+        yield Finding("error", "proxy.batch", reason)
+    elif batch < slots:
+        reason = f"is {batch}: {slots - batch} of a decode rank's max_num_seqs ({slots}) stay empty"
+        yield Finding("note", "proxy.batch", reason)
+    lease_s = engines.lease_s
+    if lease_s is not None and (config.fleet.lease_s is None or config.fleet.lease_s > lease_s):
+        given = "inf" if config.fleet.lease_s is None else f"{config.fleet.lease_s:g}"
+        reason = f"is {given}, but prefillers free KV caches after {lease_s} s ([engines].lease_s)"
+        yield Finding("error", "proxy.lease_s", reason)
+    role = engines.prefill
+    if config.scheduling.probe_limit is not None and config.scheduling.probe_limit > (
+        role.max_num_seqs * (role.data_parallel if role.dp_mode == "internal" else 1)
+    ):
+        reason = f"is {config.scheduling.probe_limit}, more than a prefiller's max_num_seqs"
+        yield Finding("note", "proxy.probe_limit", reason)
+    if config.listen.host in _LOOPBACK and engines.proxy_host not in _LOOPBACK:
+        reason = f"is {config.listen.host}: only {engines.proxy_host} itself reaches the proxy"
+        yield Finding("note", "proxy.host", reason)
+
+
+def _summary(topology: "Topology") -> str:
+    engines = topology.engines
+    if engines is None:
+        return "nothing is wrong with it"
+    prefillers = len(topology.prefill)
+    ranks = sum(len(entry.rank_ids or (0,)) for entry in topology.decode)
+    hosts = {host for role in engines.roles for host in role.hosts}
+    return (
+        f"nothing is wrong with it: {_count(prefillers, 'prefiller')} and "
+        f"{_count(ranks, 'decode rank')} on {_count(len(hosts), 'host')}, {engines.connector}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

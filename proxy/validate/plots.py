@@ -1,0 +1,168 @@
+"""Pictures of a validation, as PNG files.
+
+matplotlib is an extra, so it is imported only when a picture is drawn; whoever asks for pictures
+finds out first whether it is there. Figures are drawn on canvases of their own, with matplotlib's
+defaults instead of the user's settings: the same files give the same bytes.
+"""
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from balanceroute.proxy.validate.validation import RankResult, Validation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 180
+WIDTH_INCHES = 9.0
+# More panels, or points, than these show nothing more.
+_MOST_PANELS = 8
+_MOST_POINTS = 20_000
+
+_TRUTH = "#1d2126"
+_MIRROR = "#d55e00"
+_FIT = "#0067a5"
+_SOFT = "#5b626b"
+_STYLE = {
+    "axes.edgecolor": "#b4b9c0",
+    "axes.labelcolor": _SOFT,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9.5,
+    "text.color": _TRUTH,
+    "text.parse_math": False,  # A rank may have a $ in its name.
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+}
+
+
+def write_plots(validation: Validation, directory: Path, *, title: str) -> list[Path]:
+    """Write `mirror.png`, `mirror_error.png` and `step_time.png`.
+
+    Args:
+        validation: What to show.
+        directory: Where to write; it must exist.
+        title: The run, for the top of every picture.
+
+    Returns:
+        The files.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
+    from matplotlib import style  # noqa: PLC0415  # An extra.
+
+    draws: dict[str, Callable[[], Figure]] = {
+        "mirror": lambda: _draw_mirror(validation, title),
+        "mirror_error": lambda: _draw_errors(validation, title),
+        "step_time": lambda: _draw_step_time(validation, title),
+    }
+    paths: list[Path] = []
+    with style.context(["default", _STYLE]):
+        for name, draw in draws.items():
+            paths.append(directory / f"{name}.png")
+            # No metadata: it would name the version of matplotlib.
+            draw().savefig(paths[-1], dpi=DPI, metadata={"Software": None})
+    return paths
+
+
+def _draw_mirror(validation: Validation, title: str) -> "Figure":
+    """Draw the load of each rank over time, the engine's and the proxy's."""
+    ranks = validation.ranks[:_MOST_PANELS]
+    figure = _figure(1.0 + 1.5 * len(ranks), "KV tokens per rank: engine and proxy", title)
+    panels = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
+    begin_ns = min(int(rank.samples.times_ns[0]) for rank in ranks)
+    for panel, rank in zip(panels, ranks, strict=True):
+        _draw_loads(panel, rank, begin_ns)
+    panels[-1].set_xlabel("seconds since the first sample")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _draw_loads(panel: "Axes", rank: RankResult, begin_ns: int) -> None:
+    times_ns = rank.samples.times_ns
+    # The engine's load between the proxy's samples too.
+    fine_ns = np.linspace(times_ns[0], times_ns[-1], min(_MOST_POINTS, 10 * len(times_ns)))
+    truth = rank.timeline.loads_at(fine_ns.astype(np.int64))
+    panel.plot((fine_ns - begin_ns) / 1e9, truth / 1e3, color=_TRUTH, lw=0.9, label="engine")
+    panel.plot(
+        (times_ns - begin_ns) / 1e9,
+        rank.samples.started_tokens / 1e3,
+        color=_MIRROR,
+        lw=0.8,
+        label="proxy, started requests",
+    )
+    panel.set_title(rank.name, loc="left", fontsize="small", color=_SOFT)
+    panel.set_ylabel("thousands")
+    panel.set_ylim(bottom=0)
+
+
+def _draw_errors(validation: Validation, title: str) -> "Figure":
+    """Draw how the errors of the started requests' load are spread."""
+    figure = _figure(3.6, "Error of the proxy's load, as a share of the engine's", title)
+    chart = figure.subplots()
+    for rank in validation.ranks:
+        truth = rank.timeline.loads_at(rank.samples.times_ns)
+        counts = truth > 0
+        if counts.any():
+            off = np.abs(rank.samples.started_tokens[counts] - truth[counts]) / truth[counts]
+            shares = np.arange(1, len(off) + 1) / len(off)
+            chart.step(100 * np.sort(off), 100 * shares, where="post", lw=1.0, label=rank.name)
+    chart.set(xscale="symlog", xlabel="at most so many % off", ylabel="% of samples", ylim=(0, 101))
+    chart.set_xlim(left=0)
+    chart.xaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    if chart.get_legend_handles_labels()[0] and len(validation.ranks) <= _MOST_PANELS:
+        chart.legend(frameon=False, fontsize="small", loc="lower right")
+    return figure
+
+
+def _draw_step_time(validation: Validation, title: str) -> "Figure":
+    """Draw the time of the steps over the load of the heaviest rank, and the line through them."""
+    figure = _figure(3.6, "Time of the steps without prefill", title)
+    chart = figure.subplots()
+    loads = np.concatenate([unit.max_loads for unit in validation.units])
+    times_ms = np.concatenate([unit.step_ns for unit in validation.units]) / 1e6
+    if len(loads):
+        every = -(-len(loads) // _MOST_POINTS)
+        chart.plot(loads[::every] / 1e3, times_ms[::every], ".", color=_SOFT, ms=2.0, alpha=0.4)
+        chart.set_ylim(0, 1.3 * float(np.percentile(times_ms, 99)) or 1.0)
+    fit = validation.fit
+    if fit is not None:
+        ends = np.array([loads.min(), loads.max()])
+        label = f"{fit.base_ms:.3g} ms + {fit.us_per_token:.3g} µs a token, R² {fit.r2:.2f}"
+        line = fit.base_ms + fit.us_per_token / 1e3 * ends
+        chart.plot(ends / 1e3, line, color=_FIT, lw=1.6, label=label)
+        chart.legend(frameon=False, loc="upper left")
+    chart.set_xlabel("KV tokens of the heaviest rank (thousands)")
+    chart.set_ylabel("ms")
+    return figure
+
+
+def _figure(height_inches: float, headline: str, title: str) -> "Figure":
+    """Return an empty figure under a headline and the run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
+    from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
+    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
+        ConstrainedLayoutEngine,
+    )
+
+    lines = textwrap.wrap(title, 105, max_lines=3, placeholder=" …")
+    header = 0.52 + 0.19 * len(lines)
+    height = height_inches + header
+    below = (0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height)
+    figure = Figure(
+        figsize=(WIDTH_INCHES, height), dpi=DPI, layout=ConstrainedLayoutEngine(rect=below)
+    )
+    FigureCanvasAgg(figure)
+    figure.text(0.012, 1 - 0.14 / height, headline, va="top", fontsize=13, fontweight="bold")
+    figure.text(0.012, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
+    return figure

@@ -1,0 +1,151 @@
+"""The proxy in front of real vLLM engines: prefill, KV transfer and decode on CPUs, a tiny model.
+
+    python scripts/check_engines [--connector nixl,mooncake,nixl-dp] [--only NAME,..] [--keep]
+
+Installs vLLM's CPU build into build/vllm-venv on the first run (6 GB), starts one prefiller and two
+decode engines for each connector, and prints a table of what holds. Exits 1 if anything does not.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dp_checks import DpChecks
+from engines import Order, free_port, running
+from environment import VLLM, mooncake_fault, prepare
+from fleet import Fleet
+from pd_checks import Checks
+from trace_checks import TraceChecks
+
+# Short, so that a check can wait for its end.
+LEASE_S = 8
+_NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+}
+_MOONCAKE = {
+    "kv_connector": "MooncakeConnector",
+    "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+}
+CONNECTORS = ("nixl", "mooncake", "nixl-dp")
+
+
+def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
+    """Return how to start a connector's engines, and the proxy's flags for them."""
+    trace = {"BALANCEROUTE_STEP_TRACE": str(steps)}
+    if connector == "mooncake":
+        bootstrap = free_port()
+        common = {
+            "BALANCEROUTE_CPU_SHIM": "mooncake",
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
+        }
+        roles = [
+            (
+                "prefill-0",
+                "kv_producer",
+                common | {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)},
+            ),
+            ("decode-0", "kv_consumer", common | trace),
+            ("decode-1", "kv_consumer", common | trace),
+        ]
+        flags = ["--bootstrap", f"http://127.0.0.1:{bootstrap}", "--lease-s", str(LEASE_S)]
+        return [
+            Order(name, "tiny-dense", _json(_MOONCAKE, role), environment=environment)
+            for name, role, environment in roles
+        ], flags
+    model, decoders, shim = "tiny-dense", 2, {}
+    parallel: tuple[str, ...] = ()
+    if connector == "nixl-dp":
+        model, decoders, shim = "tiny-moe", 1, {"BALANCEROUTE_CPU_SHIM": "moe-dp"}
+        parallel = ("--data-parallel-size=2", "--api-server-count=1")
+    result = [
+        Order(
+            "prefill-0",
+            model,
+            _json(_NIXL, "kv_producer"),
+            environment=shim | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+        )
+    ]
+    for i in range(decoders):
+        environment = shim | trace | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        result.append(
+            Order(f"decode-{i}", model, _json(_NIXL, "kv_consumer"), parallel, environment)
+        )
+    return result, ["--lease-s", str(LEASE_S)]
+
+
+def _json(connector: Mapping[str, object], role: str) -> str:
+    return json.dumps({**connector, "kv_role": role})
+
+
+def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each check's name, what was seen, and what is wrong or None."""
+    steps = folder / "steps"
+    steps.mkdir(parents=True)
+    what, flags = orders(connector, steps)
+    begin_s = time.monotonic()
+    with running(what, folder) as engines:
+        yield "engines start", f"{len(engines)} in {time.monotonic() - begin_s:.0f} s", None
+        fleet = Fleet(
+            engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
+        )
+        groups: list[Checks | TraceChecks] = [DpChecks(fleet)]
+        if connector != "nixl-dp":
+            groups = [TraceChecks(fleet), Checks(fleet)]
+        for group in groups:
+            for name in group.names():
+                title = name.removeprefix("check_").replace("_", " ")
+                if only and not any(word in title for word in only):
+                    continue
+                try:
+                    yield title, group.run(name), None
+                except Exception as error:
+                    yield title, "", f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--connector", default=",".join(CONNECTORS), metavar="NAME,..")
+    parser.add_argument("--only", default="", metavar="WORDS,..", help="checks whose name has them")
+    parser.add_argument("--keep", action="store_true", help="keep the logs")
+    arguments = parser.parse_args()
+    connectors = arguments.connector.split(",")
+    if not set(connectors) <= set(CONNECTORS):
+        parser.error(f"--connector: of {', '.join(CONNECTORS)}")
+    only = set(filter(None, arguments.only.split(",")))
+    # As control-C does: the engines are groups of their own, which nobody else would end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begin_s = time.monotonic()
+    prepare()
+    print(f"vLLM {VLLM} on the CPU, one prefiller, two decode ranks", flush=True)
+    passed = failed = 0
+    folder = Path(tempfile.mkdtemp(prefix="balanceroute-engines-"))
+    for connector in connectors:
+        fault = mooncake_fault() if connector == "mooncake" else None
+        if fault is not None:
+            print(f"{connector:9} SKIPPED: {fault}", flush=True)
+            continue
+        for title, seen, wrong in check(connector, only, folder / connector):
+            passed, failed = passed + (wrong is None), failed + (wrong is not None)
+            verdict = f"ok    {seen}" if wrong is None else f"WRONG {wrong}"
+            print(f"{connector:9} {title:58} {verdict}", flush=True)
+    print(f"{passed} passed, {failed} failed, {time.monotonic() - begin_s:.0f} s", flush=True)
+    if arguments.keep or failed:
+        print(f"logs in {folder}", flush=True)
+    else:
+        shutil.rmtree(folder)
+    return int(failed > 0 or passed == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

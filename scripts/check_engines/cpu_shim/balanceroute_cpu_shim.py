@@ -1,0 +1,62 @@
+"""What vLLM's CPU build lacks for the engine checks: a plugin that adds it, for tests alone.
+
+BALANCEROUTE_CPU_SHIM names what is wanted, separated by commas:
+
+* `mooncake`: MooncakeConnector asks an accelerator for its number; a CPU has none.
+* `moe-dp`: the CPU communicator has no collectives of unequal sizes, without which a mixture of
+  experts with data parallelism dies at its first step.
+"""
+
+import os
+from typing import Any
+
+
+def register() -> None:
+    """Apply what the environment asks for; called by vLLM in every process."""
+    wanted = os.environ.get("BALANCEROUTE_CPU_SHIM", "").split(",")
+    if "mooncake" in wanted:
+        _number_the_cpu()
+    if "moe-dp" in wanted:
+        _add_collectives()
+
+
+def _number_the_cpu() -> None:
+    import torch  # type: ignore[import-not-found]
+
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = lambda *_, **__: None
+
+
+def _add_collectives() -> None:
+    import torch
+    import torch.distributed as dist  # type: ignore[import-not-found]
+    from vllm.distributed.device_communicators import (  # type: ignore[import-not-found]
+        cpu_communicator,
+    )
+
+    def gather_one(self: Any, part: Any, sizes: list[int]) -> Any:
+        # Gloo gathers equal sizes only: pad to the largest and cut again.
+        padded = part.new_zeros((max(sizes), *part.shape[1:]))
+        padded[: part.shape[0]] = part
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([one[:size] for one, size in zip(gathered, sizes, strict=True)])
+
+    def all_gatherv(self: Any, parts: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        assert dim == 0
+        single = isinstance(parts, torch.Tensor)
+        several = [parts] if single else parts
+        sizes = sizes or [several[0].shape[0]] * self.world_size
+        gathered = [gather_one(self, part.contiguous(), sizes) for part in several]
+        return gathered[0] if single else gathered
+
+    def reduce_scatterv(self: Any, whole: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        assert dim == 0
+        sizes = sizes or [whole.shape[0] // self.world_size] * self.world_size
+        summed = whole.contiguous().clone()
+        dist.all_reduce(summed, group=self.device_group)
+        begin = sum(sizes[: self.rank_in_group])
+        return summed[begin : begin + sizes[self.rank_in_group]].contiguous()
+
+    cpu_communicator.CpuCommunicator.all_gatherv = all_gatherv
+    cpu_communicator.CpuCommunicator.reduce_scatterv = reduce_scatterv

@@ -1,0 +1,145 @@
+"""Real vLLM engines on loopback: started, asked for their metrics, killed, and ended in any case."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_server
+
+import httpx
+from environment import MODELS, VENV
+
+# Three at once on two cores.
+_START_S = 420.0
+_END_S = 20.0
+_COMMON = [
+    "--dtype=float32",
+    "--max-model-len=2048",
+    "--block-size=32",
+    "--num-gpu-blocks-override=512",
+    "--max-num-seqs=16",
+    "--enforce-eager",
+    "--served-model-name=tiny",
+    "--host=127.0.0.1",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+]
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_TLS": "tcp,sm,self",
+    "UCX_NET_DEVICES": "lo",
+}
+_SAMPLE = re.compile(r"(?P<name>[a-z_:]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How to start one engine.
+
+    Attributes:
+        name: Of its log.
+        model: A folder in `MODELS`.
+        kv_transfer: The connector's configuration, JSON.
+        flags: Further ones of `vllm serve`.
+        environment: Further variables.
+    """
+
+    name: str
+    model: str
+    kv_transfer: str
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] | None = None
+
+
+class Engine:
+    """One engine in its own process group."""
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self.name = order.name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{order.name}.log"
+        command = [str(VENV / "bin" / "vllm"), "serve", str(MODELS / order.model), *_COMMON]
+        command += [f"--port={self.port}", f"--kv-transfer-config={order.kv_transfer}"]
+        command += order.flags
+        environment = os.environ | _ENVIRONMENT | dict(order.environment or {})
+        environment["PATH"] = f"{VENV / 'bin'}:{environment['PATH']}"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait until it serves."""
+        while True:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                tail = self.log.read_text(errors="replace")[-3000:]
+                raise SystemExit(f"engine {self.name} did not start:\n{tail}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.5)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=10.0).text.splitlines():
+            sample = _SAMPLE.fullmatch(line)
+            if sample is not None and sample["name"] == name:
+                has = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"]))
+                if labels.items() <= has.items():
+                    total += float(sample["value"])
+        return total
+
+    def kill(self) -> None:
+        """End it at once, as a crash does."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> None:
+        """End it, and all its processes."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self._process.wait()
+
+
+@contextmanager
+def running(orders: Sequence[Order], folder: Path) -> Iterator[list[Engine]]:
+    """Run engines, started at the same time."""
+    with ExitStack() as stack:
+        engines = []
+        for order in orders:
+            engine = Engine(order, folder)
+            stack.callback(engine.end)
+            engines.append(engine)
+        deadline_s = time.monotonic() + _START_S
+        for engine in engines:
+            engine.wait(deadline_s)
+        yield engines
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,93 @@
+"""A proxy in front of real engines, as the checks see it."""
+
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from engines import Engine
+
+_READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
+_READY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A running proxy: its URL, its admin listener's, and its log."""
+
+    url: str
+    admin_url: str
+    log: Path
+
+    def state(self) -> dict[str, object]:
+        """Return /admin/state."""
+        state: dict[str, object] = httpx.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
+        return state
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What runs.
+
+    Attributes:
+        prefillers: The prefill engines.
+        decoders: The decode engines.
+        connector: As the proxy calls it.
+        flags: What every proxy before it is told.
+        folder: For logs.
+        steps: Where the decode engines leave their step traces.
+    """
+
+    prefillers: Sequence[Engine]
+    decoders: Sequence[Engine]
+    connector: str
+    flags: Sequence[str]
+    folder: Path
+    steps: Path
+
+    @contextmanager
+    def proxy(self, name: str, *flags: str, decode: Sequence[str] = ()) -> Iterator[Proxy]:
+        """Run a proxy.
+
+        Args:
+            name: Of its log.
+            flags: Further ones of `balanceroute serve`.
+            decode: The ranks; none for all decode engines.
+        """
+        log = self.folder / f"{name}.jsonl"
+        command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port=0"]
+        command += ["--admin-port=0", f"--log={log}", f"--connector={self.connector}"]
+        command += ["--prefill", *(engine.url for engine in self.prefillers)]
+        command += ["--decode", *(decode or [engine.url for engine in self.decoders])]
+        command += ["--batch", "16", *self.flags, *flags]  # The last word counts.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+        assert process.stdout is not None
+        try:
+            readable = select.select([process.stdout], [], [], _READY_S)[0]
+            ready = _READY.fullmatch(process.stdout.readline().decode()) if readable else None
+            if ready is None:
+                raise SystemExit(f"the proxy {name} did not start: {log.read_text()[-1000:]}")
+            yield Proxy(ready[1], ready[2], log)
+        finally:
+            process.terminate()
+            process.wait(_READY_S)
+            process.stdout.close()
+
+
+def until(happened: Callable[[], bool], what: str, *, limit_s: float = 60.0) -> float:
+    """Wait for something; return how long it took, in seconds.
+
+    Raises:
+        AssertionError: It did not happen in time.
+    """
+    begin_s = time.monotonic()
+    while not happened():
+        assert time.monotonic() < begin_s + limit_s, f"not within {limit_s:g} s: {what}"
+        time.sleep(0.1)
+    return time.monotonic() - begin_s

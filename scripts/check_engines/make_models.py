@@ -1,0 +1,104 @@
+"""Writes two tiny models with random weights, dense and mixture of experts, and their tokeniser.
+
+    python make_models.py FOLDER
+
+Runs in the engines' venv. The tokeniser is a byte-level BPE trained on Python's own library, so that it
+takes any text; the weights are large enough that greedy decoding does not repeat one token for ever.
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch  # type: ignore[import-not-found]
+from tokenizers import (  # type: ignore[import-not-found]
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import (  # type: ignore[import-not-found]
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY = 2048
+CONTEXT = 4096
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{%- endif %}"
+    "{%- for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] or '' }}<|im_end|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+
+
+def tokeniser() -> Any:
+    """Return the tokeniser."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(file) for file in files], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_SPECIAL[0],
+        pad_token=_SPECIAL[0],
+        eos_token=_SPECIAL[2],
+        model_max_length=CONTEXT,
+    )
+    fast.chat_template = _TEMPLATE
+    return fast
+
+
+def save(folder: Path, config: Any, kind: Any, tokenizer: Any) -> None:
+    """Write one model."""
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Write both."""
+    folder = Path(sys.argv[1])
+    tokenizer = tokeniser()
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    }
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+    save(folder / "tiny-dense", Qwen3Config(**common), Qwen3ForCausalLM, tokenizer)
+    save(folder / "tiny-moe", Qwen3MoeConfig(**common, **experts), Qwen3MoeForCausalLM, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

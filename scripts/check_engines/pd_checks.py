@@ -1,0 +1,289 @@
+"""What must hold with one prefiller and two decode engines, whatever moves the KV caches.
+
+The prefiller, asked directly, is the single engine to compare with: it computes what it answers, while
+what a decode rank answers rests on what it pulled.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from answers import ask, assert_equal, essence
+from fleet import Fleet, Proxy, until
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+_SOURCE = "vllm:prompt_tokens_by_source_total"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def chat(text: str, **values: Any) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a greedy chat request."""
+    messages = [{"role": "user", "content": text}]
+    return CHAT, {
+        "model": "tiny",
+        "messages": messages,
+        "max_tokens": 24,
+        "temperature": 0,
+    } | values
+
+
+def completion(prompt: Any, **values: Any) -> tuple[str, dict[str, Any]]:
+    """Return the path and body of a greedy completion request."""
+    return COMPLETIONS, {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+    } | values
+
+
+def requests() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the requests whose answers are compared, by what they show."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    long = "\n".join(f"def function_{i}(value): return value * {i}" for i in range(60))
+    drawn = {"temperature": 0.8, "seed": 11, "n": 2}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    return {
+        "chat": chat("import os, sys"),
+        "chat, streamed": chat("class Reader(io.IOBase):", **usage),
+        "completion": completion("for line in file:"),
+        "completion, streamed": completion("while True: try:", **usage),
+        "token ids": completion([100, 200, 300, 400, 500, 600, 700]),
+        "n = 2": chat("with open(path) as file:", **drawn),
+        "n = 2, streamed": completion("raise ValueError(", **drawn, **usage),
+        "log-probabilities": chat("return None if", logprobs=True, top_logprobs=3),
+        "log-probabilities, streamed": completion("print(value", logprobs=2, **usage),
+        "tools": chat("What is the weather in Oslo?", tools=[_TOOL]),
+        "tools, named, streamed": chat("Weather?", tools=[_TOOL], tool_choice=named, **usage),
+        "stop word": completion("if x:", stop=["e"]),
+        "one token": completion("lambda:", max_tokens=1),
+        "a long prompt": completion(long),
+    }
+
+
+class Checks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._prefiller = fleet.prefillers[0]
+
+    def names(self) -> list[str]:
+        """Return the names of the checks."""
+        return [name for name in vars(type(self)) if name.startswith("check_")]
+
+    def run(self, name: str) -> str:
+        """Run one; return what it saw."""
+        check: Callable[[], str] = getattr(self, name)
+        return check()
+
+    def check_answers_are_those_of_one_engine(self) -> str:
+        pulled, computed = self._prompt_tokens()
+        with self._fleet.proxy("same") as proxy:
+            for name, (path, body) in requests().items():
+                try:
+                    ours = essence(ask(proxy.url, path, body))
+                    assert_equal(ours, essence(ask(self._prefiller.url, path, body)))
+                except AssertionError as error:
+                    raise AssertionError(f"{name}: {error}") from None
+        pulled_after, computed_after = self._prompt_tokens()
+        assert pulled_after > pulled
+        # A rank computes the last token of a prompt again, to have something to sample from.
+        share = (computed_after - computed) / (pulled_after - pulled)
+        assert share < 0.05, f"decode ranks computed {share:.0%} of what they pulled"
+        return f"{len(requests())} requests, {pulled_after - pulled:.0f} prompt tokens pulled"
+
+    def check_refusals_are_the_engines(self) -> str:
+        with self._fleet.proxy("refusals") as proxy:
+            for (path, body), status in (
+                (completion("a", max_tokens=100_000), 400),
+                (completion("word " * 3000), 400),
+                (completion("a", max_tokens=0), 400),
+                (completion("a", temperature=-1), 400),
+                (completion("a", model="other"), 404),
+            ):
+                ours = httpx.post(f"{proxy.url}{path}", json=body, timeout=60.0)
+                assert ours.status_code == status, f"{ours.status_code}, not {status}"
+                theirs = httpx.post(f"{self._prefiller.url}{path}", json=body, timeout=60.0)
+                if status == 400:
+                    assert ours.json() == theirs.json()
+        return "5 of them, status and body"
+
+    def check_a_client_that_leaves_frees_both_sides(self) -> str:
+        with self._fleet.proxy("leaves") as proxy:
+            for events in (1, 5):
+                with self._streaming(proxy, "def leave():", 1500) as stream:
+                    lines = stream.iter_lines()
+                    for _ in range(2 * events):
+                        next(lines)
+            took_s = until(self._engines_are_idle, "idle engines")
+        return f"no request and no KV block is left {took_s:.1f} s later"
+
+    def check_a_lapsed_lease_is_prefilled_again(self) -> str:
+        # One slot that is taken for longer than the lease of what waits behind it.
+        one = self._fleet.decoders[0].url
+        with self._fleet.proxy("lapsed", "--batch", "1", decode=[one]) as proxy:
+            return self._wait_behind(proxy, lapses_expected=True)
+
+    def check_a_kv_cache_that_is_gone_is_made_again(self) -> str:
+        # The same, with a proxy that was told of a longer lease than the engines keep.
+        one = self._fleet.decoders[0].url
+        flags = ("--batch", "1", "--lease-s", "600", "--first-token-timeout-s", "15")
+        with self._fleet.proxy("gone", *flags, decode=[one]) as proxy:
+            return self._wait_behind(proxy, lapses_expected=False)
+
+    def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:
+        with self._fleet.proxy("killed", "--policy", "jsq") as proxy:
+            one, other = (Streaming(proxy, f"kill {i}", 400) for i in range(2))
+            until(lambda: bool(one.events and other.events), "two streams")
+            ranks = self._fleet.decoders
+            until(lambda: all(self._running(rank) for rank in ranks), "a stream on each rank")
+            ranks[1].kill()
+            for stream in (one, other):
+                stream.join()
+            ends = sorted("error" if stream.error else "whole" for stream in (one, other))
+            assert ends == ["error", "whole"], f"{ends}: {one.error} {other.error}"
+            for i in range(4):
+                path, body = completion(f"after the kill {i}")
+                ask(proxy.url, path, body)
+        return "the other stream is whole, later requests too"
+
+    def check_a_prefiller_killed_after_the_probe_loses_nobody(self) -> str:
+        one = self._fleet.decoders[0].url
+        flags = ("--batch", "1", "--first-token-timeout-s", "15")
+        with self._fleet.proxy("dead-prefiller", *flags, decode=[one]) as proxy:
+            first = Streaming(proxy, "hold the slot", 200)
+            until(lambda: bool(first.events), "the first stream")
+            second = Streaming(proxy, "wait for the slot", 8)
+            until(lambda: _pooled(proxy) == 1, "the second request in the pool")
+            self._prefiller.kill()
+            first.join()
+            second.join()
+            assert first.error is None, first.error
+            # Its KV cache died with the prefiller, and nobody else can make it.
+            assert second.status >= 500 or second.error, "a KV cache from a dead prefiller"
+        return f"what streamed is whole; what waited got {second.status or second.error}"
+
+    # How it is done.
+
+    def _prompt_tokens(self) -> tuple[float, float]:
+        """Return the prompt tokens that decode engines pulled, and those they computed."""
+        return (
+            sum(one.metric(_SOURCE, source="external_kv_transfer") for one in self._fleet.decoders),
+            sum(one.metric(_SOURCE, source="local_compute") for one in self._fleet.decoders),
+        )
+
+    def _running(self, engine: Any) -> bool:
+        return bool(engine.metric("vllm:num_requests_running"))
+
+    def _engines_are_idle(self) -> bool:
+        return not any(
+            engine.metric(name)
+            for engine in (*self._fleet.prefillers, *self._fleet.decoders)
+            for name in (
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc",
+            )
+        )
+
+    def _wait_behind(self, proxy: Proxy, *, lapses_expected: bool) -> str:
+        first = Streaming(proxy, "hold the slot", 1200)
+        until(lambda: bool(first.events), "the first stream")
+        path, body = completion("wait for longer than the lease", stream=True)
+        second = Streaming(proxy, body["prompt"], 24)
+        first.join()
+        second.join()
+        for stream in (first, second):
+            assert stream.error is None, stream.error
+        assert second.text == essence(ask(self._prefiller.url, path, body))[1][0]["text"]
+        line = _line_of(proxy, second.request_id)
+        again = line["lease_lapses"] if lapses_expected else line["retries"]
+        assert again, f"it was not prefilled again: {line}"
+        return f"exact after {line['pool_s']:.0f} s in the pool, {again} x again"
+
+    @contextmanager
+    def _streaming(self, proxy: Proxy, prompt: str, tokens: int) -> Iterator[httpx.Response]:
+        path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
+        with httpx.stream("POST", f"{proxy.url}{path}", json=body, timeout=120.0) as stream:
+            yield stream
+
+
+class Streaming:
+    """A streamed completion that is read by a thread of its own.
+
+    Attributes:
+        status: Of the answer; 0 until it came.
+        request_id: As the answer says.
+        events: The events so far.
+        error: What an error event said, or what broke; None if nothing did.
+    """
+
+    def __init__(self, proxy: Proxy, prompt: str, tokens: int) -> None:
+        self.status = 0
+        self.request_id = ""
+        self.events: list[dict[str, Any]] = []
+        self.error: str | None = None
+        path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
+        self._url, self._body = f"{proxy.url}{path}", body
+        self._ended = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(240.0)
+        assert not self._thread.is_alive(), "a stream without an end"
+        if self.status == 200 and not self._ended:
+            self.error = self.error or "it ended without a word"
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
+                self.request_id = answer.headers["x-request-id"]
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        self._ended = True
+                    elif line.startswith("data: "):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.error = self.error or repr(error)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = str(event["error"])
+        else:
+            self.events.append(event)
+
+
+def _pooled(proxy: Proxy) -> int:
+    state: Any = proxy.state()
+    return int(state["state"]["pooled"])
+
+
+def _line_of(proxy: Proxy, request_id: str) -> dict[str, Any]:
+    deadline_s = time.monotonic() + 10.0
+    while time.monotonic() < deadline_s:
+        for text in proxy.log.read_text().splitlines():
+            line: dict[str, Any] = json.loads(text)
+            if line.get("request_id") == request_id:
+                return line
+        time.sleep(0.1)
+    raise AssertionError(f"no line of request {request_id} in the log")

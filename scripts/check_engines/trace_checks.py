@@ -1,0 +1,81 @@
+"""A slice of a real trace through real engines, and the proxy's picture of it against theirs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from fleet import Fleet, Proxy
+
+from balanceroute.traces import TraceRequest, read_trace, write_native
+
+_TRACE = Path(__file__).parents[2] / "traces" / "public" / "azure_2023_conv.csv.gz"
+REQUESTS = 240
+CONCURRENCY = 12
+# Into the tiny model's context of 2,048: a word of a prompt is some four of its tokens.
+_PROMPT_PART = 40
+_OUTPUT_PART = 4
+
+
+def scaled(path: Path) -> None:
+    """Write the slice."""
+    requests = [request for request in read_trace(_TRACE) if request.output_tokens][:REQUESTS]
+    write_native(
+        path,
+        [
+            TraceRequest(
+                request.arrival_ns,
+                max(1, request.prompt_tokens // _PROMPT_PART),
+                max(1, request.output_tokens // _OUTPUT_PART),
+            )
+            for request in requests
+        ],
+    )
+
+
+class TraceChecks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._loads = fleet.folder / "loads.jsonl"
+
+    def names(self) -> list[str]:
+        """Return the names of the checks."""
+        return [name for name in vars(type(self)) if name.startswith("check_")]
+
+    def run(self, name: str) -> str:
+        """Run one; return what it saw."""
+        seen: str = getattr(self, name)()
+        return seen
+
+    def check_a_trace_slice_is_served_without_an_error(self) -> str:
+        with self._fleet.proxy("trace", "--load-log", str(self._loads)) as proxy:
+            report = self._replay(proxy)
+        assert report["requests_failed"] == 0, report
+        assert report["requests_finished"] == REQUESTS, report
+        return (
+            f"{REQUESTS} requests of the Azure conversation trace, "
+            f"{report['output_tokens_per_s']:.0f} tokens/s"
+        )
+
+    def check_the_mirrored_load_is_the_engines(self) -> str:
+        figures = self._fleet.folder / "validate.json"
+        command = [sys.executable, "-m", "balanceroute.proxy", "validate"]
+        command += ["--steps", str(self._fleet.steps), "--log", str(self._loads)]
+        command += ["--json", str(figures)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
+        assert done.returncode == 0, done.stderr[-1000:]
+        return str(json.loads(figures.read_text()))[:300]
+
+    def _replay(self, proxy: Proxy) -> dict[str, float]:
+        trace = self._fleet.folder / "slice.jsonl"
+        scaled(trace)
+        out = self._fleet.folder / "replay.json"
+        command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", proxy.url]
+        command += ["--trace", str(trace), "--concurrency", str(CONCURRENCY), "--json", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300.0, check=False)
+        assert done.returncode == 0, done.stderr[-1000:]
+        (result,) = json.loads(out.read_text())["results"]
+        figures: dict[str, float] = result
+        return figures

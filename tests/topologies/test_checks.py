@@ -1,0 +1,181 @@
+"""What is wrong with a topology that could be read: said with its key, and status 2."""
+
+from pathlib import Path
+
+import pytest
+from tests.topologies.engine_files import read, text
+
+from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.cli.topology import check_topology
+from balanceroute.topologies import read_topology, shipped_topologies
+
+GROUP = 'data_parallel = 4\ndp_mode = "external"\nrpc_port = 1234'
+SAME_HOST = 'hosts = ["10.0.0.1"]'
+
+
+def found(folder: Path, content: str) -> list[str]:
+    return [str(finding) for finding in check_topology(read(folder, content))]
+
+
+@pytest.mark.parametrize("name", shipped_topologies())
+def test_nothing_is_wrong_with_the_shipped_topologies(name: str) -> None:
+    assert not list(check_topology(read_topology(name)))
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-layerwise"])
+def test_nothing_is_wrong_with_the_smallest(connector: str, tmp_path: Path) -> None:
+    assert found(tmp_path, text(connector, top='[proxy]\nhost = "10.0.0.9"')) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "reason"),
+    [
+        (
+            text(decode=f"{SAME_HOST}\nport = 8100\nside_channel_port = 5700"),
+            "engines.decode.port",
+            "decode-0's API would listen on 10.0.0.1:8100, where prefill-0's API has 8100",
+        ),
+        (
+            text(decode=f"{SAME_HOST}\n{GROUP}", prefill="side_channel_port = 5603"),
+            "engines.decode.side_channel_port",
+            "decode-3's connector would listen on 10.0.0.1:5603",
+        ),
+        (
+            text(decode=f"{GROUP}\nport = 1231"),
+            "engines.decode.port",
+            "decode-3's API would listen on 10.0.0.2:1234, where decode-0's RPC has 1234",
+        ),
+        (
+            text(top="[proxy]\nport = 8100\nhost = '10.0.0.1'", engines='proxy_host = "10.0.0.1"'),
+            "proxy.port",
+            "the proxy would listen on 10.0.0.1:8100, where prefill-0's API has 8100",
+        ),
+        (
+            text(prefill="port = 9000", engines='proxy_host = "10.0.0.1"'),
+            "proxy.admin_port",
+            "administration would listen on 10.0.0.1:9000, where prefill-0's API",
+        ),
+        (
+            text(
+                "mooncake-ascend",
+                prefill="tensor_parallel = 4",
+                decode="kv_port = 65535\ntensor_parallel = 4",
+            ),
+            "engines.decode.kv_port",
+            "comes to 65535-65538 for decode-0's connector, beyond 65535",
+        ),
+        (
+            text("mooncake-ascend", prefill="tensor_parallel = 4", decode=f"{SAME_HOST}"),
+            "engines.decode.kv_port",
+            "decode-0's connector would listen on 10.0.0.1:36000, where prefill-0's connector has "
+            "36000-36003",
+        ),
+        (
+            text("mooncake-ascend", prefill="kv_port = 27998\ntensor_parallel = 4"),
+            "engines.prefill.kv_port",
+            "listen on 27998-28001: Mooncake's AscendDirectTransport takes ports from 20000 to 27999",
+        ),
+        (
+            text("mooncake-layerwise", decode="port = 20000"),
+            "engines.decode.port",
+            "AscendDirectTransport takes ports",
+        ),
+        (
+            text(decode=f"{GROUP}\ntensor_parallel = 4"),
+            "engines.devices_per_host",
+            "is 8, but the engines on 10.0.0.2 need 16",
+        ),
+        (
+            text("mooncake-ascend", prefill="tensor_parallel = 2", decode="tensor_parallel = 4"),
+            "engines.prefill.tensor_parallel",
+            "is 2: vllm-ascend needs a multiple of decode's (4)",
+        ),
+        (
+            text(prefill="tensor_parallel = 3", decode="tensor_parallel = 2"),
+            "engines.prefill.tensor_parallel",
+            "must be a multiple or a divisor of decode's (2)",
+        ),
+        (
+            text(decode="max_num_batched_tokens = 15"),
+            "engines.decode.max_num_batched_tokens",
+            "is 15, less than one token for each of max_num_seqs (16)",
+        ),
+        (
+            text("mooncake", prefill=GROUP),
+            "engines.prefill.data_parallel",
+            "bootstrap server for its rank 0 alone",
+        ),
+        (
+            text(decode='hosts = ["127.0.0.1"]'),
+            "engines",
+            "127.0.0.1 is reached from no other host, and there are others (10.0.0.1)",
+        ),
+        (text(top="[proxy]\nbatch = 17"), "proxy.batch", "is 17, more than a decode rank's"),
+        (
+            text(top="[proxy]\nlease_s = 61", engines="lease_s = 60"),
+            "proxy.lease_s",
+            "is 61, but prefillers free KV caches after 60 s",
+        ),
+        (
+            text(top="[proxy]\nlease_s = inf", engines="lease_s = 60"),
+            "proxy.lease_s",
+            "is inf, but prefillers",
+        ),
+        (text(top="[proxy]\npolcy = 'br-0'"), "[proxy].polcy", "did you mean 'policy'?"),
+        (
+            text("mooncake-layerwise", top="[proxy]\nhost = '0.0.0.0'"),
+            "[proxy].host",
+            "needs --metaserver-url",
+        ),
+        ('name = "x"\n[emulation]\nrank = 1', "[emulation].rank", "did you mean 'ranks'?"),
+    ],
+)
+def test_what_cannot_work_is_an_error(
+    content: str, key: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = found(tmp_path, content)
+    errors = [line for line in findings if line.startswith("error: ")]
+    assert len(errors) == 1, findings
+    assert errors[0].removeprefix("error: ").startswith(key)
+    assert reason in errors[0]
+    path = tmp_path / "fleet.toml"
+    assert main(["topology", "check", str(path)]) == 2
+    assert f"{path}: {errors[0]}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (text(top="[proxy]\nbatch = 15\nhost = '::'\n"), "proxy.batch"),
+        (text(top="[proxy]\nprobe_limit = 9\nhost = '::'\n"), "proxy.probe_limit"),
+        (text(), "proxy.host"),
+        (
+            text(top="[proxy]\nhost = '::'", prefill=GROUP.replace("external", "internal")),
+            "engines.prefill.dp_mode",
+        ),
+        (
+            text("mooncake-ascend", top="[proxy]\nhost = '::'"),
+            "engines.decode.recompute_scheduler",
+        ),
+        (
+            text(top="[proxy]\nhost = '::'", decode="flags = { stream_interval = 4 }"),
+            "engines.decode.flags.stream_interval",
+        ),
+        (
+            text(top="[proxy]\nhost = '::'", decode=f"{GROUP}\ninstances = 2"),
+            "engines.decode.instances",
+        ),
+    ],
+)
+def test_what_may_be_meant_so_is_a_note(
+    content: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [line.split(": ")[:2] for line in found(tmp_path, content)] == [["note", key]]
+    assert main(["topology", "check", str(tmp_path / "fleet.toml")]) == 0
+    assert "nothing is wrong with it: " in capsys.readouterr().out
+
+
+def test_a_range_that_clashes_often_is_told_once(tmp_path: Path) -> None:
+    decode = f"{SAME_HOST}\n{GROUP}\nport = 8100\nside_channel_port = 5700"
+    findings = found(tmp_path, text(prefill="instances = 4", decode=decode))
+    assert [line.split(": ")[:2] for line in findings] == [["error", "engines.decode.port"]]

@@ -1,0 +1,156 @@
+"""Commands: those of the shipped topologies are stored, and every word survives a shell."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.topologies.engine_files import engines_of, text
+
+from balanceroute.proxy.cli.topology import commands_of
+from balanceroute.topologies import Command, engine_commands, read_topology, shipped_topologies
+
+GOLDEN = Path(__file__).parent / "golden"
+REAL = [name for name in shipped_topologies() if read_topology(name).engines is not None]
+
+
+def commands(folder: Path, content: str) -> tuple[Command, ...]:
+    return engine_commands(engines_of(folder, content), ())
+
+
+def words(command: Command) -> list[str]:
+    return [word for item in command.words for word in item]
+
+
+def value(command: Command, flag: str) -> str:
+    all_words = words(command)
+    return all_words[all_words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_commands_of_a_shipped_topology_are_the_stored_ones(name: str) -> None:
+    rendered = "\n\n".join(command.shell() for command in commands_of(read_topology(name), name))
+    stored = (GOLDEN / f"{name}.txt").read_text()
+    assert f"{rendered}\n" == stored, (
+        f"if it is meant so: balanceroute topology commands {name} > {GOLDEN}/{name}.txt"
+    )
+
+
+def test_nothing_else_is_stored() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == set(REAL)
+
+
+def test_both_renderings_are_the_same_words_for_a_shell(tmp_path: Path) -> None:
+    hard = 'a\'b "c" $HOME `x` \\ é'
+    environment = f"environment = {{ HARD = {json.dumps(hard)}, EMPTY = '' }}"
+    flags = f"flags = {{ chat_template = {json.dumps(hard)}, other = '-dash', seed = -1 }}"
+    for command in commands(tmp_path, text(engines=f"{environment}\n{flags}")):
+        expected = [
+            "env",
+            *(f"{key}={word}" for key, word in command.environment.items()),
+            *words(command),
+        ]
+        assert shlex.split(command.one_line()) == expected
+        assert shlex.split(command.shell().replace(" \\\n", " "), comments=True) == expected
+        assert "\n" not in command.one_line()
+        assert command.environment["HARD"] == value(command, "--chat-template") == hard
+        assert command.environment["EMPTY"] == ""
+        # A value that begins with a dash is no flag.
+        assert {"--other=-dash", "--seed=-1"} <= set(words(command))
+
+
+def test_a_role_goes_before_both(tmp_path: Path) -> None:
+    both = "flags = { seed = 1, dtype = 'auto' }\nenvironment = { A = 1, B = 2 }"
+    own = "flags = { seed = 2 }\nenvironment = { B = 3 }"
+    prefill, decode = commands(tmp_path, text(engines=both, decode=own))
+    assert (value(prefill, "--seed"), value(decode, "--seed")) == ("1", "2")
+    assert value(decode, "--dtype") == "auto"
+    assert (prefill.environment["B"], decode.environment["B"]) == ("2", "3")
+
+
+def test_flags_of_every_kind(tmp_path: Path) -> None:
+    flags = "flags = { on = true, off = false, many_words = ['a', 2], deep = { b = [1] } }"
+    decode = commands(tmp_path, text(decode=flags))[1]
+    for item in (("--on",), ("--no-off",), ("--many-words", "a", "2"), ("--deep", '{"b": [1]}')):
+        assert item in decode.words
+
+
+def test_external_ranks_are_servers_of_their_own(tmp_path: Path) -> None:
+    decode = (
+        'hosts = ["10.0.0.2", "10.0.0.3"]\ninstances = 1\ndata_parallel = 4\ntensor_parallel = 2'
+    )
+    found = commands(tmp_path, text(decode=f'{decode}\ndp_mode = "external"\nrpc_port = 1234'))[1:]
+    assert [
+        (
+            command.host,
+            value(command, "--port"),
+            value(command, "--data-parallel-rank"),
+            command.environment["CUDA_VISIBLE_DEVICES"],
+        )
+        for command in found
+    ] == [
+        ("10.0.0.2", "8200", "0", "0,1"),
+        ("10.0.0.2", "8201", "1", "2,3"),
+        ("10.0.0.3", "8200", "2", "0,1"),
+        ("10.0.0.3", "8201", "3", "2,3"),
+    ]
+    # One address for the group, and one side channel base: vLLM adds the rank.
+    assert {value(command, "--data-parallel-address") for command in found} == {"10.0.0.2"}
+    assert {command.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for command in found} == {"5600"}
+
+
+def test_internal_ranks_beyond_the_first_host_are_headless(tmp_path: Path) -> None:
+    decode = 'hosts = ["10.0.0.2", "10.0.0.3"]\ninstances = 1\ndata_parallel = 4\nrpc_port = 1234'
+    head, tail = commands(tmp_path, text(decode=f'{decode}\ndp_mode = "internal"'))[1:]
+    assert "--data-parallel-rank" not in words(head)
+    assert "--data-parallel-start-rank" not in words(head)
+    assert value(head, "--data-parallel-size-local") == "2"
+    assert "--headless" in words(tail)
+    assert "--port" not in words(tail)
+    assert value(tail, "--data-parallel-start-rank") == "2"
+    assert value(tail, "--data-parallel-address") == "10.0.0.2"
+    assert (head.environment["CUDA_VISIBLE_DEVICES"], tail.host) == ("0,1", "10.0.0.3")
+
+
+def test_instances_on_one_host_have_ports_and_devices_of_their_own(tmp_path: Path) -> None:
+    prefill = 'instances = 2\ntensor_parallel = 2\ndata_parallel = 2\ndp_mode = "external"'
+    found = commands(tmp_path, text(prefill=f"{prefill}\nrpc_port = 900"))[:4]
+    assert [value(command, "--port") for command in found] == ["8100", "8101", "8102", "8103"]
+    assert [value(c, "--data-parallel-rpc-port") for c in found] == ["900", "900", "901", "901"]
+    assert [c.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for c in found] == [
+        "5600",
+        "5600",
+        "5602",
+        "5602",
+    ]
+    assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in found] == ["0,1", "2,3", "4,5", "6,7"]
+
+
+def test_the_lease_is_what_each_connector_calls_it(tmp_path: Path) -> None:
+    for connector in ("nixl", "mooncake", "mooncake-ascend"):
+        prefill = commands(tmp_path, text(connector, engines="lease_s = 90"))[0]
+        extra = json.loads(value(prefill, "--kv-transfer-config"))
+        told = extra.get("kv_connector_extra_config", {}).get("kv_lease_duration")
+        aborts = prefill.environment.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")
+        assert (told, aborts) == ((90, None) if connector == "nixl" else (None, "90"))
+
+
+def test_ascend_engines_are_told_of_each_other(tmp_path: Path) -> None:
+    engines = 'interface = "eth1"'
+    decode = "recompute_scheduler = true\nadditional = { scheduler_config = { x = 1 } }"
+    found = commands(tmp_path, text("mooncake-layerwise", engines=engines, decode=decode))
+    for command in found:
+        config = json.loads(value(command, "--kv-transfer-config"))
+        assert config["kv_connector"] == "MooncakeLayerwiseConnector"
+        assert config["kv_port"] == 36000
+        assert command.environment["HCCL_IF_IP"] == command.host
+        assert command.environment["HCCL_SOCKET_IFNAME"] == "eth1"
+    assert json.loads(value(found[1], "--additional-config")) == {
+        "scheduler_config": {"x": 1, "recompute_scheduler_enable": True}
+    }
+
+
+def test_a_host_that_is_a_name_is_not_told_as_an_address(tmp_path: Path) -> None:
+    prefill = commands(tmp_path, text(prefill='hosts = ["p0.local"]'))[0]
+    assert "VLLM_HOST_IP" not in prefill.environment
+    assert value(prefill, "--host") == "p0.local"

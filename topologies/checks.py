@@ -1,0 +1,220 @@
+"""What is wrong with a topology's engines beyond its schema: ports, devices, sizes, connectors."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Literal
+
+from balanceroute.topologies.engines import Engines, RoleEngines
+from balanceroute.topologies.placement import EngineProcess, place
+from balanceroute.topologies.tables import MAX_PORT
+
+# AscendDirectTransport takes ports from here at random, so many per device of a host:
+# https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
+_ASCEND_DIRECT_FIRST = 20_000
+_ASCEND_DIRECT_PER_DEVICE = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to tell about a topology.
+
+    Attributes:
+        level: "error" if it cannot work, "note" if it may be meant so.
+        key: The key that it is about, as in `engines.prefill.port`; "" if the reason says.
+        reason: What is the matter.
+    """
+
+    level: Literal["error", "note"]
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.level, self.key, self.reason) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class PortUse:
+    """Ports that something listens on.
+
+    Attributes:
+        host: Where.
+        ports: Which.
+        key: The key that they follow from.
+        owner: Who listens, as in `decode-3's API`.
+    """
+
+    host: str
+    ports: range
+    key: str
+    owner: str
+
+
+def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Finding, ...]:
+    """Return what is wrong with the engines, in the order of their keys.
+
+    Args:
+        engines: The engines.
+        also: Ports that others listen on: the proxy.
+    """
+    processes = place(engines)
+    return (
+        *_hosts(engines),
+        *_devices(engines, processes),
+        *_sizes(engines),
+        *_connector(engines),
+        *_clashes([*_engine_ports(engines, processes), *also]),
+        *_reserved(engines, processes),
+        *_progress(engines.decode),
+        *_barriers(engines.decode),
+    )
+
+
+def _hosts(engines: Engines) -> Iterator[Finding]:
+    hosts = {engines.proxy_host, *(host for role in engines.roles for host in role.hosts)}
+    near = sorted(host for host in hosts if _is_loopback(host))
+    far = sorted(hosts.difference(near))
+    if near and far:
+        reason = f"{near[0]} is reached from no other host, and there are others ({far[0]})"
+        yield Finding("error", "engines", reason)
+
+
+def _devices(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[Finding]:
+    most: dict[str, EngineProcess] = {}
+    for process in processes:
+        most[process.host] = process
+    for host, last in most.items():
+        if engines.devices_per_host is not None and last.devices.stop > engines.devices_per_host:
+            reason = (
+                f"is {engines.devices_per_host}, but the engines on {host} need "
+                f"{last.devices.stop}: ranks times tensor_parallel of both roles"
+            )
+            yield Finding("error", "engines.devices_per_host", reason)
+
+
+def _sizes(engines: Engines) -> Iterator[Finding]:
+    prefill, decode = engines.prefill, engines.decode
+    of_prefill, of_decode = prefill.tensor_parallel, decode.tensor_parallel
+    key = "engines.prefill.tensor_parallel"
+    if engines.device == "npu" and of_prefill % of_decode:
+        reason = f"is {of_prefill}: vllm-ascend needs a multiple of decode's ({of_decode})"
+        yield Finding("error", key, reason)
+    elif of_prefill % of_decode and of_decode % of_prefill:
+        reason = f"is {of_prefill}, must be a multiple or a divisor of decode's ({of_decode})"
+        yield Finding("error", key, reason)
+    tokens = decode.max_num_batched_tokens
+    if tokens is not None and tokens < decode.max_num_seqs:
+        reason = (
+            f"is {tokens}, less than one token for each of max_num_seqs ({decode.max_num_seqs})"
+        )
+        yield Finding("error", "engines.decode.max_num_batched_tokens", reason)
+
+
+def _connector(engines: Engines) -> Iterator[Finding]:
+    prefill = engines.prefill
+    if engines.connector == "mooncake" and prefill.data_parallel > 1:
+        reason = (
+            f"is {prefill.data_parallel}: the proxy asks a Mooncake prefiller's bootstrap server for "
+            "its rank 0 alone; use several instances"
+        )
+        yield Finding("error", "engines.prefill.data_parallel", reason)
+    if engines.connector == "nixl" and prefill.dp_mode == "internal":
+        reason = (
+            "is 'internal': decoding from such a prefiller has been seen to hang (vLLM 0.32); "
+            "prefer 'external', or several instances"
+        )
+        yield Finding("note", "engines.prefill.dp_mode", reason)
+    if engines.connector == "mooncake-ascend" and not engines.decode.recompute_scheduler:
+        reason = (
+            "is off: under KV pressure a rank preempts and computes the prompt itself, in the step "
+            "of all others"
+        )
+        yield Finding("note", "engines.decode.recompute_scheduler", reason)
+
+
+def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[PortUse]:
+    for process in processes:
+        place_of = f"engines.{process.role.role}"
+        name = process.name
+        if process.port is not None:
+            api = range(process.port, process.port + 1)
+            yield PortUse(process.host, api, f"{place_of}.port", f"{name}'s API")
+        if process.rpc_port is not None and process.ranks.start == 0:
+            rpc = range(process.rpc_port, process.rpc_port + 1)
+            yield PortUse(process.host, rpc, f"{place_of}.rpc_port", f"{name}'s RPC")
+        key = {"nixl": "side_channel_port", "mooncake": "bootstrap_port"}.get(
+            engines.connector, "kv_port"
+        )
+        kv_ports = process.kv_ports(engines.connector)
+        if kv_ports:
+            yield PortUse(process.host, kv_ports, f"{place_of}.{key}", f"{name}'s connector")
+
+
+def _clashes(uses: Iterable[PortUse]) -> Iterator[Finding]:
+    by_host: dict[str, list[PortUse]] = defaultdict(list)
+    told: set[tuple[str, str]] = set()
+    for use in uses:
+        if use.ports.stop - 1 > MAX_PORT:
+            reason = f"comes to {_ports(use.ports)} for {use.owner}, beyond {MAX_PORT}"
+            yield Finding("error", use.key, reason)
+        for other in by_host[use.host]:
+            first = max(use.ports.start, other.ports.start)
+            pair = (use.key, other.key)
+            if first < min(use.ports.stop, other.ports.stop) and pair not in told:
+                # Once for each pair of keys: one shift of one of them mends all its clashes.
+                told.add(pair)
+                reason = (
+                    f"{use.owner} would listen on {use.host}:{_ports(use.ports)}, where "
+                    f"{other.owner} has {_ports(other.ports)} ({other.key})"
+                )
+                yield Finding("error", use.key, reason)
+        by_host[use.host].append(use)
+
+
+def _reserved(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[Finding]:
+    if engines.device != "npu" or engines.devices_per_host is None:
+        return
+    end = _ASCEND_DIRECT_FIRST + engines.devices_per_host * _ASCEND_DIRECT_PER_DEVICE
+    told: set[str] = set()
+    for use in _engine_ports(engines, processes):
+        overlaps = use.ports.start < end and use.ports.stop > _ASCEND_DIRECT_FIRST
+        if overlaps and use.key not in told:
+            told.add(use.key)
+            reason = (
+                f"{use.owner} would listen on {_ports(use.ports)}: Mooncake's AscendDirectTransport "
+                f"takes ports from {_ASCEND_DIRECT_FIRST} to {end - 1} at random"
+            )
+            yield Finding("error", use.key, reason)
+
+
+def _progress(decode: RoleEngines) -> Iterator[Finding]:
+    for flag in ("speculative_config", "stream_interval"):
+        if flag in decode.flags:
+            reason = (
+                "merges tokens into one event, which the proxy counts as one: it underestimates the "
+                "loads until requests end"
+            )
+            yield Finding("note", f"engines.decode.flags.{flag}", reason)
+
+
+def _barriers(decode: RoleEngines) -> Iterator[Finding]:
+    if decode.instances > 1 and decode.data_parallel > 1:
+        reason = (
+            f"is {decode.instances}: each instance has a step barrier of its own, but the proxy "
+            "balances all ranks as if they had one; run a proxy for each"
+        )
+        yield Finding("note", "engines.decode.instances", reason)
+
+
+def _ports(ports: range) -> str:
+    return str(ports.start) if len(ports) == 1 else f"{ports.start}-{ports.stop - 1}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,241 @@
+"""The exact command of every process of a topology, with its environment, as data and as shell.
+
+Flags are those of `vllm serve`; the environment's names are those of the pages that
+`balanceroute.topologies.engines` cites. Nothing is expanded by a shell: every word is quoted.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from types import MappingProxyType
+
+from balanceroute.topologies.engines import Engines
+from balanceroute.topologies.placement import EngineProcess, place
+
+PROXY = "proxy"
+_KV_CONNECTORS = {
+    "nixl": "NixlConnector",
+    "mooncake": "MooncakeConnector",
+    "mooncake-ascend": "MooncakeConnectorV1",
+    "mooncake-layerwise": "MooncakeLayerwiseConnector",
+}
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_INTERFACES = {
+    "cuda": ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    "npu": ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
+    "cpu": ("GLOO_SOCKET_IFNAME",),
+}
+_MOONCAKE = ("mooncake", "mooncake-ascend")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start.
+
+    Attributes:
+        name: As in `decode-3`, or `proxy`.
+        role: "prefill", "decode" or "proxy".
+        host: Where to start it.
+        about: What it is, in a line.
+        environment: What to add to the environment.
+        words: The command line. A flag and its values are one item.
+    """
+
+    name: str
+    role: str
+    host: str
+    about: str
+    environment: Mapping[str, str]
+    words: tuple[tuple[str, ...], ...]
+
+    def one_line(self) -> str:
+        """Return it as one line of shell."""
+        words = [word for item in self.words for word in item]
+        return shlex.join([*(["env"] if self.environment else []), *self._assignments(), *words])
+
+    def shell(self) -> str:
+        """Return it as shell to read: a comment, then a variable or a flag a line."""
+        lines = ["env", *(f"    {shlex.quote(word)}" for word in self._assignments())]
+        if not self.environment:
+            lines = []
+        command, *flags = (shlex.join(item) for item in self.words)
+        lines += [command, *(f"    {flag}" for flag in flags)]
+        return f"# {self.name} on {self.host}: {self.about}\n" + " \\\n".join(lines)
+
+    def _assignments(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.environment.items()]
+
+
+def engine_commands(engines: Engines, models: tuple[str, ...]) -> tuple[Command, ...]:
+    """Return the commands of all engine processes, prefill first.
+
+    Args:
+        engines: The engines.
+        models: The served names; empty for that of the weights.
+    """
+    return tuple(
+        Command(
+            name=process.name,
+            role=process.role.role,
+            host=process.host,
+            about=_about(process),
+            environment=_environment(engines, process),
+            words=tuple(_words(engines, process, models)),
+        )
+        for process in place(engines)
+    )
+
+
+def proxy_command(engines: Engines, topology: str) -> Command:
+    """Return the proxy's command.
+
+    Args:
+        engines: The engines.
+        topology: The topology as the proxy's host knows it: a file, or a shipped one's name.
+    """
+    return Command(
+        name=PROXY,
+        role=PROXY,
+        host=engines.proxy_host,
+        about="the proxy",
+        environment=MappingProxyType({}),
+        words=(("balanceroute", "serve"), ("--topology", topology)),
+    )
+
+
+def _about(process: EngineProcess) -> str:
+    role = process.role
+    parts = [process.url or f"headless, served by {process.head}"]
+    if role.data_parallel > 1:
+        ranks = process.ranks
+        first, last = ranks.start, ranks.stop - 1
+        which = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        parts.append(f"{which} of {role.data_parallel}")
+    return ", ".join(parts)
+
+
+def _environment(engines: Engines, process: EngineProcess) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    if process.devices:
+        found[_VISIBLE_DEVICES[engines.device]] = ",".join(map(str, process.devices))
+    if _is_address(process.host):
+        # Else vLLM asks the routing table, which may name another interface.
+        found["VLLM_HOST_IP"] = process.host
+        if engines.device == "npu":
+            found["HCCL_IF_IP"] = process.host
+    if engines.interface is not None:
+        found |= dict.fromkeys(_INTERFACES[engines.device], engines.interface)
+    if engines.connector == "nixl":
+        found["VLLM_NIXL_SIDE_CHANNEL_HOST"] = process.host
+        found["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(process.kv_port)
+    elif engines.connector == "mooncake" and process.kv_port is not None:
+        found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(process.kv_port)
+    if engines.connector in _MOONCAKE and engines.lease_s is not None:
+        found["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(engines.lease_s)
+    return MappingProxyType({**found, **process.role.environment})
+
+
+def _words(
+    engines: Engines, process: EngineProcess, models: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    role = process.role
+    yield "vllm", "serve", engines.weights
+    if process.port is None:
+        yield ("--headless",)
+    else:
+        yield from _flag("host", process.host)
+        yield from _flag("port", process.port)
+        if models:
+            yield from _flag("served_model_name", list(models))
+    yield from _flag("tensor_parallel_size", role.tensor_parallel)
+    yield from _data_parallel(process)
+    for name, value in (
+        ("max_num_seqs", role.max_num_seqs),
+        ("max_model_len", engines.max_model_len),
+        ("max_num_batched_tokens", role.max_num_batched_tokens),
+        ("block_size", engines.block_size),
+        ("gpu_memory_utilization", role.gpu_memory_utilization),
+        ("compilation_config", dict(role.compilation) or None),
+        ("additional_config", _additional(process) or None),
+        *role.flags.items(),
+        ("kv_transfer_config", _kv_transfer(engines, process)),
+    ):
+        if value is not None:
+            yield from _flag(name, value)
+
+
+def _data_parallel(process: EngineProcess) -> Iterator[tuple[str, ...]]:
+    role = process.role
+    if role.data_parallel == 1:
+        return
+    yield from _flag("data_parallel_size", role.data_parallel)
+    if role.dp_mode == "external":
+        yield from _flag("data_parallel_rank", process.ranks.start)
+    elif len(process.ranks) < role.data_parallel:
+        yield from _flag("data_parallel_size_local", len(process.ranks))
+        if process.ranks.start:
+            yield from _flag("data_parallel_start_rank", process.ranks.start)
+    yield from _flag("data_parallel_address", process.head)
+    yield from _flag("data_parallel_rpc_port", process.rpc_port)
+
+
+def _additional(process: EngineProcess) -> dict[str, object]:
+    role = process.role
+    found = dict(role.additional)
+    if role.recompute_scheduler:
+        scheduler = found.get("scheduler_config")
+        found["scheduler_config"] = {
+            **(scheduler if isinstance(scheduler, dict) else {}),
+            "recompute_scheduler_enable": True,
+        }
+    return found
+
+
+def _kv_transfer(engines: Engines, process: EngineProcess) -> dict[str, object]:
+    role = process.role
+    found: dict[str, object] = {
+        "kv_connector": _KV_CONNECTORS[engines.connector],
+        "kv_role": _KV_ROLES[role.role],
+    }
+    more = dict(role.kv_transfer)
+    given = more.pop("kv_connector_extra_config", {})
+    extra: dict[str, object] = {}
+    if engines.device == "npu":
+        found["kv_port"] = process.kv_port
+        extra = {
+            side.role: {"dp_size": side.data_parallel, "tp_size": side.tensor_parallel}
+            for side in engines.roles
+        }
+    elif engines.connector == "nixl" and engines.lease_s is not None:
+        extra = {"kv_lease_duration": engines.lease_s}
+    extra |= given if isinstance(given, dict) else {}
+    return {**found, **more, **({"kv_connector_extra_config": extra} if extra else {})}
+
+
+def _flag(name: str, value: object) -> Iterator[tuple[str, ...]]:
+    """Yield a flag with its value: on or off, JSON, several words, or one."""
+    flag = f"--{name.replace('_', '-')}"
+    match value:
+        case True:
+            yield (flag,)
+        case False:
+            yield (f"--no-{flag.removeprefix('--')}",)
+        case dict():
+            yield flag, json.dumps(value, separators=(", ", ": "))
+        case list():
+            yield flag, *map(str, value)
+        case _:
+            word = str(value)
+            # As one word: a value that begins with a dash is no flag.
+            yield (f"{flag}={word}",) if word.startswith("-") else (flag, word)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

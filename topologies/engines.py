@@ -1,0 +1,395 @@
+"""The `[engines]` table of a topology: how every real engine is started.
+
+```toml
+[engines]
+weights = "/weights/DeepSeek-V3-W8A8"  # What `vllm serve` is given: a folder or a hub name.
+device = "npu"                         # One of DEVICES.
+devices_per_host = 16                  # Handed out in order, prefill first; not for "cpu".
+proxy_host = "10.0.0.1"                # Where the proxy runs.
+interface = "eth0"                     # The hosts' network interface; optional.
+lease_s = 480                          # What the prefillers are told; optional. Not with layerwise.
+max_model_len = 65536                  # Of both roles, as is block_size; both optional.
+[engines.kv_transfer]                  # More keys of --kv-transfer-config; optional.
+[engines.flags]                        # More flags of `vllm serve`, with underscores; optional.
+trust_remote_code = true               # false is --no-trust-remote-code; a table is JSON.
+[engines.environment]                  # More of the environment, literally; optional.
+[engines.prefill]                      # And [engines.decode] likewise.
+hosts = ["10.0.0.1", "10.0.0.2"]
+instances = 2                          # Engines on all of them; default: one a host.
+port = 7100                            # The first API server's on a host; the next ones follow.
+tensor_parallel = 16                   # Devices of a rank; default 1.
+data_parallel = 1                      # Ranks of an instance; default 1.
+dp_mode = "external"                   # One of DP_MODES; needed if it has several ranks.
+rpc_port = 12321                       # Of an instance's first rank; needed likewise.
+max_num_seqs = 8
+kv_port = 36000                        # The connector's: see KV_PORT_KEYS.
+[engines.prefill.flags]                # Goes before [engines.flags], key by key; as do
+[engines.prefill.kv_transfer]          # these two
+[engines.prefill.environment]
+```
+
+A role also knows `max_num_batched_tokens`, `gpu_memory_utilization`, and the JSON tables `compilation`
+and `additional`; decode knows `recompute_scheduler`. The flags are those of vLLM
+(https://docs.vllm.ai/en/latest/cli/serve/) and vllm-ascend
+(https://docs.vllm.ai/projects/ascend/en/latest/user_guide/configuration/additional_config.html).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from balanceroute.topologies.tables import Table
+
+Role = Literal["prefill", "decode"]
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+DEVICES = ("cuda", "npu", "cpu")
+# external: one API server a rank. internal: one API server an instance, and X-data-parallel-rank.
+DP_MODES = ("external", "internal")
+MAX_RANKS = 10_000
+# Which port a connector needs of which role, by the role's key.
+KV_PORT_KEYS: Mapping[str, Mapping[str, tuple[Role, ...]]] = MappingProxyType(
+    {
+        # https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html
+        "nixl": {"side_channel_port": ("prefill", "decode")},
+        # https://docs.vllm.ai/en/latest/features/mooncake_connector_usage.html
+        "mooncake": {"bootstrap_port": ("prefill",)},
+        # https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
+        "mooncake-ascend": {"kv_port": ("prefill", "decode")},
+        "mooncake-layerwise": {"kv_port": ("prefill", "decode")},
+    }
+)
+
+_FLAG = re.compile(r"[a-z][a-z0-9_]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Flags that other keys give, and the words that say so.
+_OWN_FLAGS = {
+    "additional_config": "write the table additional of a role",
+    "api_key": "secrets do not belong in this file: set VLLM_API_KEY where the engine runs",
+    "block_size": "write [engines].block_size",
+    "compilation_config": "write the table compilation of a role",
+    "data_parallel_address": "it follows from hosts",
+    "data_parallel_external_lb": "write dp_mode",
+    "data_parallel_hybrid_lb": "write dp_mode",
+    "data_parallel_rank": "it follows from data_parallel and hosts",
+    "data_parallel_rpc_port": "write rpc_port",
+    "data_parallel_size": "write data_parallel",
+    "data_parallel_size_local": "it follows from data_parallel and hosts",
+    "data_parallel_start_rank": "it follows from data_parallel and hosts",
+    "gpu_memory_utilization": "write the role's gpu_memory_utilization",
+    "headless": "it follows from dp_mode and hosts",
+    "host": "it is each host's own address",
+    "kv_transfer_config": "write [engines.kv_transfer]",
+    "max_model_len": "write [engines].max_model_len",
+    "max_num_batched_tokens": "write the role's max_num_batched_tokens",
+    "max_num_seqs": "write the role's max_num_seqs",
+    "model": "write [engines].weights",
+    "pipeline_parallel_size": "not supported: a rank has tensor_parallel devices",
+    "port": "write the role's port",
+    "served_model_name": "write model at the top of the file",
+    "tensor_parallel_size": "write tensor_parallel",
+}
+_OWN_VARIABLES = {
+    "ASCEND_RT_VISIBLE_DEVICES": "it follows from hosts and tensor_parallel",
+    "CUDA_VISIBLE_DEVICES": "it follows from hosts and tensor_parallel",
+    "GLOO_SOCKET_IFNAME": "write [engines].interface",
+    "HCCL_IF_IP": "it is each host's own address",
+    "HCCL_SOCKET_IFNAME": "write [engines].interface",
+    "NCCL_SOCKET_IFNAME": "write [engines].interface",
+    "TP_SOCKET_IFNAME": "write [engines].interface",
+    "VLLM_API_KEY": "secrets do not belong in this file: set it where the engine runs",
+    "VLLM_HOST_IP": "it is each host's own address",
+    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "write [engines].lease_s",
+    "VLLM_MOONCAKE_BOOTSTRAP_PORT": "write bootstrap_port",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "it is each host's own address",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "write side_channel_port",
+}
+_OWN_KV_KEYS = {
+    "engine_id": "each engine makes its own, which no two may share",
+    "kv_connector": "write connector at the top of the file",
+    "kv_port": "write the role's kv_port",
+    "kv_role": "it follows from the role",
+}
+_ENGINES_KEYS = (
+    "weights",
+    "device",
+    "devices_per_host",
+    "proxy_host",
+    "interface",
+    "lease_s",
+    "max_model_len",
+    "block_size",
+    "kv_transfer",
+    "flags",
+    "environment",
+    "prefill",
+    "decode",
+)
+_ROLE_KEYS = (
+    "hosts",
+    "instances",
+    "port",
+    "tensor_parallel",
+    "data_parallel",
+    "dp_mode",
+    "rpc_port",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "side_channel_port",
+    "bootstrap_port",
+    "kv_port",
+    "compilation",
+    "additional",
+    "kv_transfer",
+    "flags",
+    "environment",
+)
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEngines:
+    """The engines of one role.
+
+    Attributes:
+        role: "prefill" or "decode".
+        hosts: Where they run.
+        instances: How many engines there are on all hosts.
+        port: The first API server's on each host.
+        tensor_parallel: Devices of a rank.
+        data_parallel: Ranks of an instance.
+        dp_mode: One of `DP_MODES`; None if an instance is one rank.
+        rpc_port: An instance's first rank listens on it for the others; None if there are none.
+        max_num_seqs: Batch limit of a rank.
+        max_num_batched_tokens: Of a step; None for vLLM's own.
+        gpu_memory_utilization: Share of a device's memory, 0 to 1; None for vLLM's own.
+        kv_port: The first port of the connector on a host; None if the role needs none.
+        recompute_scheduler: Whether a rank hands requests back under KV pressure (vllm-ascend).
+        compilation: `--compilation-config`.
+        additional: `--additional-config`.
+        kv_transfer: More keys of `--kv-transfer-config`.
+        flags: More flags, by name with underscores.
+        environment: More of the environment.
+    """
+
+    role: Role
+    hosts: tuple[str, ...]
+    instances: int
+    port: int
+    tensor_parallel: int
+    data_parallel: int
+    dp_mode: str | None
+    rpc_port: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    gpu_memory_utilization: float | None
+    kv_port: int | None
+    recompute_scheduler: bool
+    compilation: Mapping[str, object]
+    additional: Mapping[str, object]
+    kv_transfer: Mapping[str, object]
+    flags: Mapping[str, object]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The real engines of a topology.
+
+    Attributes:
+        weights: What `vllm serve` is given.
+        connector: The topology's connector.
+        device: One of `DEVICES`.
+        devices_per_host: How many a host has; None for CPUs.
+        proxy_host: Where the proxy runs.
+        interface: The hosts' network interface; None to leave it to the libraries.
+        lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for what the
+            connector does by itself.
+        max_model_len: Of both roles; None for the model's own.
+        block_size: KV tokens of a block, in both roles; None for vLLM's own.
+        prefill: The prefillers.
+        decode: The decode engines.
+    """
+
+    weights: str
+    connector: str
+    device: str
+    devices_per_host: int | None
+    proxy_host: str
+    interface: str | None
+    lease_s: int | None
+    max_model_len: int | None
+    block_size: int | None
+    prefill: RoleEngines
+    decode: RoleEngines
+
+    @property
+    def roles(self) -> tuple[RoleEngines, RoleEngines]:
+        """Both roles, prefill first."""
+        return self.prefill, self.decode
+
+
+def read_engines(table: Table, connector: str | None) -> Engines:
+    """Read the `[engines]` table of a file.
+
+    Args:
+        table: The file's top, of which `engines` is a key.
+        connector: What the file says at its top.
+
+    Raises:
+        TopologyError: A key is unknown, missing, or has a value that cannot be.
+    """
+    if connector is None:
+        raise table.error("connector", "is missing: [engines] needs it")
+    engines = table.table("engines", _ENGINES_KEYS)
+    device = engines.word("device", DEVICES)
+    if device is None:
+        raise engines.error("device", f"is missing: one of {', '.join(DEVICES)}")
+    _check_device(engines, device, connector)
+    lease_s = engines.integer("lease_s", 6, 1_000_000)
+    if lease_s is not None and connector == "mooncake-layerwise":
+        raise engines.error("lease_s", f"means nothing with {connector}, which pushes KV caches")
+    proxy_host = engines.required_text("proxy_host")
+    prefill, decode = (_role(engines, role, connector) for role in ROLES)
+    return Engines(
+        weights=engines.required_text("weights"),
+        connector=connector,
+        device=device,
+        devices_per_host=engines.integer("devices_per_host", 1, 1024),
+        proxy_host=proxy_host,
+        interface=engines.text("interface"),
+        lease_s=lease_s,
+        max_model_len=engines.integer("max_model_len", 1, 10**9),
+        block_size=engines.integer("block_size", 1, 4096),
+        prefill=prefill,
+        decode=decode,
+    )
+
+
+def _check_device(engines: Table, device: str, connector: str) -> None:
+    of_ascend = connector in ("mooncake-ascend", "mooncake-layerwise")
+    if of_ascend != (device == "npu"):
+        fits = "npu" if of_ascend else "cuda or cpu"
+        raise engines.error("device", f"is {device!r}: connector {connector} needs {fits}")
+    if device == "cpu" and "devices_per_host" in engines:
+        raise engines.error("devices_per_host", "means nothing with device 'cpu'")
+    if device != "cpu" and "devices_per_host" not in engines:
+        raise engines.error("devices_per_host", f"is missing: device {device!r} needs it")
+
+
+def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
+    own = ("recompute_scheduler",) if role == "decode" else ()
+    table = engines.table(role, (*_ROLE_KEYS, *own))
+    hosts = table.hosts("hosts")
+    data_parallel = table.integer("data_parallel", 1, MAX_RANKS) or 1
+    dp_mode = table.word("dp_mode", DP_MODES)
+    rpc_port = table.port("rpc_port")
+    for key, value in (("dp_mode", dp_mode), ("rpc_port", rpc_port)):
+        if data_parallel == 1 and value is not None:
+            raise table.error(key, "means nothing with data_parallel = 1")
+        if data_parallel > 1 and value is None:
+            raise table.error(key, f"is missing: data_parallel = {data_parallel} needs it")
+    port = table.port("port")
+    if port is None:
+        raise table.error("port", "is missing")
+    recomputes = table.switch("recompute_scheduler")
+    if recomputes and connector not in ("mooncake-ascend", "mooncake-layerwise"):
+        raise table.error("recompute_scheduler", "is vllm-ascend's: it needs its connectors")
+    return RoleEngines(
+        role=role,
+        hosts=hosts,
+        instances=_instances(table, len(hosts), data_parallel),
+        port=port,
+        tensor_parallel=table.integer("tensor_parallel", 1, 1024) or 1,
+        data_parallel=data_parallel,
+        dp_mode=dp_mode,
+        rpc_port=rpc_port,
+        max_num_seqs=table.required_integer("max_num_seqs", 1, 1_000_000),
+        max_num_batched_tokens=table.integer("max_num_batched_tokens", 1, 10**9),
+        gpu_memory_utilization=table.number("gpu_memory_utilization", 0.01, 1),
+        kv_port=_kv_port(table, role, connector),
+        recompute_scheduler=recomputes,
+        compilation=table.mapping("compilation") or _NOTHING,
+        additional=_additional(table),
+        kv_transfer=_kv_transfer(engines) | _kv_transfer(table),
+        flags=_flags(engines) | _flags(table),
+        environment=_environment(engines) | _environment(table),
+    )
+
+
+def _instances(table: Table, hosts: int, data_parallel: int) -> int:
+    """Return the number of instances: a multiple of the hosts, or a divisor of their number."""
+    instances = table.integer("instances", 1, MAX_RANKS) or hosts
+    if instances % hosts and hosts % instances:
+        reason = f"is {instances}, must be a multiple or a divisor of the number of hosts ({hosts})"
+        raise table.error("instances", reason)
+    span = max(1, hosts // instances)
+    if data_parallel % span:
+        reason = f"is {data_parallel}, must share out evenly over an instance's {span} hosts"
+        raise table.error("data_parallel", reason)
+    return instances
+
+
+def _kv_port(table: Table, role: Role, connector: str) -> int | None:
+    needed = KV_PORT_KEYS[connector]
+    found = None
+    for key in ("side_channel_port", "bootstrap_port", "kv_port"):
+        port = table.port(key)
+        if role in needed.get(key, ()):
+            if port is None:
+                raise table.error(key, f"is missing: connector {connector} needs it")
+            found = port
+        elif port is not None:
+            raise table.error(key, f"means nothing here with connector {connector}")
+    return found
+
+
+def _additional(table: Table) -> Mapping[str, object]:
+    additional = table.mapping("additional") or _NOTHING
+    scheduler = additional.get("scheduler_config")
+    for at in (additional, scheduler if isinstance(scheduler, dict) else {}):
+        if "recompute_scheduler_enable" in at:
+            raise table.error("additional", "write the role's recompute_scheduler")
+    return additional
+
+
+def _kv_transfer(table: Table) -> dict[str, object]:
+    return _more(table, "kv_transfer", _FLAG, _OWN_KV_KEYS)
+
+
+def _flags(table: Table) -> dict[str, object]:
+    flags = _more(table, "flags", _FLAG, _OWN_FLAGS)
+    for key, value in flags.items():
+        items = value if isinstance(value, list) else [value]
+        if not items or not all(
+            isinstance(item, bool | int | float | str | dict) for item in items
+        ):
+            raise table.error(f"flags.{key}", f"must be a plain value or a table, is {value!r}")
+        if isinstance(value, list) and any(isinstance(item, bool | dict) for item in value):
+            raise table.error(f"flags.{key}", f"must be a list of texts or numbers, is {value!r}")
+    return flags
+
+
+def _environment(table: Table) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in _more(table, "environment", _VARIABLE, _OWN_VARIABLES).items():
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise table.error(f"environment.{key}", f"must be a text or an integer, is {value!r}")
+        found[key] = str(value)
+    return found
+
+
+def _more(
+    table: Table, key: str, pattern: re.Pattern[str], own: Mapping[str, str]
+) -> dict[str, object]:
+    """Return a table of what the schema does not know itself."""
+    found = dict(table.mapping(key) or _NOTHING)
+    for name in found:
+        if name in own:
+            raise table.error(f"{key}.{name}", own[name])
+        if not pattern.fullmatch(name):
+            raise table.error(f"{key}.{name}", f"is no name: it does not match {pattern.pattern}")
+    return found

@@ -1,0 +1,133 @@
+"""Which engine process runs where: ranks, ports and devices that follow from `[engines]`."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from balanceroute.topologies.engines import Engines, RoleEngines
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """One `vllm serve`.
+
+    Attributes:
+        name: What to call it, as in `decode-3`; unique in the topology.
+        role: The engines that it is one of.
+        instance: Which of them, from 0.
+        slot: The place of its instance among those that begin on the same host.
+        host: Where it runs.
+        head: The host of its instance's first rank.
+        ranks: The data-parallel ranks of its instance that it hosts.
+        port: Where it serves its API; None if another process does so for it.
+        devices: The host's devices that it uses; empty for a CPU.
+        kv_port: The connector's first port, as it is told; None if it needs none. What it adds to
+            that differs by connector: see `kv_ports`.
+    """
+
+    name: str
+    role: RoleEngines
+    instance: int
+    slot: int
+    host: str
+    head: str
+    ranks: range
+    port: int | None
+    devices: range
+    kv_port: int | None
+
+    @property
+    def url(self) -> str | None:
+        """Its API's address; None if it serves none."""
+        return None if self.port is None else f"http://{bracketed(self.host)}:{self.port}"
+
+    @property
+    def rpc_port(self) -> int | None:
+        """Where its instance's first rank listens for the others; None if there are none."""
+        return None if self.role.rpc_port is None else self.role.rpc_port + self.slot
+
+    def kv_ports(self, connector: str) -> range:
+        """Return the ports on its host that its connector listens on."""
+        if self.kv_port is None:
+            return range(0)
+        match connector:
+            case "nixl":
+                # One a rank (vllm, nixl/base_scheduler.py).
+                return range(self.kv_port + self.ranks.start, self.kv_port + self.ranks.stop)
+            case "mooncake":
+                return range(self.kv_port, self.kv_port + 1)
+            case _:
+                # One a device (vllm-ascend, kv_p2p/mooncake_connector.py).
+                width = self.role.tensor_parallel
+                first = self.kv_port + self.ranks.start * width
+                return range(first, first + len(self.ranks) * width)
+
+
+def place(engines: Engines) -> tuple[EngineProcess, ...]:
+    """Return the processes of all engines, prefill first.
+
+    Devices of a host go to them in this order; whether a host has as many is not checked here.
+    """
+    devices = Counter[str]()
+    return tuple(
+        process for role in engines.roles for process in _place_role(engines, role, devices)
+    )
+
+
+def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> list[EngineProcess]:
+    hosts, found = role.hosts, list[EngineProcess]()
+    served = Counter[str]()
+    span = max(1, len(hosts) // role.instances)
+    per_host = max(1, role.instances // len(hosts))
+    local = role.data_parallel // span
+    # An external rank is a process of its own; the ranks of an internal instance share one a host.
+    width = local if role.dp_mode == "internal" else 1
+    for instance in range(role.instances):
+        slot = instance % per_host
+        first_host = instance // per_host * span
+        head = hosts[first_host]
+        for start in range(0, role.data_parallel, width):
+            host = hosts[first_host + start // local]
+            headless = role.dp_mode == "internal" and start > 0
+            used = 0 if engines.device == "cpu" else role.tensor_parallel * width
+            found.append(
+                EngineProcess(
+                    name=f"{role.role}-{len(found)}",
+                    role=role,
+                    instance=instance,
+                    slot=slot,
+                    host=host,
+                    head=head,
+                    ranks=range(start, start + width),
+                    port=None if headless else role.port + served[host],
+                    devices=range(devices[host], devices[host] + used),
+                    kv_port=_kv_port(engines.connector, role, slot, served[host]),
+                )
+            )
+            devices[host] += used
+            served[host] += not headless
+    return found
+
+
+def _kv_port(connector: str, role: RoleEngines, slot: int, before: int) -> int | None:
+    """Return what a process is told.
+
+    Args:
+        connector: The topology's connector.
+        role: Its role.
+        slot: Its instance's place among those that begin on the same host.
+        before: The processes of the role on its host before it.
+    """
+    if role.kv_port is None:
+        return None
+    match connector:
+        case "nixl":
+            return role.kv_port + slot * role.data_parallel
+        case "mooncake":
+            return role.kv_port + before
+        case _:
+            return role.kv_port + slot * role.data_parallel * role.tensor_parallel
+
+
+def bracketed(host: str) -> str:
+    """Return a host as URLs spell it."""
+    return f"[{host}]" if ":" in host else host
