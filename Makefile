@@ -4,7 +4,7 @@ UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := check
-.PHONY: check install lint types test demo simulate bench fmt clean help
+.PHONY: check install lint types test test-vllm demo simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -32,6 +32,9 @@ types: $(INSTALLED) ## mypy --strict
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest
 
+test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (downloads 6 GB once, 20 minutes)
+	@$(BIN)/python scripts/check_engines
+
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/demo.py
 
@@ -53,4 +56,4 @@ clean: ## remove what is built
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-9s %s\n", $$1, $$2 }' Makefile

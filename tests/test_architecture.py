@@ -23,7 +23,6 @@ MAY_IMPORT = {  # Longest prefix wins.
         "proxy.wire",
         "predictors",
         "topologies",
-        "engine_patch.wire",
         "__version__",
     },
     # The emulated engines are the simulator's fleet, behind sockets and in real time.

@@ -60,7 +60,7 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
             Order(name, "tiny-dense", _json(_MOONCAKE, role), environment=environment)
             for name, role, environment in roles
         ], flags
-    model, decoders, shim = "tiny-dense", 2, {}
+    model, decoders, shim = "tiny-dense", 2, {"BALANCEROUTE_CPU_SHIM": "nixl"}
     parallel: tuple[str, ...] = ()
     if connector == "nixl-dp":
         model, decoders, shim = "tiny-moe", 1, {"BALANCEROUTE_CPU_SHIM": "moe-dp"}

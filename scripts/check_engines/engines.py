@@ -37,6 +37,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
+    # Some kernels are compiled at their first use, for minutes on two cores.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_TLS": "tcp,sm,self",

@@ -13,10 +13,13 @@ from typing import Any
 
 import httpx
 from answers import ask, assert_equal, essence
+from engines import Engine
 from fleet import Fleet, Proxy, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+# Tokens of a stream that is to last, near the end of the context.
+_LONG = 1900
 _SOURCE = "vllm:prompt_tokens_by_source_total"
 _TOOL = {
     "type": "function",
@@ -123,7 +126,7 @@ class Checks:
     def check_a_client_that_leaves_frees_both_sides(self) -> str:
         with self._fleet.proxy("leaves") as proxy:
             for events in (1, 5):
-                with self._streaming(proxy, "def leave():", 1500) as stream:
+                with self._streaming(proxy, "def leave():", _LONG) as stream:
                     lines = stream.iter_lines()
                     for _ in range(2 * events):
                         next(lines)
@@ -145,8 +148,7 @@ class Checks:
 
     def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:
         with self._fleet.proxy("killed", "--policy", "jsq") as proxy:
-            one, other = (Streaming(proxy, f"kill {i}", 400) for i in range(2))
-            until(lambda: bool(one.events and other.events), "two streams")
+            one, other = (Streaming(proxy, f"kill {i}", _LONG) for i in range(2))
             ranks = self._fleet.decoders
             until(lambda: all(self._running(rank) for rank in ranks), "a stream on each rank")
             ranks[1].kill()
@@ -163,7 +165,7 @@ class Checks:
         one = self._fleet.decoders[0].url
         flags = ("--batch", "1", "--first-token-timeout-s", "15")
         with self._fleet.proxy("dead-prefiller", *flags, decode=[one]) as proxy:
-            first = Streaming(proxy, "hold the slot", 200)
+            first = Streaming(proxy, "hold the slot", _LONG)
             until(lambda: bool(first.events), "the first stream")
             second = Streaming(proxy, "wait for the slot", 8)
             until(lambda: _pooled(proxy) == 1, "the second request in the pool")
@@ -184,8 +186,13 @@ class Checks:
             sum(one.metric(_SOURCE, source="local_compute") for one in self._fleet.decoders),
         )
 
-    def _running(self, engine: Any) -> bool:
+    def _running(self, engine: Engine) -> bool:
         return bool(engine.metric("vllm:num_requests_running"))
+
+    def _engines_hold(self, engine: Engine) -> bool:
+        path, body = completion("step", max_tokens=1)
+        ask(engine.url, path, body)
+        return engine.metric("vllm:kv_cache_usage_perc") > 0.0
 
     def _engines_are_idle(self) -> bool:
         return not any(
@@ -199,10 +206,12 @@ class Checks:
         )
 
     def _wait_behind(self, proxy: Proxy, *, lapses_expected: bool) -> str:
-        first = Streaming(proxy, "hold the slot", 1200)
+        first = Streaming(proxy, "hold the slot", _LONG)
         until(lambda: bool(first.events), "the first stream")
         path, body = completion("wait for longer than the lease", stream=True)
         second = Streaming(proxy, body["prompt"], 24)
+        if not lapses_expected:
+            self._let_the_lease_end(proxy)
         first.join()
         second.join()
         for stream in (first, second):
@@ -211,7 +220,15 @@ class Checks:
         line = _line_of(proxy, second.request_id)
         again = line["lease_lapses"] if lapses_expected else line["retries"]
         assert again, f"it was not prefilled again: {line}"
-        return f"exact after {line['pool_s']:.0f} s in the pool, {again} x again"
+        return f"exact after {line['duration_s']:.0f} s, prefilled {again} x again"
+
+    def _let_the_lease_end(self, proxy: Proxy) -> None:
+        """Wait for a prefill in the pool and the end of its lease.
+
+        A NIXL prefiller looks for ended leases as it steps: an idle one keeps every cache for ever.
+        """
+        until(lambda: _pooled(proxy) == 1, "the second request in the pool")
+        until(lambda: not self._engines_hold(self._prefiller), "the end of the lease")
 
     @contextmanager
     def _streaming(self, proxy: Proxy, prompt: str, tokens: int) -> Iterator[httpx.Response]:

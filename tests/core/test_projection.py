@@ -426,7 +426,9 @@ def test_an_estimate_at_the_horizon_stays_until_the_next_refresh() -> None:
 
 def test_survivors_carry_the_expected_form_back_to_the_load() -> None:
     # Half end after one token; who is there after it holds all its tokens, not half of them.
-    fleet = Fleet(make_projection(Form.EXPECTED, Survival([1, 1, 9, 9], half_life=None), 20, horizon=2))
+    fleet = Fleet(
+        make_projection(Form.EXPECTED, Survival([1, 1, 9, 9], half_life=None), 20, horizon=2)
+    )
     fleet.start(fleet.bind(0, 0, 99))
     assert fleet.ahead()[0].tolist() == [99, 50, 50]  # 100 / 2; 101 / 2 rounded to even.
     fleet.step()

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from balanceroute.proxy.cli.topology import check_topology
 from balanceroute.proxy.live.configure import make_config
 from balanceroute.topologies import Command, Topology, engine_commands, read_topology
-
-yaml = pytest.importorskip("yaml")
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"

@@ -3,10 +3,13 @@
 BALANCEROUTE_CPU_SHIM names what is wanted, separated by commas:
 
 * `mooncake`: MooncakeConnector asks an accelerator for its number; a CPU has none.
+* `nixl`: its agents have a thread that polls without a pause, one core for each engine. Processes with
+  such a thread give way to the others, or the HTTP servers of three engines starve on two cores.
 * `moe-dp`: the CPU communicator has no collectives of unequal sizes, without which a mixture of
   experts with data parallelism dies at its first step.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -16,6 +19,8 @@ def register() -> None:
     wanted = os.environ.get("BALANCEROUTE_CPU_SHIM", "").split(",")
     if "mooncake" in wanted:
         _number_the_cpu()
+    if "nixl" in wanted:
+        _give_way()
     if "moe-dp" in wanted:
         _add_collectives()
 
@@ -25,6 +30,19 @@ def _number_the_cpu() -> None:
 
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda *_, **__: None
+
+
+def _give_way() -> None:
+    from nixl import _api  # type: ignore[import-not-found]
+
+    original = _api.nixl_agent_config.__init__
+
+    @functools.wraps(original)
+    def nicely(self: Any, *arguments: Any, **options: Any) -> None:
+        os.nice(10)
+        original(self, *arguments, **options)
+
+    _api.nixl_agent_config.__init__ = nicely
 
 
 def _add_collectives() -> None:
