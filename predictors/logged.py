@@ -84,11 +84,13 @@ def _request(line: bytes) -> PastRequest | None:
         raise MalformedLineError("choices is 0")
     emitted = tokens_from_json("output_tokens", required(entry, "output_tokens"))
     output_tokens = max(1, round(emitted / sequences))
-    prompt_tokens = tokens_from_json("prompt_tokens", required(entry, "prompt_tokens"))
+    counted = tokens_from_json("prompt_tokens", required(entry, "prompt_tokens"))
     estimate = tokens_from_json("prompt_estimate", entry.get("prompt_estimate", 0))
+    if estimate and entry.get("prefiller") == "":
+        counted = estimate  # It was counted by the answer: too late for the predictor.
     limit = entry.get("max_tokens")
     features = RequestFeatures(
-        prompt_tokens or estimate,
+        counted or estimate,
         None if limit is None else tokens_from_json("max_tokens", limit),
         _keys(entry.get("keys", [])),
     )

@@ -98,7 +98,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         model=model or "",
         stream=bool(stream),
         sequences=sequences,
-        direct=_needs_one_engine(api, values, prompts),
+        direct=_needs_one_engine(api, values, sequences),
         prompt_tokens=tokens,
         prompt_characters=max(body.text_length(PROMPT_MEMBER[api]), 1),
         max_tokens=limit if _is_count(limit, 1) else None,
@@ -151,13 +151,18 @@ def _limit(values: dict[str, Any]) -> object:
     return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
 
 
-def _needs_one_engine(api: Api, values: dict[str, Any], prompts: int) -> bool:
+def _needs_one_engine(api: Api, values: dict[str, Any], sequences: int) -> bool:
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return True
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
     if PROMPT_MEMBER[api] not in values:
         return True
-    if prompts > 1 or values.get("use_beam_search") or values.get("prompt_embeds") is not None:
+    # A decode engine makes a request of each sequence, and each pulls for itself. The first that has the
+    # KV cache frees it: with vLLM 0.32's Mooncake the second waits for ever (seen), with NIXL it reads
+    # blocks that may be another prompt's by then (`PullWorker._get_new_notifs`).
+    if sequences > 1:
+        return True
+    if values.get("use_beam_search") or values.get("prompt_embeds") is not None:
         return True
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
     # would be missing if the prefill's one token were the whole answer.

@@ -139,8 +139,9 @@ class Checks:
         with self._fleet.proxy("lapsed", "--batch", "1", decode=[one]) as proxy:
             return self._wait_behind(proxy, lapses_expected=True)
 
-    def check_a_kv_cache_that_is_gone_is_made_again(self) -> str:
-        # The same, with a proxy that was told of a longer lease than the engines keep.
+    def check_a_lease_that_ends_behind_the_proxys_back_costs_no_answer(self) -> str:
+        # The same, with a proxy that was told of a longer lease than the engines keep. Mooncake lets
+        # the rank wait for ever; NIXL reads the blocks all the same, which nobody has used since.
         one = self._fleet.decoders[0].url
         flags = ("--batch", "1", "--lease-s", "600", "--first-token-timeout-s", "15")
         with self._fleet.proxy("gone", *flags, decode=[one]) as proxy:
@@ -218,8 +219,8 @@ class Checks:
             assert stream.error is None, stream.error
         assert second.text == essence(ask(self._prefiller.url, path, body))[1][0]["text"]
         line = _line_of(proxy, second.request_id)
-        again = line["lease_lapses"] if lapses_expected else line["retries"]
-        assert again, f"it was not prefilled again: {line}"
+        again = line["lease_lapses"] + line["retries"]
+        assert again or not lapses_expected, f"it was not prefilled again: {line}"
         return f"exact after {line['duration_s']:.0f} s, prefilled {again} x again"
 
     def _let_the_lease_end(self, proxy: Proxy) -> None:

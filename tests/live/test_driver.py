@@ -123,7 +123,7 @@ def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
 def test_sequences_of_one_request_count_each(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         mirror = Mirror(site)
-        first = site.send(COMPLETIONS, body(0, n=3, max_tokens=60, prompt="t0 " * 400))
+        first = site.send(COMPLETIONS, body(0, n=3, max_tokens=60, prompt=list(range(5, 405))))
         await first.until_events(30)
         others = [site.send(COMPLETIONS, body(i, max_tokens=30)) for i in range(1, 4)]
         await others[-1].until_events(1)

@@ -44,7 +44,7 @@ def test_an_ordinary_request_takes_the_pd_path() -> None:
 @pytest.mark.parametrize(
     "members",
     [
-        {"n": 4},
+        {"n": 1},
         {"logprobs": True, "top_logprobs": 2},
         {"max_completion_tokens": 9},
         {"max_tokens": None, "min_tokens": None, "n": None, "stream": None},
@@ -70,7 +70,8 @@ def test_what_one_kv_cache_can_carry_takes_the_pd_path(members: dict[str, object
         {"prompt": ["a", "b"]},
         {"prompt": [[1, 2], [3]]},
         {"prompt_embeds": "AAAA"},
-        {"use_beam_search": True, "n": 2},
+        {"n": 2},
+        {"use_beam_search": True},
         {"prompt_logprobs": 0},
         {"echo": True},
         {"echo": True, "logprobs": 1},

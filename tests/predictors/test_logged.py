@@ -29,6 +29,7 @@ RECORD = RequestRecord(
     ended_ns=3_500_000_000,
     max_tokens=50,
     prompt_estimate=90,
+    prefiller="p0",
     keys=(0xFFFFFFFFFFFFFFFF, 7),
 )
 REQUEST = PastRequest(
@@ -157,3 +158,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_log(path)
     with pytest.raises(TraceError, match=":0: the log holds no request"):
         read_log(write(tmp_path))
+
+
+def test_a_prompt_that_only_the_answer_counted_is_the_estimate_that_the_predictor_was_told(
+    tmp_path: Path,
+) -> None:
+    (direct,) = read_log(write(tmp_path, entry(prefiller="")))
+    assert direct.features.prompt_tokens == 90
