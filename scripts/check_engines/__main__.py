@@ -63,7 +63,7 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
     model, decoders, shim = "tiny-dense", 2, {"BALANCEROUTE_CPU_SHIM": "nixl"}
     parallel: tuple[str, ...] = ()
     if connector == "nixl-dp":
-        model, decoders, shim = "tiny-moe", 1, {"BALANCEROUTE_CPU_SHIM": "moe-dp"}
+        model, decoders, shim = "tiny-moe", 1, {"BALANCEROUTE_CPU_SHIM": "moe-dp,nixl"}
         parallel = ("--data-parallel-size=2", "--api-server-count=1")
     result = [
         Order(
