@@ -107,6 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
+    parser.add_argument("--predictor", default="survival", help="of br-h (default: survival)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
     parser.add_argument("--no-router", action="store_true", help="without vllm-router")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
@@ -152,6 +153,7 @@ def proxies(prefill: int, decode: int, arguments: argparse.Namespace) -> "Iterat
     urls = [f"http://127.0.0.1:{port}" for port in (prefill, decode)]
     ours = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
     ours += ["--log", "none", "--policy", arguments.policy, "--batch", "2048"]
+    ours += ["--predictor", arguments.predictor]
     ours += ["--pool-limit", "4096", "--prefill", urls[0], "--decode", urls[1]]
     with ended(subprocess.Popen(ours, stdout=subprocess.PIPE, text=True)) as proxy:
         assert proxy.stdout is not None
