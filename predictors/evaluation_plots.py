@@ -1,11 +1,9 @@
 """Pictures of how good predictors are, as PNG files.
 
-matplotlib is an extra, so it is imported only when a picture is drawn; whoever asks for pictures
-finds out first whether it is there. Figures are drawn on canvases of their own, with matplotlib's
-defaults instead of the user's settings: the same answers give the same bytes.
+Whoever asks for pictures finds out first whether matplotlib is there. The same answers give the same
+bytes; see `balanceroute.proxy.pictures`.
 """
 
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,12 +14,12 @@ from numpy.typing import NDArray
 from balanceroute.predictors import scores
 from balanceroute.predictors.evaluation import Judgement, stage_two_errors
 from balanceroute.predictors.questions import Rows
+from balanceroute.proxy.pictures import SOFT, empty_figure, wrapped, write_pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 180
 WIDTH_INCHES = 7.0
 
 
@@ -44,22 +42,7 @@ _MODELS = (
     _Look("#e69f00", "X", "-"),
     _Look("#56b4e9", "*", "-"),
 )
-_INK = "#1d2126"
-_SOFT = "#5b626b"
-_STYLE = {
-    "axes.edgecolor": "#b4b9c0",
-    "axes.labelcolor": _SOFT,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9.5,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5.0,
-    "text.color": _INK,
-    "text.parse_math": False,  # A file may have a $ in its name.
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-}
+_STYLE = {"lines.linewidth": 1.4, "lines.markersize": 5.0}
 _LINE_INCHES = 0.21  # Of a legend.
 _BINS = 10
 # Ages at which the bands of the third picture begin.
@@ -90,8 +73,6 @@ def write_plots(
         ModuleNotFoundError: matplotlib is not installed.
         OSError: A file cannot be written.
     """
-    from matplotlib import style  # noqa: PLC0415  # An extra.
-
     looks = (*_BASELINES[len(_BASELINES) - min(baselines, len(_BASELINES)) :], *_MODELS)
     lines = {name: looks[place % len(looks)] for place, name in enumerate(judgements)}
     draws: dict[str, Callable[[], Figure]] = {
@@ -99,13 +80,7 @@ def write_plots(
         "roc": lambda: _draw_roc(rows, judgements, lines, title),
         "mae_by_age": lambda: _draw_mae(rows, judgements, lines, title),
     }
-    paths: list[Path] = []
-    with style.context(["default", _STYLE]):
-        for name, draw in draws.items():
-            paths.append(directory / f"{name}.png")
-            # No metadata: it would name the version of matplotlib.
-            draw().savefig(paths[-1], dpi=DPI, metadata={"Software": None})
-    return paths
+    return write_pictures(draws, directory, _STYLE)
 
 
 def _draw_reliability(
@@ -117,7 +92,7 @@ def _draw_reliability(
     headline = f"Predicted to end within {rows.horizon_steps} steps, and did"
     figure = _figure(5.9 + _LINE_INCHES * len(judgements), headline, title)
     chart, counts = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    chart.plot([0, 1], [0, 1], color=_SOFT, lw=0.8, label="as predicted")
+    chart.plot([0, 1], [0, 1], color=SOFT, lw=0.8, label="as predicted")
     edges = np.linspace(0.0, 1.0, _BINS + 1)
     for name, judgement in judgements.items():
         diagram = scores.reliability(judgement.answers.p_finish, rows.finishes, bins=_BINS)
@@ -143,7 +118,7 @@ def _draw_roc(
     headline = f"Which requests end within {rows.horizon_steps} steps (ROC)"
     figure = _figure(5.6, headline, title)
     chart = figure.subplots()
-    chart.plot([0, 1], [0, 1], color=_SOFT, lw=0.8)
+    chart.plot([0, 1], [0, 1], color=SOFT, lw=0.8)
     for name, judgement in judgements.items():
         auc = judgement.scores.auc
         if np.isnan(auc):  # All rows came out alike: there is no curve.
@@ -197,22 +172,14 @@ def _grid(chart: "Axes") -> None:
 
 def _figure(height_inches: float, headline: str, title: str) -> "Figure":
     """Return an empty figure under a headline and the requests."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
-    from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
-    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
-        ConstrainedLayoutEngine,
+    return empty_figure(
+        WIDTH_INCHES,
+        height_inches,
+        headline,
+        wrapped(title, 82),
+        headline_points=12.0,
+        indent=0.017,
     )
-
-    lines = textwrap.wrap(title, 82, max_lines=3, placeholder=" …")
-    header = 0.52 + 0.19 * len(lines)
-    height = height_inches + header
-    below = (0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height)
-    layout = ConstrainedLayoutEngine(rect=below, w_pad=0.07)
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout=layout)
-    FigureCanvasAgg(figure)
-    figure.text(0.017, 1 - 0.14 / height, headline, va="top", fontsize=12, fontweight="bold")
-    figure.text(0.017, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
-    return figure
 
 
 def _shorten(name: str, limit: int = 44) -> str:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {  # Longest prefix wins.
     "proxy/core": {"proxy.core"},
-    "predictors": {"proxy.core", "predictors", "traces"},
-    "proxy/sim": {"proxy.core", "proxy.sim", "predictors", "traces"},
+    "predictors": {"proxy.core", "proxy.pictures", "predictors", "traces"},
+    "proxy/sim": {"proxy.core", "proxy.pictures", "proxy.sim", "predictors", "traces"},
     "proxy/wire": {"proxy.core.errors", "proxy.wire"},
     "proxy/virtual": {"proxy.virtual"},
     "proxy/live": {
@@ -48,6 +48,7 @@ MAY_IMPORT = {  # Longest prefix wins.
     "proxy/replay": {"proxy.core.errors", "proxy.replay", "proxy.wire", "traces", "__version__"},
     "proxy/validate": {
         "proxy.core.errors",
+        "proxy.pictures",
         "proxy.validate",
         "engine_patch.reader",
         "engine_patch.records",

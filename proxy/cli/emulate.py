@@ -12,6 +12,7 @@ import time
 from math import inf
 
 from balanceroute.proxy.cli.help_format import HelpFormatter
+from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import (
     Connector,
@@ -215,10 +216,7 @@ def settings_from_flags(arguments: argparse.Namespace) -> EmulationSettings:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for flag, (least, most) in _BOUNDS.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
+    check_numbers(arguments, _BOUNDS)
     if arguments.prefillers + arguments.ranks == 0:
         raise ConfigError("--ranks is 0, and --prefillers is 0 too")
     engines = arguments.prefillers + arguments.ranks

@@ -12,18 +12,18 @@ from balanceroute.predictors.evaluation_plots import write_plots
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
+from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.past_flags import (
     BOUNDS,
     Past,
     add_past_flags,
-    check_numbers,
     check_source,
     read_past,
     source_of,
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.sim.plots import require_matplotlib
+from balanceroute.proxy.pictures import require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Flags that say which requests of the past to learn from or to judge on."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,18 +39,6 @@ def add_past_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help=f"time a token takes: traces do not say when a request ended (default: {_TOKEN_MS:g})",
     )
-
-
-def check_numbers(arguments: argparse.Namespace, bounds: Mapping[str, tuple[float, float]]) -> None:
-    """Check the range of each number that is given.
-
-    Raises:
-        ConfigError: One is out of range.
-    """
-    for flag, (least, most) in bounds.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
 
 
 def check_source(arguments: argparse.Namespace) -> None:

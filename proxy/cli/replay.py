@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
+from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import replay
@@ -136,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         WireError: The target does not answer.
         OSError: The output cannot be written.
     """
-    _check_numbers(arguments)
+    check_numbers(arguments, _BOUNDS)
     settings = _settings(arguments)
     for flag, path in (("--json", arguments.json), ("--requests-json", arguments.requests_json)):
         _check_output(flag, path)
@@ -157,13 +158,6 @@ def run(arguments: argparse.Namespace) -> int:
     if result.interrupted:
         return 130
     return 1 if result.faults else 0
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    for flag, (least, most) in _BOUNDS.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
 
 
 def _check_output(flag: str, path: Path | None) -> None:

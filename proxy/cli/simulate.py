@@ -11,13 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
+from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
-from balanceroute.proxy.sim.plots import require_matplotlib, write_plots
+from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, print_table, write_json
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
@@ -164,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         TraceError: The trace cannot be read.
         OSError: The output cannot be written.
     """
-    _check_numbers(arguments)
+    check_numbers(arguments, _BOUNDS)
     policies = [name.strip() for name in arguments.policy.split(",") if name.strip()]
     unknown = [name for name in policies if name not in POLICIES]
     if unknown or not policies:
@@ -191,13 +193,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plots is not None:
         write_plots(results, arguments.plots, title=title)
     return 0
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    for flag, (least, most) in _BOUNDS.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} is {value}, must be from {least:g} to {most:g}")
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

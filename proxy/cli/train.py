@@ -15,10 +15,10 @@ from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay, cut_in_time
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
+from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.past_flags import (
     BOUNDS,
     add_past_flags,
-    check_numbers,
     check_source,
     read_past,
     source_of,

@@ -14,7 +14,7 @@ from rich.table import Table
 from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.sim.plots import require_matplotlib
+from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.validate.load_log import read_load_log
 from balanceroute.proxy.validate.matching import match, read_traces
 from balanceroute.proxy.validate.plots import write_plots

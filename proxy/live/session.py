@@ -386,7 +386,7 @@ class Session:
     def _take_answer_without_kv(self, answer: PrefillAnswer, reason: str) -> bool:
         """Return whether the request goes on to decode all the same."""
         self._kv = None
-        if answer.complete and self.shape.sequences == 1 and self._emitted == 0:
+        if answer.complete and self._emitted == 0:
             self._answer_shortly(answer)
             return False
         if answer.complete or self._host.legs.recompute_missing_kv:

@@ -1,11 +1,8 @@
 """Pictures of an experiment, as PNG files.
 
-matplotlib is an extra, so it is imported only when a picture is drawn. Figures are drawn on
-canvases of their own, with matplotlib's defaults instead of the user's settings: the same results
-give the same bytes.
+The same results give the same bytes; see `balanceroute.proxy.pictures`.
 """
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import floor, hypot, log10
 from pathlib import Path
@@ -13,37 +10,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.pictures import (
+    INK,
+    SOFT,
+    empty_figure,
+    require_matplotlib,
+    wrapped,
+    write_pictures,
+)
 from balanceroute.proxy.sim.experiment import PolicyResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 180
 WIDTH_INCHES = 10.0
 
 # Blue and orange tell apart with every common colour blindness, and in print.
 _ACCENT = "#0067a5"
 _BASELINE = "#858b94"
 _IDLE = "#f6cf9b"
-_INK = "#1d2126"
-_SOFT = "#5b626b"
 _RANK_FIRST, _RANK_LAST = (0.62, 0.79, 0.91), (0.05, 0.28, 0.53)
 
-_STYLE = {
-    "axes.edgecolor": "#b4b9c0",
-    "axes.labelcolor": _SOFT,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9.5,
-    "text.color": _INK,
-    "text.parse_math": False,  # A file or a policy may have a $ in its name.
-    "xtick.color": _SOFT,
-    "xtick.minor.pad": 5.0,  # In line with the labels of the longer, major ticks.
-    "ytick.color": _SOFT,
-}
+_STYLE = {"xtick.minor.pad": 5.0}  # In line with the labels of the longer, major ticks.
 _FAINT = 0.45  # Opacity of what is only predicted.
 # Waits whose largest is this many times the smallest need a log scale.
 _WIDE_SPREAD = 20.0
@@ -60,18 +49,6 @@ class _Box(NamedTuple):
     bottom: float
     right: float
     top: float
-
-
-def require_matplotlib() -> None:
-    """Find out whether pictures can be drawn, before hours are spent on what they show.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.style  # noqa: F401, PLC0415  # An extra.
-    except ModuleNotFoundError as error:
-        raise ConfigError("--plots needs matplotlib: pip install 'balanceroute[plots]'") from error
 
 
 def write_plots(results: Sequence[PolicyResult], directory: Path, *, title: str) -> list[Path]:
@@ -128,15 +105,7 @@ def write_prediction_plots(
 
 def _write(draws: "Mapping[str, Callable[[], Figure]]", directory: Path) -> list[Path]:
     require_matplotlib()
-    from matplotlib import style  # noqa: PLC0415  # An extra.
-
-    paths: list[Path] = []
-    with style.context(["default", _STYLE]):
-        for name, draw in draws.items():
-            paths.append(directory / f"{name}.png")
-            # No metadata: it would name the version of matplotlib.
-            draw().savefig(paths[-1], dpi=DPI, metadata={"Software": None})
-    return paths
+    return write_pictures(draws, directory, _STYLE)
 
 
 def _draw_rank_loads(results: Sequence[PolicyResult], title: str) -> "Figure":
@@ -189,8 +158,8 @@ def _draw_loads(panel: "Axes", picture: Sequence[Sequence[int]]) -> None:
         (line,) = panel.plot(steps, loads[:, rank], color=colour, lw=width, alpha=alpha)
         if rank == ranks // 2:
             line.set_label(f"ranks, 0 (light) to {ranks - 1} (dark)" if rank else "the rank")
-    panel.plot(steps, mean, color=_INK, lw=1.0, ls=(0, (4, 2)), label="mean")
-    panel.plot(steps, envelope, color=_INK, lw=1.1, label="envelope: the heaviest rank")
+    panel.plot(steps, mean, color=INK, lw=1.0, ls=(0, (4, 2)), label="mean")
+    panel.plot(steps, envelope, color=INK, lw=1.1, label="envelope: the heaviest rank")
 
 
 def _name_panel(panel: "Axes", result: PolicyResult, columns: int) -> None:
@@ -199,7 +168,7 @@ def _name_panel(panel: "Axes", result: PolicyResult, columns: int) -> None:
     lines = [f"{imbalance}, {idle}"] if columns <= 3 else [imbalance, idle]
     name = _shorten(result.policy, 80 // columns)
     for text, points, weight, colour, size in (
-        ("\n".join(lines), 5, "normal", _SOFT, 8.5),
+        ("\n".join(lines), 5, "normal", SOFT, 8.5),
         (name, 7 + 12 * len(lines), "bold", _text_colour(result.policy), 10.5),
     ):
         panel.annotate(
@@ -261,7 +230,7 @@ def _draw_prediction(
         _strip(chart, label)
     _name_rows(charts[0], live)
     handles = [
-        Patch(color=_INK, alpha=alpha, label=label)
+        Patch(color=INK, alpha=alpha, label=label)
         for label, alpha in (("live", 1.0), ("simulated", _FAINT))
     ]
     figure.legend(
@@ -289,7 +258,7 @@ def _draw_bars(
     chart.barh(rows, means, height=height, color=colours, alpha=alpha)
     for row, mean, error in zip(rows, means, errors, strict=True):
         if error:
-            chart.errorbar(mean, row, xerr=error, color=_INK, lw=1.1, capsize=2.5)
+            chart.errorbar(mean, row, xerr=error, color=INK, lw=1.1, capsize=2.5)
         chart.annotate(
             f"{mean:,.{digits}f}",
             (mean + error, row),
@@ -305,12 +274,12 @@ def _strip(chart: "Axes", label: str) -> None:
     chart.xaxis.set_visible(False)
     chart.spines["bottom"].set_visible(False)
     chart.tick_params(axis="y", length=0)
-    chart.set_title(label, loc="left", fontsize="medium", color=_SOFT)
+    chart.set_title(label, loc="left", fontsize="medium", color=SOFT)
 
 
 def _name_rows(chart: "Axes", results: Sequence[PolicyResult]) -> None:
     names = [_shorten(result.policy, 28) for result in results]
-    chart.set_yticks(range(len(results)), names, color=_INK)
+    chart.set_yticks(range(len(results)), names, color=INK)
     chart.invert_yaxis()
 
 
@@ -459,24 +428,10 @@ def _is_free(box: _Box, taken: Sequence[_Box], inside: _Box) -> bool:
 
 def _figure(height_inches: float, headline: str, title: str, note: str = "") -> "Figure":
     """Return an empty figure under a headline and the workload."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
-    from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
-    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
-        ConstrainedLayoutEngine,
-    )
-
-    lines = textwrap.wrap(title, 115, max_lines=3, placeholder=" …")
+    lines = wrapped(title, 115)
     if note:
         lines.append(note)
-    header = 0.52 + 0.19 * len(lines)
-    height = height_inches + header
-    below = (0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height)
-    layout = ConstrainedLayoutEngine(rect=below, w_pad=0.07)
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, layout=layout)
-    FigureCanvasAgg(figure)
-    figure.text(0.012, 1 - 0.14 / height, headline, va="top", fontsize=13, fontweight="bold")
-    figure.text(0.012, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
-    return figure
+    return empty_figure(WIDTH_INCHES, height_inches, headline, lines)
 
 
 def _columns(panels: int) -> int:
@@ -498,7 +453,7 @@ def _colour(policy: str) -> str:
 
 
 def _text_colour(policy: str) -> str:
-    return _ACCENT if _is_ours(policy) else _SOFT
+    return _ACCENT if _is_ours(policy) else SOFT
 
 
 def _shorten(name: str, limit: int) -> str:

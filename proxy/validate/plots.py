@@ -1,16 +1,15 @@
 """Pictures of a validation, as PNG files.
 
-matplotlib is an extra, so it is imported only when a picture is drawn; whoever asks for pictures
-finds out first whether it is there. Figures are drawn on canvases of their own, with matplotlib's
-defaults instead of the user's settings: the same files give the same bytes.
+Whoever asks for pictures finds out first whether matplotlib is there. The same files give the same
+bytes; see `balanceroute.proxy.pictures`.
 """
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from balanceroute.proxy.pictures import INK, SOFT, empty_figure, wrapped, write_pictures
 from balanceroute.proxy.validate.validation import RankResult, Validation
 
 if TYPE_CHECKING:
@@ -19,28 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 180
 WIDTH_INCHES = 9.0
+_SIDE_INCHES = 0.04167  # matplotlib's own default.
 # More panels, or points, than these show nothing more.
 _MOST_PANELS = 8
 _MOST_POINTS = 20_000
 
-_TRUTH = "#1d2126"
+_TRUTH = INK
 _MIRROR = "#d55e00"
 _FIT = "#0067a5"
-_SOFT = "#5b626b"
-_STYLE = {
-    "axes.edgecolor": "#b4b9c0",
-    "axes.labelcolor": _SOFT,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9.5,
-    "text.color": _TRUTH,
-    "text.parse_math": False,  # A rank may have a $ in its name.
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-}
 
 
 def write_plots(validation: Validation, directory: Path, *, title: str) -> list[Path]:
@@ -58,20 +44,12 @@ def write_plots(validation: Validation, directory: Path, *, title: str) -> list[
         ModuleNotFoundError: matplotlib is not installed.
         OSError: A file cannot be written.
     """
-    from matplotlib import style  # noqa: PLC0415  # An extra.
-
     draws: dict[str, Callable[[], Figure]] = {
         "mirror": lambda: _draw_mirror(validation, title),
         "mirror_error": lambda: _draw_errors(validation, title),
         "step_time": lambda: _draw_step_time(validation, title),
     }
-    paths: list[Path] = []
-    with style.context(["default", _STYLE]):
-        for name, draw in draws.items():
-            paths.append(directory / f"{name}.png")
-            # No metadata: it would name the version of matplotlib.
-            draw().savefig(paths[-1], dpi=DPI, metadata={"Software": None})
-    return paths
+    return write_pictures(draws, directory)
 
 
 def _draw_mirror(validation: Validation, title: str) -> "Figure":
@@ -101,7 +79,7 @@ def _draw_loads(panel: "Axes", rank: RankResult, begin_ns: int) -> None:
         lw=0.8,
         label="proxy, started requests",
     )
-    panel.set_title(rank.name, loc="left", fontsize="small", color=_SOFT)
+    panel.set_title(rank.name, loc="left", fontsize="small", color=SOFT)
     panel.set_ylabel("thousands")
     panel.set_ylim(bottom=0)
 
@@ -133,7 +111,7 @@ def _draw_step_time(validation: Validation, title: str) -> "Figure":
     times_ms = np.concatenate([unit.step_ns for unit in validation.units]) / 1e6
     if len(loads):
         every = -(-len(loads) // _MOST_POINTS)
-        chart.plot(loads[::every] / 1e3, times_ms[::every], ".", color=_SOFT, ms=2.0, alpha=0.4)
+        chart.plot(loads[::every] / 1e3, times_ms[::every], ".", color=SOFT, ms=2.0, alpha=0.4)
         chart.set_ylim(0, 1.3 * float(np.percentile(times_ms, 99)) or 1.0)
     fit = validation.fit
     if fit is not None:
@@ -149,20 +127,6 @@ def _draw_step_time(validation: Validation, title: str) -> "Figure":
 
 def _figure(height_inches: float, headline: str, title: str) -> "Figure":
     """Return an empty figure under a headline and the run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
-    from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
-    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
-        ConstrainedLayoutEngine,
+    return empty_figure(
+        WIDTH_INCHES, height_inches, headline, wrapped(title, 105), side_inches=_SIDE_INCHES
     )
-
-    lines = textwrap.wrap(title, 105, max_lines=3, placeholder=" …")
-    header = 0.52 + 0.19 * len(lines)
-    height = height_inches + header
-    below = (0.008, 0.1 / height, 0.984, 1 - (header + 0.1) / height)
-    figure = Figure(
-        figsize=(WIDTH_INCHES, height), dpi=DPI, layout=ConstrainedLayoutEngine(rect=below)
-    )
-    FigureCanvasAgg(figure)
-    figure.text(0.012, 1 - 0.14 / height, headline, va="top", fontsize=13, fontweight="bold")
-    figure.text(0.012, 1 - 0.42 / height, "\n".join(lines), va="top", color=_SOFT)
-    return figure

@@ -15,8 +15,9 @@ from balanceroute.predictors import (
     evaluation_plots,
 )
 from balanceroute.predictors.evaluation import Judgement, judge
-from balanceroute.predictors.evaluation_plots import DPI, WIDTH_INCHES, write_plots
+from balanceroute.predictors.evaluation_plots import WIDTH_INCHES, write_plots
 from balanceroute.predictors.questions import Replay, Rows
+from balanceroute.proxy.pictures import DPI
 
 NAMES = ["reliability.png", "roc.png", "mae_by_age.png"]
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.pictures import DPI, require_matplotlib
 from balanceroute.proxy.sim import plots
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
 from balanceroute.proxy.sim.plots import (
-    DPI,
     WIDTH_INCHES,
-    require_matplotlib,
     write_plots,
     write_prediction_plots,
 )
