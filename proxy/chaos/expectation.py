@@ -20,6 +20,11 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 _DONE = b"[DONE]"
 _MAX_EVENT_BYTES = 64 << 20
 _CACHED = re.compile(rb'"cached_tokens":\d+')
+# What the proxy asks engines for and hides, so far as it can read it; it may be cut off.
+_ASKED = re.compile(
+    rb',"usage":[^{}]*(?:\{(?:[^{}]|\{[^{}]*\}?)*\}?)?|,"system_fingerprint":"[^"]*"'
+)
+_TOTAL = b'"choices":[]'
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BOM = b"\xef\xbb\xbf"
 _EXTRA_FIELDS = (b":", b"event:", b"id:", b"retry:")
@@ -128,8 +133,8 @@ class Expectation:
             return True
         if not self._spoilt:
             return False
-        # A count in what is no event, to the proxy, stays as the engine told it.
-        plain, said = (_CACHED.sub(b"", _plain(one)) for one in (wanted, event))
+        # In what is no event, to the proxy, everything stays as the engine told it.
+        plain, said = (_ASKED.sub(b"", _CACHED.sub(b"", _plain(one))) for one in (wanted, event))
         if said == plain or said == plain.removeprefix(b"data: "):
             return True
         return bool(self._spoilt & _CUTTING) and bool(said) and plain.startswith(said)
@@ -155,7 +160,7 @@ class _Progress:
         if not self._waiting and self._end and expected._is(self._end[0], event):
             del self._end[0]
             return ""
-        if expected._spoilt and not _plain(event):
+        if expected._spoilt and (not _plain(event) or _TOTAL in event):
             return ""
         wanted = [events[0] for events in self._waiting.values()] or self._end[:1]
         return _first_difference(wanted[0] if wanted else b"", event)

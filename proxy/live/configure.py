@@ -277,6 +277,7 @@ def _legs(values: Values) -> LegSettings:
         backoff_max_s=backoff_max_s,
         answer_bytes=values.get(flags.ANSWER_LIMIT_BYTES),
         recompute_missing_kv=values.get(flags.ON_MISSING_KV) == "recompute",
+        count_by_usage=values.get(flags.COUNT_TOKENS) == "usage",
     )
 
 

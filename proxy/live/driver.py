@@ -6,6 +6,7 @@ so that all requests that end with the same step are seen by one decision.
 """
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.instances import Instances, Prefiller, Status
+from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Status
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.prompt_keys import prompt_keys
 from balanceroute.proxy.live.record import Outcome, RequestRecord
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
 
+_log = logging.getLogger(__name__)
 # How often deadlines are looked at and progress is taken, in seconds.
 _SWEEP_S = 0.25
 # Tokens of an answer from which its time tells the time of a step.
@@ -367,6 +369,17 @@ class Driver:
     def leg_succeeded(self, target: Target) -> None:
         """Report a success to the health checks."""
         self._health.succeeded(target)
+
+    def tells_counts(self, rank: Rank) -> bool:
+        """Return whether an engine is to tell its token counts in every event."""
+        return self.legs.count_by_usage and not rank.counts_dear
+
+    def counts_dear(self, rank: Rank) -> None:
+        """Ask an engine that recounts whole answers for its counts no more."""
+        if not rank.counts_dear:
+            rank.counts_dear = True
+            fields = {"rank": rank.name}
+            _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
     def counted(self, session: Session, prompt_tokens: int) -> None:
         """Learn how many tokens a prompt really has, and so how many characters a token has."""

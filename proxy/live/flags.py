@@ -224,6 +224,13 @@ ON_MISSING_KV = choice(
     "or count it as a failed try",
     ("recompute", "fail"),
 )
+COUNT_TOKENS = choice(
+    "count_tokens",
+    "usage",
+    "how the tokens of a stream are counted: by the usage that engines are asked for in every event "
+    "(and that clients do not see unless they ask), or an event is one token",
+    ("usage", "events"),
+)
 
 PROJECTION = choice(
     "projection",
@@ -439,6 +446,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         LEASE_S,
         LEASE_MARGIN_S,
         ON_MISSING_KV,
+        COUNT_TOKENS,
     ),
     "policies": POLICY_KNOBS,
     "time limits": (

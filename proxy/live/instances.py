@@ -73,6 +73,7 @@ class Rank:
         target: What health checks watch: its server.
         endpoint: Connections to that server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
+        counts_dear: Whether its engine pays for its token counts with the length of an answer.
     """
 
     id: RankId
@@ -81,6 +82,7 @@ class Rank:
     endpoint: "Endpoint"
     header: bytes | None = None
     status: Status = Status.UP
+    counts_dear: bool = False
 
     @property
     def open(self) -> bool:

@@ -12,6 +12,7 @@ from balanceroute.proxy.live.shape import INTERNAL_FIELDS
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.body import RequestBody
+    from balanceroute.proxy.live.token_counts import CountsAsked
 
 _NOT_FOR_PREFILL = INTERNAL_FIELDS | {"stream_options", "best_of"}
 
@@ -40,10 +41,15 @@ def prefill_body(
 
 
 def decode_body(
-    body: "RequestBody", members: Mapping[str, object], params: Mapping[str, Any] | None
+    body: "RequestBody",
+    members: Mapping[str, object],
+    params: Mapping[str, Any] | None,
+    asked: "CountsAsked | None" = None,
 ) -> bytes:
     """Return the decode leg's body; without `params` the engine computes the prompt itself."""
     overrides: dict[str, object] = dict(members)
+    if asked is not None:
+        overrides["stream_options"] = asked.options
     if params is not None:
         overrides["kv_transfer_params"] = params
     return body.encode(overrides, drop=INTERNAL_FIELDS)

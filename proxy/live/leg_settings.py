@@ -19,6 +19,8 @@ class LegSettings:
         answer_bytes: The largest answer that is taken as a whole.
         recompute_missing_kv: Whether a decode rank computes the prompt when a prefill left no
             usable KV cache; else such a request is prefilled again elsewhere.
+        count_by_usage: Whether the tokens of a stream are counted by the engine's own word, which is
+            asked for in every event; else an event counts as one.
     """
 
     prefill_timeout_s: float = 300.0
@@ -30,3 +32,4 @@ class LegSettings:
     backoff_max_s: float = 1.0
     answer_bytes: int = 256 << 20
     recompute_missing_kv: bool = True
+    count_by_usage: bool = True

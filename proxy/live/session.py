@@ -48,6 +48,7 @@ from balanceroute.proxy.live.shape import Api, Shape
 from balanceroute.proxy.live.short_answer import short_answer_body, short_answer_events
 from balanceroute.proxy.live.stream_leg import StreamLeg
 from balanceroute.proxy.live.target import Fault, Target, fault_of
+from balanceroute.proxy.live.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
@@ -205,13 +206,14 @@ class Session:
         self._tries_of_kv += 1
         if host.connector.decode_first and not self.shape.direct:
             self._expect_hand_off()
-        body = decode_body(self._body, self._members, self._kv)
+        asked = ask_for_counts(self.shape, self._body.values) if host.tells_counts(rank) else None
+        body = decode_body(self._body, self._members, self._kv, asked)
         headers = self._headers
         if rank.header is not None:
             headers = [*headers, (b"x-data-parallel-rank", rank.header)]
         leg: StreamLeg | BufferedLeg
         if self.shape.stream:
-            leg = self._leg = self._make_stream_leg()
+            leg = self._leg = self._make_stream_leg(asked)
             timeout_s = host.legs.first_token_timeout_s
             if self._kv is None:
                 timeout_s += host.legs.prefill_timeout_s
@@ -439,10 +441,9 @@ class Session:
             assert self._body is not None
             options = self._body.values.get("stream_options")
             usage = isinstance(options, dict) and options.get("include_usage") is True
+            events = short_answer_events(self.shape.api, answer.message, include_usage=usage)
             self._answer.open(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-            self._answer.reply.write(
-                short_answer_events(self.shape.api, answer.message, include_usage=usage)
-            )
+            self._answer.reply.write(events)
             self._answer.reply.end()
         else:
             self._answer.send(200, JSON_HEADERS, short_answer_body(answer.message))
@@ -535,6 +536,11 @@ class Session:
         else:
             # Seen from vLLM when it cannot pull the KV cache; what is left of it is not trusted.
             self._again_with_new_kv(Fault.SERVER_ERROR, give_up)
+
+    def stream_counts_dear(self) -> None:
+        """Ask this rank for its counts no more."""
+        assert self._rank is not None
+        self._host.counts_dear(self._rank)
 
     def stream_recomputed(self) -> None:
         """Prefill again with what was emitted, and go on."""
@@ -721,7 +727,7 @@ class Session:
             self._host.expect_no_more(self._transfer)
             self._hand_off = None
 
-    def _make_stream_leg(self) -> StreamLeg:
+    def _make_stream_leg(self, asked: CountsAsked | None) -> StreamLeg:
         host = self._host
         return StreamLeg(
             self,
@@ -734,6 +740,7 @@ class Session:
             opened=self._answer.opened,
             keep_text=host.connector.recomputes,
             observe_gap=host.observe_gap,
+            counts=None if asked is None else TokenCounts(asked),
         )
 
     # The end.
@@ -770,10 +777,7 @@ class Session:
         leg = self._leg
         tokens = self._emitted
         if leg is not None:
-            if leg.usage_tokens is None:
-                tokens += leg.tokens
-            else:
-                tokens += leg.usage_tokens
+            tokens += leg.all_tokens
             self.record.itl_max_ns = max(self.record.itl_max_ns, round(leg.gap_max_s * 1e9))
         self.record.output_tokens = tokens
 

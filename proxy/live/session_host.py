@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Event
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.hand_off import HandOff
-    from balanceroute.proxy.live.instances import Prefiller
+    from balanceroute.proxy.live.instances import Prefiller, Rank
     from balanceroute.proxy.live.leg_settings import LegSettings
     from balanceroute.proxy.live.session import Session
     from balanceroute.proxy.live.target import Fault, Target
@@ -54,6 +54,12 @@ class Host(Protocol):
 
     def leg_succeeded(self, target: "Target") -> None:
         """Note that a leg worked."""
+
+    def tells_counts(self, rank: "Rank") -> bool:
+        """Return whether an engine is to tell its token counts in every event."""
+
+    def counts_dear(self, rank: "Rank") -> None:
+        """Note that an engine pays for its token counts with the length of an answer."""
 
     def counted(self, session: "Session", prompt_tokens: int) -> None:
         """Note how many tokens its prompt really has."""

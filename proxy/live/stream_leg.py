@@ -4,9 +4,10 @@ The hot path. Events go to the client byte for byte, as soon as they are complet
 still in pieces waits, so that whatever happens next the client has only whole events. An ordinary
 token event is told by a substring; only the first and the last events of a stream are parsed.
 
-A content event counts as one token. That is so in vLLM without speculative decoding, as long as its
-HTTP server keeps up with its engine: else it puts several tokens into one event (seen: 24 in 8). The
-usage object at the end, if the client asked for one, corrects the count.
+Tokens are counted by the engine's own word (`token_counts`), or else each content event is one token.
+That is so in vLLM without speculative decoding, as long as every token ends a character and its HTTP
+server keeps up with its engine: else it puts several tokens into one event (seen: 24 in 8). The usage
+object at the end, if the client asked for one, then corrects the count.
 """
 
 import json
@@ -15,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.token_counts import TokenCounts, is_dear, is_total
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
@@ -52,6 +54,9 @@ class StreamOwner(Protocol):
     def stream_error_first(self, event: bytes) -> None:
         """The very first event is an error; nothing was sent to the client."""
 
+    def stream_counts_dear(self) -> None:
+        """The engine pays for its counts with the length of the answer: do not ask again."""
+
     def stream_recomputed(self) -> None:
         """The rank hands the request back; nothing of this event was sent."""
 
@@ -82,9 +87,10 @@ class StreamLeg:
         keep_text: Whether the rank may hand the request back (`stop_reason` "recomputed"), for which
             the text of a single sequence is kept.
         observe_gap: Told the seconds between two arrivals of events.
+        counts: The engine's own counts, if they were asked for.
 
     Attributes:
-        tokens: Content events received on this leg.
+        tokens: Tokens received on this leg.
         finished: Sequences that have finished.
         last_s: When events came last.
         gap_max_s: The longest gap between two arrivals of events, in seconds.
@@ -97,8 +103,10 @@ class StreamLeg:
     __slots__ = (
         "_cached",
         "_clock",
+        "_counts",
         "_error",
         "_feed",
+        "_fix_each",
         "_fix_usage",
         "_headers",
         "_held",
@@ -140,6 +148,7 @@ class StreamLeg:
         keep_text: bool,
         observe_gap: "Callable[[float], None]",
         opened: bool = False,
+        counts: TokenCounts | None = None,
     ) -> None:
         # Per leg.
         self._owner = owner
@@ -151,8 +160,11 @@ class StreamLeg:
         self._resumed = resumed_tokens
         self._opened = opened or resumed_tokens > 0
         self._fix_usage = cached_tokens is not None or resumed_tokens > 0
+        # Ordinary token events that show usage to the client.
+        self._fix_each = self._fix_usage and not (counts is not None and counts.hide_each)
         self._recomputes = keep_text
         self._observe_gap = observe_gap
+        self._counts = counts
         # Of the response.
         self._status = 0
         self._headers: Headers = []
@@ -185,10 +197,16 @@ class StreamLeg:
         """Whether any event came: the rank has taken the KV cache then."""
         return self._started or bool(self._held)
 
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of this leg, by the best that is known."""
+        return self.tokens if self.usage_tokens is None else self.usage_tokens
+
     def correct_cached_tokens(self, count: int) -> None:
         """Put the cached tokens of a prefill that ended after this leg began into usage objects."""
         self._cached = count
         self._fix_usage = True
+        self._fix_each = self._counts is None or not self._counts.hide_each
 
     def on_head(self, status: int, headers: "Headers") -> None:
         """Take the response head."""
@@ -211,10 +229,10 @@ class StreamLeg:
         except WireError as error:
             self._break_off(error)
             return
-        fix_usage = self._fix_usage
+        fix_each = self._fix_each
         for event in events:
             # From the right, where it stands: a third of what `in` costs.
-            if event.rfind(_GOING_ON) < 0 or (fix_usage and event.rfind(_USAGE) >= 0):
+            if event.rfind(_GOING_ON) < 0 or (fix_each and event.rfind(_USAGE) >= 0):
                 self._examine(events)
                 return
         if events:
@@ -224,7 +242,11 @@ class StreamLeg:
             self._observe_gap(gap_s)
             if gap_s > self.gap_max_s:  # noqa: PLR1730 - max() costs five times as much.
                 self.gap_max_s = gap_s
-            self.tokens += len(events)
+            if self._counts is None:
+                self.tokens += len(events)
+            else:
+                events = [self._counts.take(event) for event in events]
+                self.tokens = self._counts.tokens
             if self.text is not None:
                 for event in events:
                     self._keep(event)
@@ -238,6 +260,7 @@ class StreamLeg:
                 self._examine(events)
         if self._over:
             return
+        self._let_go()
         self._over = True
         if self._whole is not None:
             self._whole.on_end()
@@ -255,6 +278,8 @@ class StreamLeg:
             self._break_off(error)
 
     def _break_off(self, error: WireError) -> None:
+        if self._started:
+            self._let_go()
         self._over = True
         self._plain = False
         self._owner.stream_broken(error)
@@ -299,15 +324,26 @@ class StreamLeg:
             if kept is not None:
                 forward.append(kept)
         self._plain = self._openai and not self._opening and not self._over
+        if self._counts is not None and self.finished:
+            self._plain = False  # The last event may be held: nothing overtakes it.
         if forward:
-            if not self._started:
-                self._started = True
-                forward = self._held + forward
-                self._owner.stream_started(self._status, self._headers)
-            self._write(b"".join(forward))
+            self._send(forward)
         if self._then is not None:
             then, self._then = self._then, None
             then()
+
+    def _send(self, events: list[bytes]) -> None:
+        if not self._started:
+            self._started = True
+            events = self._held + events
+            self._owner.stream_started(self._status, self._headers)
+        self._write(b"".join(events))
+
+    def _let_go(self) -> None:
+        """Send the last event, if it waits for one that does not come."""
+        closing = b"" if self._counts is None else self._counts.release(None)[0]
+        if closing:
+            self._send([closing])
 
     def _count(self, event: bytes, *, first: bool) -> bytes | None:
         if not event_data(event):
@@ -328,12 +364,29 @@ class StreamLeg:
 
     def _examine_one(self, event: bytes, *, first: bool) -> bytes | None:
         """Return what of an event goes to the client, whose first one it may be."""
+        if self._counts is not None and self.finished:
+            return self._examine_late(self._counts, event, first=first)
+        return self._examine_open(event, first=first)
+
+    def _examine_late(self, counts: TokenCounts, event: bytes, *, first: bool) -> bytes | None:
+        """Look at an event behind the one that ended the sequence, which may be held for it."""
+        if not event_data(event):
+            return event  # A comment, for example.
+        message = _parsed(event)
+        closing, hidden = counts.release(message)
+        if hidden:
+            assert message is not None
+            self._take_usage(message["usage"])
+            return closing or None
+        kept = self._examine_open(event, first=first and not closing)
+        return closing + (kept or b"") or None
+
+    def _examine_open(self, event: bytes, *, first: bool) -> bytes | None:
         if _GOING_ON in event and _ROLE not in event:
             self._opening = False
-            self.tokens += 1
             if self.text is not None:
                 self._keep(event)
-            return self._corrected(event)
+            return self._corrected(self._counted(event))
         message = _parsed(event)
         if message is None:
             return self._empty(event, first=first)
@@ -341,6 +394,15 @@ class StreamLeg:
         if error is not None:
             return self._take_error(event, error, first=first)
         return self._take_message(event, message)
+
+    def _counted(self, event: bytes) -> bytes:
+        """Count an event's tokens; return what of it is the client's."""
+        if self._counts is None:
+            self.tokens += 1
+            return event
+        event = self._counts.take(event)
+        self.tokens = self._counts.tokens
+        return event
 
     def _take_error(self, event: bytes, error: object, *, first: bool) -> bytes | None:
         if first and not self._opened:
@@ -352,7 +414,6 @@ class StreamLeg:
         return event
 
     def _take_message(self, event: bytes, message: dict[str, Any]) -> bytes | None:
-        self._take_usage(message.get("usage"))
         opens = False
         for choice in _choices(message):
             if self._recomputes and choice.get("stop_reason") == "recomputed":
@@ -364,12 +425,27 @@ class StreamLeg:
             if opens:
                 continue
             self._opening = False
-            self.tokens += 1
+            if self._counts is None:
+                self.tokens += 1
             if self.text is not None:
                 self._keep_choice(choice)
             if choice.get("finish_reason"):
                 self.finished += 1
+        if is_total(message) or self.finished == self._sequences == 1:
+            self._take_usage(message.get("usage"))
+        if self._counts is not None and message.get("choices"):
+            return self._take_counted(self._counts, event, message, opens=opens)
         return None if opens and self._opened else self._corrected(event)
+
+    def _take_counted(
+        self, counts: TokenCounts, event: bytes, message: dict[str, Any], *, opens: bool
+    ) -> bytes | None:
+        if is_dear(message):
+            self._owner.stream_counts_dear()
+        if opens:
+            return None if self._opened else self._corrected(counts.pass_by(event))
+        event = self._corrected(self._counted(event))
+        return counts.hold(event) if self.finished else event
 
     def _take_usage(self, usage: object) -> None:
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
@@ -407,7 +483,10 @@ class StreamLeg:
         self.text.append(words)
         going_on = choice | {"finish_reason": None, "stop_reason": None}
         text = json.dumps(message | {"choices": [going_on]}, separators=(",", ":"))
-        self.last_words = self._corrected(b"data: " + text.encode() + b"\n\n")
+        event = b"data: " + text.encode() + b"\n\n"
+        if self._counts is not None:
+            event = self._counted(event)
+        self.last_words = self._corrected(event)
 
     def _keep(self, event: bytes) -> None:
         """Append the text of a token event, or give up keeping it."""

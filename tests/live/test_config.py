@@ -119,6 +119,7 @@ SAMPLES: dict[str, object] = {
     "lease_s": 60.0,
     "lease_margin_s": 1.0,
     "on_missing_kv": "fail",
+    "count_tokens": "events",
     "projection": "point",
     "horizon": 7,
     "gamma": 0.5,
@@ -271,6 +272,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         backoff_max_s=2.0,
         answer_bytes=6_000,
         recompute_missing_kv=False,
+        count_by_usage=False,
     )
     assert config.health == HealthSettings(interval_s=3.0, timeout_s=3.25, quarantine_failures=5)
     assert config.scrape.interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}

@@ -50,7 +50,9 @@ def test_the_tokens_of_an_answer_count_if_the_client_leaves_before_its_very_end(
 
     async def scenario(site: "Site") -> None:
         site.handlers[b"/v1/completions"] = answer
-        values = {"prompt": "a", "echo": True, "stream": True}  # Decoded without a prefill.
+        # Decoded without a prefill, and with a last event that waits for nothing.
+        values = {"prompt": "a", "echo": True, "stream": True}
+        values |= {"stream_options": {"include_usage": True}}
         exchange = site.send("/v1/completions", values)
         await exchange.until_events(2)
         exchange.call.abort()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.live.stream_leg import StreamLeg
+from balanceroute.proxy.live.token_counts import TokenCounts
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Client:
         cached_tokens: int | None = None,
         resumed_tokens: int = 0,
         keep_text: bool = False,
+        counts: TokenCounts | None = None,
     ) -> None:
         self.now_s = 100.0
         self.gaps: list[float] = []
@@ -63,6 +65,7 @@ class Client:
             resumed_tokens=resumed_tokens,
             keep_text=keep_text,
             observe_gap=self.gaps.append,
+            counts=counts,
         )
 
     def answer(self, *pieces: bytes, status: int = 200, headers: Headers = SSE) -> "Client":
@@ -101,6 +104,9 @@ class Client:
     def stream_error_first(self, event: bytes) -> None:
         self.turns.append("error first")
         self.first_errors.append(event)
+
+    def stream_counts_dear(self) -> None:
+        self.turns.append("dear")
 
     def stream_recomputed(self) -> None:
         self.turns.append("recomputed")

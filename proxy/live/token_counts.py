@@ -1,0 +1,143 @@
+"""Tokens of a stream by the engine's own count: asked for in every event, read, and cut out again.
+
+A content event is one token only if the engine's HTTP server keeps up, every token ends a character
+and nothing is speculated. vLLM says in each event how many tokens there are if
+`stream_options.continuous_usage_stats` asks for it. What the client did not ask for itself is taken
+out again, so that it gets the bytes that the engine would have sent it.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.live.shape import Api, Shape
+
+_USAGE = b'"usage":'
+_MEMBER = re.compile(
+    rb',\s*"usage":\s*\{"prompt_tokens":\s*\d+,\s*"total_tokens":\s*\d+,\s*'
+    rb'"completion_tokens":\s*(?P<count>\d{1,9})(?:[^{}]|\{[^{}]*\})*\}'
+)
+# The white space that may stand between a comma and the member.
+_SLACK = 2
+_LINE_ENDS = b"\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CountsAsked:
+    """What a decode leg asks for beyond its client.
+
+    Attributes:
+        options: The leg's `stream_options`.
+        hide_each: Whether the client wants no usage in every event.
+        hide_total: Whether it wants no usage event at the end.
+    """
+
+    options: Mapping[str, object]
+    hide_each: bool
+    hide_total: bool
+
+
+def ask_for_counts(shape: Shape, values: Mapping[str, Any]) -> CountsAsked | None:
+    """Return what to ask for, given a request and its members.
+
+    None for an answer that is not streamed, where counts do not add up (several sequences, of which
+    each event tells one), where other APIs have other words for them, and where the options are the
+    engine's to judge.
+    """
+    if not shape.stream or shape.sequences > 1 or shape.api not in (Api.CHAT, Api.COMPLETIONS):
+        return None
+    options = values.get("stream_options")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        return None
+    total, each = options.get("include_usage"), options.get("continuous_usage_stats")
+    if any(wish is not None and not isinstance(wish, bool) for wish in (total, each)):
+        return None
+    return CountsAsked(
+        options | {"include_usage": True, "continuous_usage_stats": True},
+        hide_each=not (total and each),
+        hide_total=not total,
+    )
+
+
+class TokenCounts:
+    """Reads the counts of one stream of one sequence.
+
+    Args:
+        asked: What is asked for beyond the client.
+
+    Attributes:
+        tokens: Tokens so far. An event without a count is one.
+    """
+
+    __slots__ = ("_asked", "_closing", "tokens")
+
+    def __init__(self, asked: CountsAsked) -> None:
+        self._asked = asked
+        self._closing = b""
+        self.tokens = 0
+
+    @property
+    def hide_each(self) -> bool:
+        """Whether no event but the last may show a count."""
+        return self._asked.hide_each
+
+    def take(self, event: bytes) -> bytes:
+        """Count an event with tokens in it; return what of it is the client's."""
+        begin = event.rfind(_USAGE)
+        member = None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
+        if member is None:
+            self.tokens += 1
+            return event
+        # An engine that counts backwards is not believed.
+        self.tokens = max(self.tokens, int(member["count"]))
+        return self._cut(event, member)
+
+    def pass_by(self, event: bytes) -> bytes:
+        """Return what of an event without tokens is the client's."""
+        begin = event.rfind(_USAGE)
+        member = None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
+        return event if member is None else self._cut(event, member)
+
+    def _cut(self, event: bytes, member: "re.Match[bytes]") -> bytes:
+        if not self._asked.hide_each:
+            return event
+        return event[: member.start()] + event[member.end() :]
+
+    # The end: an engine that tells the total says its fingerprint there, else with the last token.
+
+    def hold(self, event: bytes) -> bytes | None:
+        """Keep the event that ends the sequence, if what belongs into it comes with the total."""
+        if not self._asked.hide_total:
+            return event
+        self._closing = event
+        return None
+
+    def release(self, message: Mapping[str, Any] | None) -> tuple[bytes, bool]:
+        """Return the event held, if any, and whether `message`, which follows, is the hidden total."""
+        closing, self._closing = self._closing, b""
+        if not self._asked.hide_total or message is None or not is_total(message):
+            return closing, False
+        fingerprint = message.get("system_fingerprint")
+        inside = closing.rstrip(_LINE_ENDS)
+        if fingerprint is not None and inside.endswith(b"}"):
+            said = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
+            closing = inside[:-1] + said.encode() + closing[len(inside) :]
+        return closing, True
+
+
+def is_total(message: Mapping[str, Any]) -> bool:
+    """Return whether an event is the one at the end that tells the usage."""
+    return message.get("choices") == [] and isinstance(message.get("usage"), dict)
+
+
+def is_dear(message: Mapping[str, Any]) -> bool:
+    """Return whether the engine recounts the whole answer for each event.
+
+    vLLM with a reasoning parser does (`count_reasoning_tokens`), and shows it from the first event.
+    """
+    usage = message.get("usage")
+    return isinstance(usage, dict) and isinstance(usage.get("completion_tokens_details"), dict)
