@@ -49,7 +49,16 @@ _HEAD = (
 _EVENT = (
     b'data: {"id":"chatcmpl-59ed5066805f466aa4f49fa3abb7118c","object":"chat.completion.chunk",'
     b'"created":1795228142,"model":"bench","choices":[{"index":0,"delta":{"content":"%d.%d"},'
-    b'"logprobs":null,"finish_reason":%b,"token_ids":null}]}\n\n'
+    b'"logprobs":null,"finish_reason":%b,"token_ids":null}]%b}\n\n'
+)
+_USAGE = (
+    b',"usage":{"prompt_tokens":16,"total_tokens":%d,"completion_tokens":%d,'
+    b'"completion_tokens_details":null}'
+)
+_TOTAL = (
+    b'data: {"id":"chatcmpl-59ed5066805f466aa4f49fa3abb7118c","object":"chat.completion.chunk",'
+    b'"created":1795228142,"model":"bench","choices":[],'
+    b'"usage":{"prompt_tokens":16,"total_tokens":%d,"completion_tokens":%d}}\n\n'
 )
 _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
@@ -59,16 +68,16 @@ class Engine:
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
-        self._streams: dict[Connection, tuple[int, int]] = {}
+        self._streams: dict[Connection, tuple[int, int, bool]] = {}
         self._stepping = False
 
-    def add(self, connection: "Connection", tokens: int) -> None:
-        """Stream `tokens` events to a connection, from the next step on."""
+    def add(self, connection: "Connection", tokens: int, *, usage: bool) -> None:
+        """Stream `tokens` events to a connection, from the next step on, with usage in each or not."""
         last = tokens == 1
-        self._send(connection, 0, last=last)
+        self._send(connection, 0, last=last, usage=usage)
         if last:
             return
-        self._streams[connection] = (1, tokens)
+        self._streams[connection] = (1, tokens, usage)
         if not self._stepping:
             self._stepping = True
             loop = asyncio.get_running_loop()
@@ -78,19 +87,24 @@ class Engine:
         """Stop streaming to a connection that is gone."""
         self._streams.pop(connection, None)
 
-    def _send(self, connection: "Connection", number: int, *, last: bool) -> None:
-        event = _EVENT % (number, time.monotonic_ns(), b'"length"' if last else b"null")
+    def _send(self, connection: "Connection", number: int, *, last: bool, usage: bool) -> None:
+        told = _USAGE % (17 + number, 1 + number) if usage else b""
+        finish = b'"length"' if last else b"null"
+        event = _EVENT % (number, time.monotonic_ns(), finish, told)
         chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        if last and usage:
+            total = _TOTAL % (17 + number, 1 + number)
+            chunk += b"%x\r\n%b\r\n" % (len(total), total)
         connection.send(chunk + _DONE if last else chunk)
 
     def _step(self, due_s: float) -> None:
-        for connection, (sent, tokens) in list(self._streams.items()):
+        for connection, (sent, tokens, usage) in list(self._streams.items()):
             last = sent + 1 == tokens
-            self._send(connection, sent, last=last)
+            self._send(connection, sent, last=last, usage=usage)
             if last:
                 del self._streams[connection]
             else:
-                self._streams[connection] = (sent + 1, tokens)
+                self._streams[connection] = (sent + 1, tokens, usage)
         self._stepping = bool(self._streams)
         if self._stepping:
             loop = asyncio.get_running_loop()
@@ -152,7 +166,7 @@ class Connection(asyncio.Protocol):
             digits = squeezed[begin : begin + 8]
             tokens = int(digits[: next(i for i, c in enumerate(digits) if c not in b"0123456789")])
             self.send(_HEAD)
-            self._engine.add(self, tokens)
+            self._engine.add(self, tokens, usage=b'"continuous_usage_stats":true' in squeezed)
         else:
             self._answer(_ANSWER)
 

@@ -90,7 +90,6 @@ class StreamLeg:
         counts: The engine's own counts, if they were asked for.
 
     Attributes:
-        tokens: Tokens received on this leg.
         finished: Sequences that have finished.
         last_s: When events came last.
         gap_max_s: The longest gap between two arrivals of events, in seconds.
@@ -105,6 +104,7 @@ class StreamLeg:
         "_clock",
         "_counts",
         "_error",
+        "_events",
         "_feed",
         "_fix_each",
         "_fix_usage",
@@ -131,7 +131,6 @@ class StreamLeg:
         "last_s",
         "last_words",
         "text",
-        "tokens",
         "usage_tokens",
     )
 
@@ -179,7 +178,7 @@ class StreamLeg:
         self._then: Callable[[], None] | None = None  # To tell once the events before are sent.
         self._error = ""
         # Of the stream so far.
-        self.tokens = 0
+        self._events = 0
         self.finished = 0
         self.last_s = clock()
         self.gap_max_s = 0.0
@@ -196,6 +195,11 @@ class StreamLeg:
     def heard(self) -> bool:
         """Whether any event came: the rank has taken the KV cache then."""
         return self._started or bool(self._held)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens received on this leg."""
+        return self._events if self._counts is None else self._counts.tokens
 
     @property
     def all_tokens(self) -> int:
@@ -243,10 +247,9 @@ class StreamLeg:
             if gap_s > self.gap_max_s:  # noqa: PLR1730 - max() costs five times as much.
                 self.gap_max_s = gap_s
             if self._counts is None:
-                self.tokens += len(events)
+                self._events += len(events)
             else:
                 events = [self._counts.take(event) for event in events]
-                self.tokens = self._counts.tokens
             if self.text is not None:
                 for event in events:
                     self._keep(event)
@@ -349,7 +352,7 @@ class StreamLeg:
         if not event_data(event):
             return self._empty(event, first=first)
         self._opening = False
-        self.tokens += 1
+        self._events += 1
         return event
 
     def _empty(self, event: bytes, *, first: bool) -> bytes | None:
@@ -398,11 +401,9 @@ class StreamLeg:
     def _counted(self, event: bytes) -> bytes:
         """Count an event's tokens; return what of it is the client's."""
         if self._counts is None:
-            self.tokens += 1
+            self._events += 1
             return event
-        event = self._counts.take(event)
-        self.tokens = self._counts.tokens
-        return event
+        return self._counts.take(event)
 
     def _take_error(self, event: bytes, error: object, *, first: bool) -> bytes | None:
         if first and not self._opened:
@@ -426,7 +427,7 @@ class StreamLeg:
                 continue
             self._opening = False
             if self._counts is None:
-                self.tokens += 1
+                self._events += 1
             if self.text is not None:
                 self._keep_choice(choice)
             if choice.get("finish_reason"):

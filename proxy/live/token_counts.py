@@ -14,13 +14,19 @@ from typing import Any
 
 from balanceroute.proxy.live.shape import Api, Shape
 
+# As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
+_PLACE = b'],"usage":{"prompt_tokens":'
+_COUNT = b'"completion_tokens":'
+_BEHIND = b"}}\n\n"
+# As anybody may write it.
 _USAGE = b'"usage":'
 _MEMBER = re.compile(
-    rb',\s*"usage":\s*\{"prompt_tokens":\s*\d+,\s*"total_tokens":\s*\d+,\s*'
-    rb'"completion_tokens":\s*(?P<count>\d{1,9})(?:[^{}]|\{[^{}]*\})*\}'
+    rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
+    rb'"completion_tokens":\s*+(\d{1,9})\b[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}'
 )
 # The white space that may stand between a comma and the member.
 _SLACK = 2
+_MAX_DIGITS = 9
 _LINE_ENDS = b"\r\n"
 
 
@@ -68,42 +74,61 @@ class TokenCounts:
 
     Args:
         asked: What is asked for beyond the client.
-
-    Attributes:
-        tokens: Tokens so far. An event without a count is one.
     """
 
-    __slots__ = ("_asked", "_closing", "tokens")
+    __slots__ = ("_asked", "_closing", "_hide_each", "_tokens", "_told")
 
     def __init__(self, asked: CountsAsked) -> None:
         self._asked = asked
+        self._hide_each = asked.hide_each
         self._closing = b""
-        self.tokens = 0
+        self._tokens = 0
+        self._told = b""  # The last event with a count that was not read yet.
 
     @property
     def hide_each(self) -> bool:
         """Whether no event but the last may show a count."""
-        return self._asked.hide_each
+        return self._hide_each
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far. An event without a count is one."""
+        if self._told:
+            # Read when somebody wants to know: a step clock looks less often than events come.
+            _, _, behind = self._told.rpartition(_COUNT)
+            self._told = b""
+            self._believe(behind.removesuffix(_BEHIND).partition(b",")[0])
+        return self._tokens
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
-        begin = event.rfind(_USAGE)
-        member = None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
-        if member is None:
-            self.tokens += 1
-            return event
-        # An engine that counts backwards is not believed.
-        self.tokens = max(self.tokens, int(member["count"]))
-        return self._cut(event, member)
+        begin = event.rfind(_PLACE)
+        if begin < 0 or event.find(b"}", begin) != len(event) - 4 or not event.endswith(_BEHIND):
+            return self._take_odd(event)
+        self._told = event
+        return event[: begin + 1] + b"}\n\n" if self._hide_each else event
 
     def pass_by(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""
-        begin = event.rfind(_USAGE)
-        member = None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
+        member = _member(event)
         return event if member is None else self._cut(event, member)
 
+    def _take_odd(self, event: bytes) -> bytes:
+        tokens = self.tokens
+        member = _member(event)
+        if member is None:
+            self._tokens = tokens + 1
+            return event
+        self._believe(member[1])
+        return self._cut(event, member)
+
+    def _believe(self, digits: bytes) -> None:
+        # An engine that counts backwards, or to the skies, is not believed.
+        if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+            self._tokens = max(self._tokens, int(digits))
+
     def _cut(self, event: bytes, member: "re.Match[bytes]") -> bytes:
-        if not self._asked.hide_each:
+        if not self._hide_each:
             return event
         return event[: member.start()] + event[member.end() :]
 
@@ -127,6 +152,11 @@ class TokenCounts:
             said = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
             closing = inside[:-1] + said.encode() + closing[len(inside) :]
         return closing, True
+
+
+def _member(event: bytes) -> "re.Match[bytes] | None":
+    begin = event.rfind(_USAGE)
+    return None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
 
 
 def is_total(message: Mapping[str, Any]) -> bool:

@@ -140,9 +140,27 @@ def test_an_event_without_a_count_is_one_token() -> None:
     assert client.received == chunk() + chunk() + chunk(usage=None)
 
 
-def test_an_engine_that_counts_backwards_is_not_believed() -> None:
-    client = Client(counts=counts()).answer(chunk(**usage(5)), chunk(**usage(2)))
+@pytest.mark.parametrize(
+    "told",
+    [
+        usage(2),
+        usage(-1),
+        usage(10**9),
+        {"usage": {"prompt_tokens": 3}},
+        {"usage": {"prompt_tokens": 3, "completion_tokens": "7"}},
+        {"usage": {"prompt_tokens": 3, "completion_tokens": None}},
+    ],
+    ids=str,
+)
+def test_an_engine_that_counts_backwards_or_to_the_skies_is_not_believed(
+    told: dict[str, object],
+) -> None:
+    client = Client(counts=counts()).answer(chunk(**usage(5)))
     assert client.leg.tokens == 5
+    client.leg.on_data(chunk(**told))
+    assert client.leg.tokens == 5
+    client.leg.on_data(chunk(**usage(8)))
+    assert client.leg.tokens == 8
 
 
 def test_a_text_that_looks_like_a_count_is_the_clients() -> None:
