@@ -37,6 +37,8 @@ def short_answer_events(api: Api, message: Mapping[str, Any], *, include_usage: 
     if include_usage:
         usage = {name: count for name, count in message["usage"].items() if count is not None}
         events.append(head | {"choices": [], "usage": usage})
+    if message.get("system_fingerprint") is not None:
+        events[-1]["system_fingerprint"] = message["system_fingerprint"]
     return b"".join(b"data: " + _dump(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 

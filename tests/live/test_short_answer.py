@@ -57,6 +57,16 @@ def test_a_stream_has_the_members_of_a_real_one_in_their_order(
             assert list(ours_of) == [name for name in theirs_of if name in ours_of]
             assert not {name for name in theirs_of if theirs_of[name] is not None} - set(ours_of)
     assert list(ours[-1]["usage"]) == list(theirs[-1]["usage"])
+    assert ours[-1]["system_fingerprint"] == message["system_fingerprint"]
+
+
+def test_the_fingerprint_is_in_the_last_event_if_there_is_no_usage(
+    body_of: Callable[[str], bytes],
+) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    opening, token = sent(short_answer_events(Api.CHAT, message, include_usage=False))
+    assert "system_fingerprint" not in opening
+    assert list(token)[-1] == "system_fingerprint"
 
 
 def test_a_chat_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]) -> None:
