@@ -16,6 +16,10 @@ from balanceroute.proxy.virtual.runner import run
 
 _MODEL = "emulated"
 _GAP_S = 0.02
+# Of four seeds in a row, those whose engines have tokens that end within a character, and the one
+# with a reasoning parser.
+_ODD = 2
+_REASONING = 3
 _BATCH_LIMIT = 64
 
 
@@ -60,6 +64,9 @@ def compare(
         model=_MODEL,
         mean_output_tokens=20.0,
         prompt_tokens_details=seed % 2 == 1,
+        merged_outputs=0.1 if seed % 2 else 0.0,
+        partial_utf8=0.1 if seed % 4 >= _ODD else 0.0,
+        reasoning_parser=seed % 4 == _REASONING,
     )
     flags = {"policy": policy, "batch": _BATCH_LIMIT}
     return run(

@@ -144,13 +144,17 @@ def _engines(rng: random.Random) -> EmulationSettings:
         model=MODEL,
         mean_output_tokens=rng.choice([8.0, 20.0]),
         prompt_tokens_details=rng.random() < 0.5,
+        reasoning_parser=rng.random() < 0.2,
+        partial_utf8=rng.choice([0.0, 0.0, 0.2]),
+        merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
 
 
 def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
     return {
         "policy": rng.choice(_POLICIES),
-        "predictor": rng.choice(["none", "survival"]),
+        "predictor": rng.choice(["none", "survival", "exact-match"]),
+        "count_tokens": rng.choice(["usage", "usage", "events"]),
         "batch": engines.batch_limit,
         "rank_kv_tokens": rng.choice([None, engines.rank_kv_tokens]),
         "prefiller_kv_tokens": rng.choice([None, engines.prefiller_kv_tokens]),

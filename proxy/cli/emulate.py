@@ -43,6 +43,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "--transfer-base-ms": (0, 1e6),
     "--transfer-us-per-token": (0, 1e6),
     "--time-scale": (1e-3, 1e6),
+    "--partial-utf8": (0, 1),
+    "--merged-outputs": (0, 1),
 }
 
 
@@ -147,6 +149,25 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     answers.add_argument(
         "--prompt-tokens-details", action="store_true", help="tell cached_tokens in usage"
     )
+    answers.add_argument(
+        "--reasoning-parser",
+        action="store_true",
+        help="chats begin with reasoning; tell reasoning_tokens in usage",
+    )
+    answers.add_argument(
+        "--partial-utf8",
+        type=float,
+        default=_DEFAULTS.partial_utf8,
+        metavar="P",
+        help="probability that a token ends within a character",
+    )
+    answers.add_argument(
+        "--merged-outputs",
+        type=float,
+        default=_DEFAULTS.merged_outputs,
+        metavar="P",
+        help="probability that a token shows in one event with the next",
+    )
     answers.add_argument("--seed", type=int, default=0, metavar="N", help="of ids and faults")
 
 
@@ -212,6 +233,9 @@ def settings_from_flags(arguments: argparse.Namespace) -> EmulationSettings:
         max_model_len=arguments.max_model_len,
         mean_output_tokens=arguments.mean_output,
         prompt_tokens_details=arguments.prompt_tokens_details,
+        reasoning_parser=arguments.reasoning_parser,
+        partial_utf8=arguments.partial_utf8,
+        merged_outputs=arguments.merged_outputs,
     )
 
 

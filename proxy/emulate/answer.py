@@ -4,7 +4,7 @@ Field order, spacing and nulls are those of vLLM 0.32.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,10 @@ from balanceroute.proxy.emulate.tokens import SAYINGS
 from balanceroute.proxy.wire.messages import Headers
 
 DONE = b"data: [DONE]\n\n"
+PlainEvent = Callable[[bytes, int], bytes]
+"""Writes the event of a plain token: its text, escaped, and how many tokens there are with it."""
+
+_COUNTS = '"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d'
 # What each token says, escaped for the inside of a JSON string.
 SAYINGS_JSON = tuple(
     said.encode()
@@ -54,8 +58,8 @@ class AnswerFormat(Protocol):
         """Return the event that comes before a choice's first token; empty if there is none."""
         ...
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind a plain token's text, or None if events differ."""
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return what writes the events of plain tokens, or None if they differ in more."""
         ...
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
@@ -86,40 +90,47 @@ def as_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def usage_counts(prompt_tokens: int, completion_tokens: int) -> str:
-    """Return the first members of a usage object."""
-    total = prompt_tokens + completion_tokens
-    return (
-        f'"prompt_tokens":{prompt_tokens},"total_tokens":{total},'
-        f'"completion_tokens":{completion_tokens}'
-    )
+def plain_event(request: GenerationRequest, choice: Choice, before: str, behind: str) -> PlainEvent:
+    """Return what writes the events of a choice's plain tokens.
+
+    Args:
+        request: The request.
+        choice: The choice.
+        before: What stands before a token's text.
+        behind: What stands behind it, up to usage.
+    """
+    if not request.continuous_usage:
+        begin, end = as_bytes(before), as_bytes(f"{behind}}}\n\n")
+        return lambda said, _: begin + said + end
+    begin = as_bytes(before).replace(b"%", b"%%")
+    frame = begin + as_bytes(f"%b{behind}{_usage_member(request, choice)}}}\n\n")
+    prompt_tokens = len(choice.prompt.tokens)
+    return lambda said, emitted: frame % (said, prompt_tokens, prompt_tokens + emitted, emitted)
 
 
 def continuous_usage(request: GenerationRequest, choice: Choice) -> str:
     """Return the usage member of a chunk, if the request asks for one in each."""
     if not request.continuous_usage:
         return ""
-    counts = usage_counts(len(choice.prompt.tokens), choice.emitted)
-    return f',"usage":{{{counts},"completion_tokens_details":null}}'
+    prompt_tokens, emitted = len(choice.prompt.tokens), choice.emitted
+    return _usage_member(request, choice) % (prompt_tokens, prompt_tokens + emitted, emitted)
 
 
 def final_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached: bool) -> str:
     """Return the usage object of the event at the end of a stream."""
-    counts = usage_counts(request.prompt_tokens, completion_tokens(choices))
     details = f',"prompt_tokens_details":{_cached(request)}' if cached else ""
-    return f"{{{counts}{details}}}"
+    if request.reasoning_parser:
+        details += f',"completion_tokens_details":{_reasoning(request, choices)}'
+    return f"{{{_counts(request, choices)}{details}}}"
 
 
 def whole_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached: bool) -> str:
     """Return the usage object of an answer that is not streamed."""
-    counts = usage_counts(request.prompt_tokens, completion_tokens(choices))
-    details = _cached(request) if cached else "null"
-    return f'{{{counts},"prompt_tokens_details":{details},"completion_tokens_details":null}}'
-
-
-def completion_tokens(choices: Sequence[Choice]) -> int:
-    """Return the tokens of all choices."""
-    return sum(choice.emitted for choice in choices)
+    return (
+        f'{{{_counts(request, choices)},"prompt_tokens_details":'
+        f"{_cached(request) if cached else 'null'},"
+        f'"completion_tokens_details":{_reasoning(request, choices)}}}'
+    )
 
 
 def ending(request: GenerationRequest, choice: Choice, head: AnswerHead) -> str:
@@ -151,6 +162,25 @@ def _headers(date: bytes, kind: bytes) -> Headers:
         (b"content-type", kind),
         (b"vary", b"Origin"),
     ]
+
+
+def _usage_member(request: GenerationRequest, choice: Choice) -> str:
+    # The completions API does not set the details, and what is not set does not show in a stream.
+    details = (
+        f',"completion_tokens_details":{_reasoning(request, [choice])}' if request.chat else ""
+    )
+    return f',"usage":{{{_COUNTS}{details}}}'
+
+
+def _counts(request: GenerationRequest, choices: Sequence[Choice]) -> str:
+    emitted = sum(choice.emitted for choice in choices)
+    return _COUNTS % (request.prompt_tokens, request.prompt_tokens + emitted, emitted)
+
+
+def _reasoning(request: GenerationRequest, choices: Sequence[Choice]) -> str:
+    if not request.reasoning_parser:
+        return "null"
+    return f'{{"reasoning_tokens":{sum(choice.reasoning_tokens for choice in choices)}}}'
 
 
 def _cached(request: GenerationRequest) -> str:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.answer import (
     AnswerHead,
+    PlainEvent,
     as_bytes,
     as_json,
     continuous_usage,
     ending,
     final_usage,
+    plain_event,
     quoted,
     said_ids,
     whole_usage,
@@ -38,28 +40,29 @@ class ChatFormat:
             f'"prompt_token_ids":{ids},"prompt_text":null}}\n\n'
         )
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind a plain token's text."""
-        if self._request.continuous_usage or self._request.return_token_ids:
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return what writes the events of plain tokens."""
+        request = self._request
+        if request.return_token_ids:
             return None
         before = f'{self._chunk}{{"index":{choice.index},"delta":{{"content":"'
-        behind = '"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
-        return as_bytes(before), as_bytes(behind)
+        behind = '"},"logprobs":null,"finish_reason":null,"token_ids":null}]'
+        return plain_event(request, choice, before, behind)
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
-        """Return the event of a token; empty while a tool call's head is read."""
+        """Return the event of a token; empty if a parser has nothing to show and nothing else does."""
         request = self._request
         ended = choice.finish_reason is not None
-        if delta.channel is Channel.SILENT and not ended and not request.return_token_ids:
+        if not (delta.text or ended or delta.logprobs or request.return_token_ids):
             return b""
-        logprobs = self._logprobs(() if delta.logprob is None else (delta.logprob,))
+        logprobs = self._logprobs(delta.logprobs)
         reasons = '"finish_reason":null'
         if ended:
             reasons = (
                 f'"finish_reason":"{_finish(choice)}","stop_reason":{as_json(choice.stop_reason)}'
             )
         return as_bytes(
-            f'{self._chunk}{{"index":{choice.index},"delta":{_delta(choice, delta, ended=ended)},'
+            f'{self._chunk}{{"index":{choice.index},"delta":{_delta(choice, delta)},'
             f'"logprobs":{logprobs},{reasons},"token_ids":{said_ids(request, delta.token_ids)}}}]'
             f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
         )
@@ -91,14 +94,16 @@ class ChatFormat:
     def _choice(self, choice: Choice) -> str:
         script = choice.script
         calls = script is not None and choice.calls_tool
-        content = "null" if calls else quoted(choice.said)
+        reasoning = quoted(choice.reasoning) if choice.reasoning else "null"
+        said = choice.said
+        content = "null" if calls or (choice.reasoning and not said) else quoted(said)
         tool_calls = (
             f'"tool_calls":[{_whole_call(script)}],' if script is not None and calls else ""
         )
         return (
             f'{{"index":{choice.index},"message":{{"role":"assistant","content":{content},'
             f'"refusal":null,"annotations":null,"audio":null,"function_call":null,{tool_calls}'
-            f'"reasoning":null}},"logprobs":{self._logprobs(choice.logprobs)},'
+            f'"reasoning":{reasoning}}},"logprobs":{self._logprobs(choice.logprobs)},'
             f'"finish_reason":"{_finish(choice)}","stop_reason":{as_json(choice.stop_reason)},'
             f'"token_ids":{said_ids(self._request, choice.token_ids)},"routed_experts":null}}'
         )
@@ -122,7 +127,9 @@ def _candidate(token: str, logprob: float) -> str:
     return f'"token":{quoted(token)},"logprob":{as_json(logprob)},"bytes":{spelled}'
 
 
-def _delta(choice: Choice, delta: Delta, *, ended: bool) -> str:
+def _delta(choice: Choice, delta: Delta) -> str:
+    if not delta.text:
+        return "{}"
     script = choice.script
     if delta.channel is Channel.NAME and script is not None:
         call = (
@@ -133,9 +140,8 @@ def _delta(choice: Choice, delta: Delta, *, ended: bool) -> str:
     if delta.channel is Channel.ARGUMENTS:
         call = f'{{"index":0,"function":{{"arguments":{quoted(delta.text)}}}}}'
         return f'{{"content":null,"tool_calls":[{call}]}}'
-    if not delta.text and (ended or delta.channel is Channel.SILENT):
-        return "{}"
-    return f'{{"content":{quoted(delta.text)}}}'
+    key = "reasoning" if delta.channel is Channel.REASONING else "content"
+    return f'{{"{key}":{quoted(delta.text)}}}'
 
 
 def _finish(choice: Choice) -> str:

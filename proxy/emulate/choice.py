@@ -1,32 +1,46 @@
 """One choice of an answer: its tokens, and what ends it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS, Sampler, TokenLogprob
-from balanceroute.proxy.emulate.tokens import SAYINGS, tokenise
+from balanceroute.proxy.emulate.tokens import ASSISTANT, SAYINGS, tokenise
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
 
 (EOS_ID,) = tokenise("<|eos|>")
+# A chat begins with fewer tokens of reasoning than this, if a parser reads them.
+_REASONING_BELOW = 16
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one token adds to a choice.
+    """What a token, or several in one event, adds to a choice.
 
     Attributes:
         text: Text that shows now; in a tool call, its name or a part of its arguments.
         channel: Where it shows.
-        token_ids: The token, or none if the choice ended without one.
-        logprob: Log-probabilities, if asked for.
-        offset: Characters of the choice before `text`.
+        token_ids: The tokens, or none if the choice ended without one.
+        logprobs: Log-probabilities of each, if asked for.
+        offset: Characters of the choice before the first of the tokens.
+        late: Whether the server lags, so that this shows with the next token.
     """
 
     text: str = ""
     channel: Channel = Channel.CONTENT
     token_ids: tuple[int, ...] = ()
-    logprob: TokenLogprob | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
     offset: int = 0
+    late: bool = False
+
+    def merged(self, later: "Delta") -> "Delta":
+        """Return this and the next one as one."""
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            offset=self.offset,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +53,12 @@ class Choice:
         max_tokens: Its limit.
         mean_tokens: Mean length of a text that ends by itself.
         eos_first: Whether the first token is to end it, whatever the request says.
+        partial_utf8: Probability that a token's text shows with the next one's.
+        merged_outputs: Probability that a token shows in one event with the next.
         emitted: Tokens so far, the one that ends it included.
         text: What it said, unless it is plain.
+        reasoning: What it thought before.
+        most_reasoning: How many tokens it thinks, if it does not end before.
         finish_reason: "stop" or "length" once it has ended.
         stop_reason: The stop string or token id, or "recomputed"; None for the end of the text.
         script: The tool call that it makes.
@@ -53,8 +71,12 @@ class Choice:
     max_tokens: int
     mean_tokens: float
     eos_first: bool = False
+    partial_utf8: float = 0.0
+    merged_outputs: float = 0.0
     emitted: int = 0
     text: str = ""
+    reasoning: str = ""
+    most_reasoning: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     script: ToolScript | None = None
@@ -74,6 +96,11 @@ class Choice:
         self.plain = self.script is None and not (
             request.stop or request.stop_token_ids or request.logprobs
         )
+        # Only from the beginning of a turn, and in answers that nothing cuts or describes.
+        if self.plain and request.reasoning_parser and self.prompt.said.endswith(ASSISTANT):
+            self.most_reasoning = self.prompt.digest[0] % _REASONING_BELOW
+        if self.most_reasoning or self.partial_utf8 or self.merged_outputs:
+            self.plain = False
         self._held_back = max(map(len, request.stop), default=1) - 1
         if request.include_stop:
             self._held_back = 0
@@ -82,6 +109,11 @@ class Choice:
     def kv_tokens(self) -> int:
         """Tokens in the KV cache."""
         return len(self.prompt.tokens) + self.emitted
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens that a reasoning parser read."""
+        return min(self.emitted, self.most_reasoning)
 
     @property
     def said(self) -> str:
@@ -126,28 +158,35 @@ class Choice:
             self.sampler.force(EOS_ID)
             self.finish_reason = "stop"
             self.token_ids.append(EOS_ID)
-            return Delta("", Channel.SILENT, (EOS_ID,), self._logprob(""))
+            return Delta("", Channel.SILENT, (EOS_ID,), self._logprobs(""))
         piece = script.pieces[self.emitted - 1]
         self.sampler.force(piece.token)
         self.text += piece.said
         self.token_ids.append(piece.token)
         if self.emitted >= self.max_tokens:
             self.finish_reason = "length"
-        return Delta(piece.shown, piece.channel, (piece.token,), self._logprob(piece.said))
+        return Delta(piece.shown, piece.channel, (piece.token,), self._logprobs(piece.said))
 
     def _say(self, token: int) -> Delta:
-        offset = self._shown
+        offset = len(self.text)
         said = "" if token == EOS else SAYINGS[token]
-        logprob = self._logprob(said)
+        if self.emitted <= self.most_reasoning:
+            self.reasoning += said
+            return Delta(said, Channel.REASONING, (self.token_ids[-1],))
+        logprobs = self._logprobs(said)
         if token in self.request.stop_token_ids and self.emitted > self.request.min_tokens:
             self.finish_reason, self.stop_reason = "stop", token
             said = said if self.request.include_stop else ""
         self.text += said
         if said and self.request.stop and self.emitted > self.request.min_tokens:
             self._look_for_stop(len(said))
-        held_back = self._held_back if self.finish_reason is None else 0
-        shown = self._release(held_back)
-        return Delta(shown, Channel.CONTENT, (self.token_ids[-1],), logprob, offset)
+        ids = (self.token_ids[-1],)
+        if self.finish_reason is not None:
+            return Delta(self._release(0), Channel.CONTENT, ids, logprobs, offset)
+        partial = self.sampler.happens(self.partial_utf8, word=2)
+        late = self.sampler.happens(self.merged_outputs, word=3)
+        shown = "" if partial else self._release(self._held_back)
+        return Delta(shown, Channel.CONTENT, ids, logprobs, offset, late)
 
     def _look_for_stop(self, added: int) -> None:
         """Cut the text at the first stop string that the last `added` characters complete."""
@@ -163,9 +202,9 @@ class Choice:
         shown, self._shown = self.text[self._shown : end], end
         return shown
 
-    def _logprob(self, said: str) -> TokenLogprob | None:
+    def _logprobs(self, said: str) -> tuple[TokenLogprob, ...]:
         if not self.request.logprobs:
-            return None
+            return ()
         logprob = self.sampler.logprob(said, self.request.logprobs)
         self.logprobs.append(logprob)
-        return logprob
+        return (logprob,)

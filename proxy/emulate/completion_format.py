@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.answer import (
     AnswerHead,
+    PlainEvent,
     as_bytes,
     as_json,
     continuous_usage,
     ending,
     final_usage,
+    plain_event,
     quoted,
     said_ids,
     whole_usage,
@@ -32,27 +34,27 @@ class CompletionFormat:
         del choice
         return b""
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind a plain token's text."""
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return what writes the events of plain tokens."""
         request = self._request
-        if request.continuous_usage or request.return_token_ids or request.echo:
+        if request.return_token_ids or request.echo:
             return None
         before = f'{self._chunk}{{"index":{choice.index},"text":"'
         behind = (
             '","logprobs":null,"finish_reason":null,"stop_reason":null,'
-            '"prompt_token_ids":null,"token_ids":null}]}\n\n'
+            '"prompt_token_ids":null,"token_ids":null}]'
         )
-        return as_bytes(before), as_bytes(behind)
+        return plain_event(request, choice, before, behind)
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
         """Return the event of a token."""
         request = self._request
         # Not in the event of a choice that is handed back behind its first token.
-        first = choice.emitted <= 1 and bool(delta.token_ids)
+        first = 0 < len(delta.token_ids) == choice.emitted
         echo = request.echo and first
         text = self._echoed(choice.prompt) + delta.text if echo else delta.text
-        said = () if delta.logprob is None else (delta.logprob,)
-        logprobs = self._logprobs(said, offset=delta.offset, echo=choice.prompt if echo else None)
+        echoed = choice.prompt if echo else None
+        logprobs = self._logprobs(delta.logprobs, offset=delta.offset, echo=echoed)
         reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         prompt_ids = as_json(choice.prompt.tokens) if request.return_token_ids and first else "null"
         return as_bytes(

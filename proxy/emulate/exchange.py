@@ -27,18 +27,19 @@ class TokenSequence:
         choice: Its tokens.
         on_end: Called once it has said its last token, before that is written.
         on_drop: Called if the batch's KV cache had no room for it.
+        late: What shows with the next token.
     """
 
-    __slots__ = ("_after", "_before", "_exchange", "_fast", "choice", "on_drop", "on_end")
+    __slots__ = ("_event", "_exchange", "choice", "late", "on_drop", "on_end")
 
     def __init__(self, exchange: "Exchange", choice: Choice) -> None:
         self.choice = choice
         self.on_end: Callable[[TokenSequence], None] | None = None
         self.on_drop: Callable[[TokenSequence], None] | None = None
+        self.late: Delta | None = None
         self._exchange = exchange
-        frame = exchange.format.plain(choice) if choice.plain else None
-        self._fast = frame is not None and not exchange.faults.by_token
-        self._before, self._after = frame or (b"", b"")
+        fast = choice.plain and not exchange.faults.by_token
+        self._event = exchange.format.plain(choice) if fast else None
 
     @property
     def kv_tokens(self) -> int:
@@ -53,12 +54,13 @@ class TokenSequence:
     def advance(self) -> bool:
         """Say the next token; return whether it was the last."""
         choice, exchange = self.choice, self._exchange
-        if not self._fast or not exchange.opened:
+        event = self._event
+        if event is None or not exchange.opened:
             return exchange.advance(self)
         token = choice.next_token()
         if choice.finish_reason is None:
             if exchange.streams:
-                exchange.write(self._before + SAYINGS_JSON[token] + self._after)
+                exchange.write(event(SAYINGS_JSON[token], choice.emitted))
             return False
         said = "" if token == EOS else SAYINGS[token]
         exchange.say(self, Delta(said, token_ids=(choice.token_ids[-1],)))
@@ -147,10 +149,14 @@ class Exchange:
         return self._fail_by_token(sequence) or sequence.choice.finish_reason is not None
 
     def say(self, sequence: TokenSequence, delta: Delta) -> None:
-        """Write a token, and end the answer if it was the last of all."""
+        """Write a token, unless it comes late, and end the answer if it was the last of all."""
         choice = sequence.choice
         if self.streams:
-            self.write(self.format.event(choice, delta))
+            if sequence.late is not None:
+                delta = sequence.late.merged(delta)
+            sequence.late = delta if delta.late else None
+            if not delta.late:
+                self.write(self.format.event(choice, delta))
         if choice.finish_reason is not None:
             self._end(sequence)
 

@@ -133,6 +133,8 @@ class Generation:
                 wanted.max_tokens[number],
                 settings.mean_output_tokens,
                 eos_first=eos_first,
+                partial_utf8=settings.partial_utf8,
+                merged_outputs=settings.merged_outputs,
             )
             for number, prompt in enumerate(wanted.prompts)
             for i in range(wanted.n)

@@ -99,6 +99,7 @@ class GenerationRequest:
         tool_choice: "none", "auto", "required" or "named".
         tool_name: The function that was named.
         kv: `kv_transfer_params`, or None.
+        reasoning_parser: Whether a reasoning parser reads the answer.
     """
 
     chat: bool
@@ -123,6 +124,7 @@ class GenerationRequest:
     tool_choice: str
     tool_name: str | None
     kv: Mapping[str, Any] | None
+    reasoning_parser: bool
 
     @property
     def prompt_tokens(self) -> int:
@@ -218,6 +220,7 @@ def read_generation(
         tool_choice=tool_choice,
         tool_name=tool_name,
         kv=values.get("kv_transfer_params"),
+        reasoning_parser=chat and settings.reasoning_parser,
     )
 
 

@@ -81,6 +81,10 @@ class Sampler:
         self.draw = int.from_bytes(self._state.copy().digest(), "little")
         self._state.update(token.to_bytes(8, "little"))
 
+    def happens(self, probability: float, *, word: int) -> bool:
+        """Return whether something happens to the last token, by one of the draw's four words."""
+        return (self.draw >> 32 * word) & _MASK < probability * 2**32
+
     def logprob(self, said: str, candidates: int) -> TokenLogprob:
         """Return the log-probability of the last token, with those of `candidates` - 1 others."""
         draw = self.draw

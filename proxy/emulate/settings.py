@@ -61,6 +61,12 @@ class EmulationSettings:
         max_model_len: Prompt and output tokens that a request may have together.
         mean_output_tokens: Mean length of an answer that ends by itself.
         prompt_tokens_details: Tell `cached_tokens` in usage (`--enable-prompt-tokens-details`).
+        reasoning_parser: Chats begin with reasoning, and usage tells `reasoning_tokens`
+            (`--reasoning-parser`).
+        partial_utf8: Probability that a token ends within a character, so that its text shows with
+            the next one's. The text decides which, the same everywhere; likewise of the following.
+        merged_outputs: Probability that the API server lags behind the engine, so that a token shows
+            in one event with the next.
         keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
 
     Raises:
@@ -88,6 +94,9 @@ class EmulationSettings:
     max_model_len: int = 131_072
     mean_output_tokens: float = 256.0
     prompt_tokens_details: bool = False
+    reasoning_parser: bool = False
+    partial_utf8: float = 0.0
+    merged_outputs: float = 0.0
     keep_alive_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -108,6 +117,8 @@ class EmulationSettings:
             ("time_scale", 1e-3, 1e6),
             ("max_model_len", 2, 10**9),
             ("mean_output_tokens", 1, inf),
+            ("partial_utf8", 0, 1),
+            ("merged_outputs", 0, 1),
             ("keep_alive_s", 1e-3, 1e9),
         ):
             value = getattr(self, name)

@@ -23,6 +23,8 @@ import numpy as np
 
 VOCABULARY_SIZE = 16_384
 EOS_WORD = "<|eos|>"
+# Opens the assistant's turn.
+ASSISTANT = "<|assistant|>"
 CHAT_TOKENS = 2
 MESSAGE_TOKENS = 2
 _REMEMBERED_WORDS = 1 << 18
@@ -145,7 +147,7 @@ def render_chat(
     if continue_final_message:
         parts.pop()
     elif add_generation_prompt:
-        parts.append("<|assistant|>")
+        parts.append(ASSISTANT)
     return " ".join(parts)
 
 

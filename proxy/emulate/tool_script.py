@@ -25,6 +25,7 @@ class Channel(Enum):
     """Where in an answer a token's text belongs."""
 
     CONTENT = "content"
+    REASONING = "reasoning"  # Read by the reasoning parser.
     SILENT = "silent"  # Read by the tool parser.
     NAME = "name"
     ARGUMENTS = "arguments"

@@ -104,7 +104,7 @@ def a_client_gets_another_ones_answer(patch: Patch) -> None:
     patch.setattr(ClientAnswer, "send", swapped)
 
 
-@bug("it ended too soon (complete)", seed=7)
+@bug("it ended too soon (complete)", seed=58)
 def a_short_stream_ends_as_if_it_were_whole(patch: Patch) -> None:
     on_end = StreamLeg.on_end
 
@@ -146,7 +146,7 @@ def a_stream_that_failed_ends_in_good_order(patch: Patch) -> None:
     patch.setattr(ClientAnswer, "fail", end)
 
 
-@bug("was sent to decode with a lease that had ended", seed=17)
+@bug("was sent to decode with a lease that had ended", seed=7)
 def a_lease_never_lapses(patch: Patch) -> None:
     patch.setattr(Pool, "lapsed", lambda *_: list[RequestId]())
 

@@ -56,7 +56,8 @@ def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch)
         "--prefill-base-ms 1.5 --prefill-us-per-token 4 --transfer-base-ms 2.5 "
         "--transfer-us-per-token 0.25 --kv-capacity 9000 --prefill-kv-capacity 8000 --lease-s 9 "
         "--connector mooncake-ascend --dp-mode header --preemption stop --time-scale 2 --model m "
-        "--max-model-len 4096 --mean-output 33 --prompt-tokens-details --port 0"
+        "--max-model-len 4096 --mean-output 33 --prompt-tokens-details --reasoning-parser "
+        "--partial-utf8 0.1 --merged-outputs 0.2 --port 0"
     )
     assert main(command.split()) == 2
     assert given == [
@@ -81,6 +82,9 @@ def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch)
             max_model_len=4_096,
             mean_output_tokens=33.0,
             prompt_tokens_details=True,
+            reasoning_parser=True,
+            partial_utf8=0.1,
+            merged_outputs=0.2,
         )
     ]
 

@@ -35,7 +35,7 @@ def chunk(text: str = "a", finish: str | None = None, **more: Any) -> bytes:
     return event(object="text_completion", choices=[choice], **more)
 
 
-def usage(tokens: int, **more: object) -> dict[str, object]:
+def usage(tokens: int, **more: object) -> dict[str, Any]:
     return {
         "usage": {"prompt_tokens": 9, "total_tokens": 9 + tokens, "completion_tokens": tokens}
         | more
@@ -153,7 +153,7 @@ def test_an_event_without_a_count_is_one_token() -> None:
     ids=str,
 )
 def test_an_engine_that_counts_backwards_or_to_the_skies_is_not_believed(
-    told: dict[str, object],
+    told: dict[str, Any],
 ) -> None:
     client = Client(counts=counts()).answer(chunk(**usage(5)))
     assert client.leg.tokens == 5
