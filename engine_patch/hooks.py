@@ -14,6 +14,10 @@ from vLLM's and leave `_process_engine_step` and `execute_dummy_batch` alone.
 
 A batch is paired with its result by the identity of the SchedulerOutput: with asynchronous
 scheduling the next batch is made before the result of the last one is there.
+
+What runs at every step is flat and looks little up. The engine calls it once in milliseconds, with
+the processor's caches full of other things: there each further call or object costs a microsecond.
+`scripts/bench_step_trace.py --engine` measures it.
 """
 
 import atexit
@@ -27,7 +31,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from balanceroute.engine_patch.identity import identity
 from balanceroute.engine_patch.records import DUMMY, RECORD, SUFFIX, UNKNOWN, header_line
@@ -42,19 +46,6 @@ _MAX_PENDING = 64
 
 class UnsupportedEngineError(Exception):
     """This engine lacks something that the hooks need."""
-
-
-class _Batch(NamedTuple):
-    output: Any  # Kept alive until its result is there, so that its identity stays its own.
-    step: int
-    start_ns: int
-    kv_tokens: int
-    running: int
-    size: int
-    scheduled_tokens: int
-    prefill_tokens: int
-    wave: int
-    wave_step: int
 
 
 def install(engine_class: Any, folder: Path, *, clock: Callable[[], int] = time.time_ns) -> None:
@@ -121,7 +112,10 @@ class StepTrace:
             message = f"update_from_output takes {parameters}, not a scheduler_output first"
             raise UnsupportedEngineError(message)
         self._in_barrier = hasattr(engine, "current_wave") and hasattr(engine, "step_counter")
-        self._pending: deque[_Batch] = deque(maxlen=_MAX_PENDING)
+        # A SchedulerOutput, kept alive until its result is there so that its identity stays its own;
+        # and its record, before and after the time of its end.
+        self._pending: deque[tuple[Any, tuple[int, int], tuple[int, ...]]]
+        self._pending = deque(maxlen=_MAX_PENDING)
         self._steps = 0
         self._on = True
         self._hooks: list[tuple[Any, str, Any]] = []
@@ -168,37 +162,54 @@ class StepTrace:
         self._hooks.append((holder, name, hook))
 
     def _schedule(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        clock, scheduled = self._clock, self._scheduled
+
         def schedule(*args: Any, **kwargs: Any) -> Any:
-            start_ns = self._clock()
+            start_ns = clock()
             output = inner(*args, **kwargs)
-            self._guard(self._scheduled, output, start_ns)
+            if self._on:
+                try:
+                    scheduled(output, start_ns)
+                except Exception as error:
+                    self.disable(error)
             return output
 
         return schedule
 
     def _update(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        assert self._writer is not None
+        clock, pending, pack, add = self._clock, self._pending, RECORD.pack, self._writer.add
+
         def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             result = inner(scheduler_output, *args, **kwargs)
-            self._guard(self._updated, scheduler_output)
+            if self._on:
+                try:
+                    end_ns = clock()
+                    for place, (output, before, after) in enumerate(pending):
+                        if output is scheduler_output:
+                            del pending[place]
+                            add(pack(*before, end_ns, *after))
+                            break
+                except Exception as error:
+                    self.disable(error)
             return result
 
         return update_from_output
 
     def _dummy(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        clock, idled = self._clock, self._idled
+
         def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
-            start_ns = self._clock()
+            start_ns = clock()
             result = inner(*args, **kwargs)
-            self._guard(self._idled, start_ns)
+            if self._on:
+                try:
+                    idled(start_ns, clock())
+                except Exception as error:
+                    self.disable(error)
             return result
 
         return execute_dummy_batch
-
-    def _guard(self, record: Callable[..., None], *args: Any) -> None:
-        if self._on:
-            try:
-                record(*args)
-            except Exception as error:
-                self.disable(error)
 
     # What they record.
 
@@ -207,70 +218,35 @@ class StepTrace:
         if not tokens:
             return
         batch = output.num_scheduled_tokens
+        size = len(batch)
         # Both hold the tokens computed before this step. Summing lists that are there anyway costs
         # a tenth of asking every request.
         kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
         for new in output.scheduled_new_reqs:
             kv_tokens += new.num_computed_tokens
         prefill_tokens = 0
-        if tokens != len(batch):
+        if tokens != size:
             drafts = output.scheduled_spec_decode_tokens
             for request, number in batch.items():
                 if number > 1 and number > 1 + len(drafts.get(request, ())):
                     prefill_tokens += number
-        wave, wave_step = self._place()
-        self._pending.append(
-            _Batch(
-                output,
-                self._steps,
-                start_ns,
-                kv_tokens,
-                len(self._scheduler.running),
-                len(batch),
-                tokens,
-                prefill_tokens,
-                wave,
-                wave_step,
-            )
-        )
-        self._steps += 1
-
-    def _updated(self, output: Any) -> None:
-        end_ns = self._clock()
-        for place, batch in enumerate(self._pending):
-            if batch.output is output:
-                del self._pending[place]
-                self._add(batch, end_ns)
-                return
-
-    def _idled(self, start_ns: int) -> None:
-        wave, wave_step = self._place()
+        wave = wave_step = UNKNOWN
+        if self._in_barrier:
+            wave, wave_step = self._engine.current_wave, self._engine.step_counter
+        step, self._steps = self._steps, self._steps + 1
         running = len(self._scheduler.running)
-        batch = _Batch(None, self._steps, start_ns, 0, running, 0, 0, 0, wave, wave_step)
-        self._steps += 1
-        self._add(batch, self._clock(), flags=DUMMY)
+        after = (kv_tokens, running, size, tokens, prefill_tokens, wave, wave_step, 0)
+        self._pending.append((output, (step, start_ns), after))
 
-    def _place(self) -> tuple[int, int]:
-        if not self._in_barrier:
-            return UNKNOWN, UNKNOWN
-        return self._engine.current_wave, self._engine.step_counter
-
-    def _add(self, batch: _Batch, end_ns: int, *, flags: int = 0) -> None:
+    def _idled(self, start_ns: int, end_ns: int) -> None:
         assert self._writer is not None
+        wave = wave_step = UNKNOWN
+        if self._in_barrier:
+            wave, wave_step = self._engine.current_wave, self._engine.step_counter
+        step, self._steps = self._steps, self._steps + 1
+        running = len(self._scheduler.running)
         self._writer.add(
-            RECORD.pack(
-                batch.step,
-                batch.start_ns,
-                end_ns,
-                batch.kv_tokens,
-                batch.running,
-                batch.size,
-                batch.scheduled_tokens,
-                batch.prefill_tokens,
-                batch.wave,
-                batch.wave_step,
-                flags,
-            )
+            RECORD.pack(step, start_ns, end_ns, 0, running, 0, 0, 0, wave, wave_step, DUMMY)
         )
 
 
