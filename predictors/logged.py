@@ -5,9 +5,7 @@ was told while the proxy served: the prompt's length as the engine counted it, o
 if no engine did; the limit; the keys.
 """
 
-import gzip
 import re
-import zlib
 from decimal import Decimal
 from os import PathLike
 from pathlib import Path
@@ -23,8 +21,8 @@ from balanceroute.traces.fields import (
     tokens_from_json,
 )
 from balanceroute.traces.json_lines import decode_object, required
+from balanceroute.traces.text_lines import text_lines
 
-_GZIP_MAGIC = b"\x1f\x8b"
 _KEY = re.compile(r"[0-9a-f]{16}")
 # The process log may go to the same place; each of its lines has these.
 _OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})
@@ -44,34 +42,17 @@ def read_log(path: str | PathLike[str]) -> list[PastRequest]:
         TraceError: The file cannot be read, a line is malformed, or no request is left.
     """
     path = Path(path)
-    number = 0
-    requests: list[PastRequest] = []
-    try:
-        with path.open("rb") as file:
-            # peek, not seek: a log may come through a pipe.
-            compressed = file.peek(2).startswith(_GZIP_MAGIC)
-            lines = gzip.GzipFile(fileobj=file) if compressed else file
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - for the errors.
-                request = _request(line)
-                if request is not None:
-                    requests.append(request)
-    except UnicodeDecodeError as error:
-        reason = f"not valid UTF-8: byte 0x{error.object[error.start]:02x}"
-        raise TraceError(path, number, reason) from error
-    except MalformedLineError as error:
-        raise TraceError(path, number, str(error)) from error
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(path, number, reason) from error
+    with text_lines(path) as lines:
+        requests = [request for line in lines if (request := _request(line)) is not None]
     if not requests:
         raise TraceError(path, 0, "the log holds no request that ended by itself")
     requests.sort(key=lambda request: request.arrival_s)
     return requests
 
 
-def _request(line: bytes) -> PastRequest | None:
+def _request(line: str) -> PastRequest | None:
     """Return the request of a line, None if there is nothing to learn from it."""
-    entry = decode_object(line.decode())
+    entry = decode_object(line)
     if "arrival_s" not in entry and entry.keys() >= _OF_THE_PROCESS:
         return None
     outcome = required(entry, "outcome")

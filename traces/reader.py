@@ -5,13 +5,10 @@ Rules:
   first bytes say so, whatever its name.
 - Nothing is guessed and nothing skipped: the first malformed line ends the reading with a
   `TraceError` that names file, line and reason. Only blank lines at the end are let pass.
-- Formats raise `MalformedLineError`; this file alone turns it into a `TraceError`.
+- Formats raise `MalformedLineError`; `text_lines` turns it into a `TraceError`.
 """
 
-import gzip
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -20,8 +17,7 @@ from typing import Protocol
 from balanceroute.traces import azure, burstgpt, mooncake, native
 from balanceroute.traces.fields import MalformedLineError, shown
 from balanceroute.traces.record import TraceError, TraceRequest
-
-_GZIP_MAGIC = b"\x1f\x8b"
+from balanceroute.traces.text_lines import text_lines
 
 
 class _Format(Protocol):
@@ -61,9 +57,10 @@ def read_trace(
         raise TraceError(
             Path(path), 0, f"unknown format {format!r}: expected auto, {', '.join(FORMATS)}"
         )
-    with _opened(Path(path)) as (first_line, following):
+    with text_lines(Path(path)) as lines:
+        first_line = _first(Path(path), lines)
         name = _recognised(first_line) if format == "auto" else format
-        requests = list(_FORMATS[name].parse(chain((first_line,), following)))
+        requests = list(_FORMATS[name].parse(chain((first_line,), lines)))
         if not requests:
             raise MalformedLineError("the trace holds no request")
     requests.sort(key=lambda request: request.arrival_ns)
@@ -88,8 +85,15 @@ def detect_format(path: str | PathLike[str]) -> str:
     Raises:
         TraceError: The file cannot be read, or its format is unknown.
     """
-    with _opened(Path(path)) as (first_line, _):
-        return _recognised(first_line)
+    with text_lines(Path(path)) as lines:
+        return _recognised(_first(Path(path), lines))
+
+
+def _first(path: Path, lines: Iterator[str]) -> str:
+    first_line = next(lines, None)
+    if first_line is None:
+        raise TraceError(path, 0, "the file is empty")
+    return first_line
 
 
 def _recognised(first_line: str) -> str:
@@ -97,48 +101,3 @@ def _recognised(first_line: str) -> str:
         if candidate.recognises(first_line):
             return name
     raise MalformedLineError(f"unknown trace format: the file begins with {shown(first_line)}")
-
-
-class _LineSource:
-    """The lines of a file, without their ends, and the number of the line last read."""
-
-    def __init__(self) -> None:
-        self.line_number = 0
-
-    def lines(self, stream: Iterable[bytes]) -> Iterator[str]:
-        first_blank = 0
-        for number, encoded in enumerate(stream, start=1):
-            self.line_number = number
-            try:
-                line = encoded.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise MalformedLineError(
-                    f"not valid UTF-8: byte 0x{error.object[error.start]:02x}"
-                ) from error
-            if not line.strip():
-                first_blank = first_blank or number
-                continue
-            if first_blank:
-                self.line_number = first_blank
-                raise MalformedLineError("blank line before the end of the trace")
-            yield line
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[str, Iterator[str]]]:
-    """Open a trace as its first line and an iterator of the others; map every fault to TraceError."""
-    source = _LineSource()
-    try:
-        with path.open("rb") as file:
-            # peek, not seek: a trace may come through a pipe.
-            compressed = file.peek(2).startswith(_GZIP_MAGIC)
-            lines = source.lines(gzip.GzipFile(fileobj=file) if compressed else file)
-            first_line = next(lines, None)
-            if first_line is None:
-                raise TraceError(path, 0, "the file is empty")
-            yield first_line, lines
-    except MalformedLineError as error:
-        raise TraceError(path, source.line_number, str(error)) from error
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(path, source.line_number, reason) from error

@@ -117,7 +117,7 @@ def test_the_process_log_in_between_is_passed_over(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         (b"listening on http://127.0.0.1:8000\n", "not valid JSON"),
-        (b"\n", "not valid JSON"),
+        (b"\n" + line_of(RECORD), "blank line before the end"),
         (b"[1]\n", "not a JSON object"),
         (line_of(RECORD)[:-20], "not valid JSON"),
         (b"\xff\n", "not valid UTF-8: byte 0xff"),

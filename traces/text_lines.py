@@ -1,0 +1,59 @@
+"""The lines of a text file that somebody else wrote: UTF-8, through gzip or not, every fault with its place."""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from balanceroute.traces.fields import MalformedLineError
+from balanceroute.traces.record import TraceError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@contextmanager
+def text_lines(path: Path) -> Iterator[Iterator[str]]:
+    """Open a file as an iterator of its lines, without their ends and without blank lines at its end.
+
+    Within the context a `MalformedLineError` is turned into a `TraceError` that names file and line.
+
+    Raises:
+        TraceError: The file cannot be read, is not UTF-8, or has a blank line before its end.
+    """
+    source = _LineSource()
+    try:
+        with path.open("rb") as file:
+            # peek, not seek: it may come through a pipe.
+            compressed = file.peek(2).startswith(_GZIP_MAGIC)
+            yield source.lines(gzip.GzipFile(fileobj=file) if compressed else file)
+    except MalformedLineError as error:
+        raise TraceError(path, source.line_number, str(error)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(path, source.line_number, reason) from error
+
+
+class _LineSource:
+    """The lines, and the number of the line last read."""
+
+    def __init__(self) -> None:
+        self.line_number = 0
+
+    def lines(self, stream: Iterable[bytes]) -> Iterator[str]:
+        first_blank = 0
+        for number, encoded in enumerate(stream, start=1):
+            self.line_number = number
+            try:
+                line = encoded.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise MalformedLineError(
+                    f"not valid UTF-8: byte 0x{error.object[error.start]:02x}"
+                ) from error
+            if not line.strip():
+                first_blank = first_blank or number
+                continue
+            if first_blank:
+                self.line_number = first_blank
+                raise MalformedLineError("blank line before the end of the file")
+            yield line
