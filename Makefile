@@ -32,7 +32,7 @@ types: $(INSTALLED) ## mypy --strict
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest
 
-test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (downloads 6 GB once, half an hour)
+test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minutes, and 6 GB once)
 	@$(BIN)/python scripts/check_engines
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo

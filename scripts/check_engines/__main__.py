@@ -40,45 +40,44 @@ CONNECTORS = ("nixl", "mooncake", "nixl-dp")
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
     """Return how to start a connector's engines, and the proxy's flags for them."""
     trace = {"BALANCEROUTE_STEP_TRACE": str(steps)}
+    flags = ["--lease-s", str(LEASE_S)]
     if connector == "mooncake":
-        bootstrap = free_port()
+        bootstrap = str(free_port())
         common = {
             "BALANCEROUTE_CPU_SHIM": "mooncake",
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
         }
-        roles = [
-            (
-                "prefill-0",
-                "kv_producer",
-                common | {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)},
-            ),
-            ("decode-0", "kv_consumer", common | trace),
-            ("decode-1", "kv_consumer", common | trace),
-        ]
-        flags = ["--bootstrap", f"http://127.0.0.1:{bootstrap}", "--lease-s", str(LEASE_S)]
+        own = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": bootstrap}
+        prefiller = Order(
+            "prefill-0", "tiny-dense", _json(_MOONCAKE, "kv_producer"), (), common | own
+        )
+        decoder = _json(_MOONCAKE, "kv_consumer")
         return [
-            Order(name, "tiny-dense", _json(_MOONCAKE, role), environment=environment)
-            for name, role, environment in roles
-        ], flags
-    model, decoders, shim = "tiny-dense", 2, {"BALANCEROUTE_CPU_SHIM": "nixl"}
-    parallel: tuple[str, ...] = ()
+            prefiller,
+            *(Order(f"decode-{i}", "tiny-dense", decoder, (), common | trace) for i in range(2)),
+        ], [*flags, "--bootstrap", f"http://127.0.0.1:{bootstrap}"]
+    model, shim = "tiny-dense", "nixl,fork"
+    prefill: list[str] = []
+    decode: list[list[str]] = [[], []]
     if connector == "nixl-dp":
-        model, decoders, shim = "tiny-moe", 1, {"BALANCEROUTE_CPU_SHIM": "moe-dp,nixl"}
-        parallel = ("--data-parallel-size=2", "--api-server-count=1")
-    result = [
-        Order(
-            "prefill-0",
-            model,
-            _json(_NIXL, "kv_producer"),
-            environment=shim | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-        )
-    ]
-    for i in range(decoders):
-        environment = shim | trace | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-        result.append(
-            Order(f"decode-{i}", model, _json(_NIXL, "kv_consumer"), parallel, environment)
-        )
-    return result, ["--lease-s", str(LEASE_S)]
+        model, shim = "tiny-moe", "moe-dp,nixl,fork"
+        group = ["--data-parallel-size=2", f"--data-parallel-rpc-port={free_port()}"]
+        prefill = ["--data-parallel-size=2", "--api-server-count=1"]
+        decode = [
+            [*group, "--data-parallel-address=127.0.0.1", f"--data-parallel-rank={rank}"]
+            for rank in range(2)
+        ]
+
+    def order(name: str, role: str, parallel: list[str], **environment: str) -> Order:
+        # A data-parallel rank adds its number to the port.
+        side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(2))}
+        common = {"BALANCEROUTE_CPU_SHIM": shim}
+        return Order(name, model, _json(_NIXL, role), parallel, common | side | environment)
+
+    return [
+        order("prefill-0", "kv_producer", prefill),
+        *(order(f"decode-{i}", "kv_consumer", decode[i], **trace) for i in range(2)),
+    ], flags
 
 
 def _json(connector: Mapping[str, object], role: str) -> str:
@@ -104,10 +103,12 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
                 title = name.removeprefix("check_").replace("_", " ")
                 if only and not any(word in title for word in only):
                     continue
+                begin_s = time.monotonic()
                 try:
-                    yield title, group.run(name), None
+                    seen, wrong = group.run(name), None
                 except Exception as error:
-                    yield title, "", f"{type(error).__name__}: {error}"
+                    seen, wrong = "", f"{type(error).__name__}: {error}"
+                yield title, f"{seen}, {time.monotonic() - begin_s:.0f} s", wrong
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-import httpx
+from client import CLIENT
 
 # Of log-probabilities: the same sums in another order.
 _CLOSE = 2e-3
@@ -16,7 +16,7 @@ def ask(url: str, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) 
     Raises:
         AssertionError: The answer is an error, or a stream that does not end as it should.
     """
-    answer = httpx.post(f"{url}{path}", json=body, timeout=timeout_s)
+    answer = CLIENT.post(f"{url}{path}", json=body, timeout=timeout_s)
     assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
     if not body.get("stream"):
         return answer.json()

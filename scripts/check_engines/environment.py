@@ -46,8 +46,7 @@ def prepare() -> None:
         (folder / "METADATA").write_text(_METADATA)
         done.write_text(pinned)
     # The step trace under test, and what the connectors lack on a CPU; neither asks for packages.
-    _uv("install", "-q", "--no-deps", "-e", ROOT)
-    _uv("install", "-q", "--no-deps", "--reinstall", HERE / "cpu_shim")
+    _uv("install", "-q", "--no-deps", "-e", ROOT, "-e", HERE / "cpu_shim")
     if not (MODELS / "complete").exists():
         print(f"making the models in {MODELS}", flush=True)
         _run(python, HERE / "make_models.py", MODELS)

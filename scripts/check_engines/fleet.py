@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+from client import CLIENT
 from engines import Engine
 
 _READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
@@ -27,7 +27,7 @@ class Proxy:
 
     def state(self) -> dict[str, object]:
         """Return /admin/state."""
-        state: dict[str, object] = httpx.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
+        state: dict[str, object] = CLIENT.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
         return state
 
 
@@ -52,18 +52,21 @@ class Fleet:
     steps: Path
 
     @contextmanager
-    def proxy(self, name: str, *flags: str, decode: Sequence[str] = ()) -> Iterator[Proxy]:
+    def proxy(
+        self, name: str, *flags: str, prefill: Sequence[str] = (), decode: Sequence[str] = ()
+    ) -> Iterator[Proxy]:
         """Run a proxy.
 
         Args:
             name: Of its log.
             flags: Further ones of `balanceroute serve`.
+            prefill: The prefillers; none for all prefill engines.
             decode: The ranks; none for all decode engines.
         """
         log = self.folder / f"{name}.jsonl"
         command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port=0"]
         command += ["--admin-port=0", f"--log={log}", f"--connector={self.connector}"]
-        command += ["--prefill", *(engine.url for engine in self.prefillers)]
+        command += ["--prefill", *(prefill or [engine.url for engine in self.prefillers])]
         command += ["--decode", *(decode or [engine.url for engine in self.decoders])]
         command += ["--batch", "16", *self.flags, *flags]  # The last word counts.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
@@ -80,7 +83,9 @@ class Fleet:
             process.stdout.close()
 
 
-def until(happened: Callable[[], bool], what: str, *, limit_s: float = 60.0) -> float:
+def until(
+    happened: Callable[[], bool], what: str, *, limit_s: float = 60.0, step_s: float = 0.1
+) -> float:
     """Wait for something; return how long it took, in seconds.
 
     Raises:
@@ -89,5 +94,5 @@ def until(happened: Callable[[], bool], what: str, *, limit_s: float = 60.0) -> 
     begin_s = time.monotonic()
     while not happened():
         assert time.monotonic() < begin_s + limit_s, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.1)
+        time.sleep(step_s)
     return time.monotonic() - begin_s

@@ -7,19 +7,24 @@ what a decode rank answers rests on what it pulled.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 from answers import ask, assert_equal, essence
-from engines import Engine
+from client import CLIENT
+from engines import BLOCK_TOKENS, Engine
 from fleet import Fleet, Proxy, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 # Tokens of a stream that is to last, near the end of the context.
 _LONG = 1900
+# A prompt of token ids that ends where a block of the KV cache does.
+_FULL_BLOCKS = list(range(300, 300 + 2 * BLOCK_TOKENS))
+_SUCCESSES = "vllm:request_success_total"
+_LATE_PULLS = "vllm:nixl_num_notifications_after_expiry_total"
 _SOURCE = "vllm:prompt_tokens_by_source_total"
 _TOOL = {
     "type": "function",
@@ -116,9 +121,9 @@ class Checks:
                 (completion("a", temperature=-1), 400),
                 (completion("a", model="other"), 404),
             ):
-                ours = httpx.post(f"{proxy.url}{path}", json=body, timeout=60.0)
+                ours = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
                 assert ours.status_code == status, f"{ours.status_code}, not {status}"
-                theirs = httpx.post(f"{self._prefiller.url}{path}", json=body, timeout=60.0)
+                theirs = CLIENT.post(f"{self._prefiller.url}{path}", json=body, timeout=60.0)
                 if status == 400:
                     assert ours.json() == theirs.json()
         return "5 of them, status and body"
@@ -130,52 +135,65 @@ class Checks:
                     lines = stream.iter_lines()
                     for _ in range(2 * events):
                         next(lines)
+                outcome = _line_of(proxy, stream.headers["x-request-id"])["outcome"]
+                assert outcome == "cancelled", f"the client did not leave in time: {outcome}"
             took_s = until(self._engines_are_idle, "idle engines")
         return f"no request and no KV block is left {took_s:.1f} s later"
 
     def check_a_lapsed_lease_is_prefilled_again(self) -> str:
-        # One slot that is taken for longer than the lease of what waits behind it.
-        one = self._fleet.decoders[0].url
-        with self._fleet.proxy("lapsed", "--batch", "1", decode=[one]) as proxy:
-            return self._wait_behind(proxy, lapses_expected=True)
+        prefills = self._prefiller.metric(_SUCCESSES)
+
+        def lapses(_: Proxy) -> None:
+            until(lambda: self._prefiller.metric(_SUCCESSES) >= prefills + 3, "another prefill")
+
+        line = self._wait_behind("lapsed", (), lapses)
+        assert line["lease_lapses"], f"it was not prefilled again: {line}"
+        return f"exact, prefilled {line['lease_lapses']} x again"
 
     def check_a_lease_that_ends_behind_the_proxys_back_costs_no_answer(self) -> str:
-        # The same, with a proxy that was told of a longer lease than the engines keep. Mooncake lets
-        # the rank wait for ever; NIXL reads the blocks all the same, which nobody has used since.
-        one = self._fleet.decoders[0].url
-        flags = ("--batch", "1", "--lease-s", "600", "--first-token-timeout-s", "15")
-        with self._fleet.proxy("gone", *flags, decode=[one]) as proxy:
-            return self._wait_behind(proxy, lapses_expected=False)
+        # A proxy that was told of a longer lease than the engines keep. Mooncake lets the rank wait
+        # for ever; NIXL reads the blocks all the same. Nobody has used them since: full blocks stay
+        # in the prefix cache, until all others were used. Another block would be the next one's.
+        flags = ("--lease-s", "600", "--first-token-timeout-s", "5")
+
+        def ends(proxy: Proxy) -> None:
+            assert self._engine_holds(self._prefiller), "no KV cache waits"
+            until(lambda: not self._engine_holds(self._prefiller), "the end of the lease")
+            assert _pooled(proxy) == 1, "it waits no more"
+
+        late = self._prefiller.metric(_LATE_PULLS)
+        line = self._wait_behind("gone", flags, ends)
+        assert not line["lease_lapses"], f"the proxy knew: {line}"
+        if line["retries"]:
+            return f"exact, prefilled {line['retries']} x again"
+        until(lambda: self._prefiller.metric(_LATE_PULLS) > late, "the engine's word of it")
+        return "exact; the prefiller counts a pull after the end of a lease"
 
     def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:
         with self._fleet.proxy("killed", "--policy", "jsq") as proxy:
-            one, other = (Streaming(proxy, f"kill {i}", _LONG) for i in range(2))
-            ranks = self._fleet.decoders
-            until(lambda: all(self._running(rank) for rank in ranks), "a stream on each rank")
-            ranks[1].kill()
-            for stream in (one, other):
+            streams = [Streaming(proxy, f"kill {i}", _LONG) for i in range(2)]
+            until(lambda: all(stream.events for stream in streams), "two streams", step_s=0.01)
+            victim = self._fleet.decoders[1]
+            with victim.paused():
+                bound = _bound(proxy, victim)
+                assert bound == 1, f"{bound} streams on the engine to be killed"
+                victim.kill()
+            for stream in streams:
                 stream.join()
-            ends = sorted("error" if stream.error else "whole" for stream in (one, other))
-            assert ends == ["error", "whole"], f"{ends}: {one.error} {other.error}"
+            ends = sorted("error" if stream.error else "whole" for stream in streams)
+            assert ends == ["error", "whole"], f"{ends}: {[stream.error for stream in streams]}"
             for i in range(4):
                 path, body = completion(f"after the kill {i}")
                 ask(proxy.url, path, body)
         return "the other stream is whole, later requests too"
 
     def check_a_prefiller_killed_after_the_probe_loses_nobody(self) -> str:
-        one = self._fleet.decoders[0].url
-        flags = ("--batch", "1", "--first-token-timeout-s", "15")
-        with self._fleet.proxy("dead-prefiller", *flags, decode=[one]) as proxy:
-            first = Streaming(proxy, "hold the slot", _LONG)
-            until(lambda: bool(first.events), "the first stream")
-            second = Streaming(proxy, "wait for the slot", 8)
-            until(lambda: _pooled(proxy) == 1, "the second request in the pool")
+        flags = ("--first-token-timeout-s", "5")
+        with self._behind("dead-prefiller", flags, "wait for the slot") as (_, first, second):
             self._prefiller.kill()
-            first.join()
-            second.join()
-            assert first.error is None, first.error
-            # Its KV cache died with the prefiller, and nobody else can make it.
-            assert second.status >= 500 or second.error, "a KV cache from a dead prefiller"
+        assert first.error is None, first.error
+        # Its KV cache died with the prefiller, and nobody else can make it.
+        assert second.status >= 500 or second.error, "a KV cache from a dead prefiller"
         return f"what streamed is whole; what waited got {second.status or second.error}"
 
     # How it is done.
@@ -187,10 +205,11 @@ class Checks:
             sum(one.metric(_SOURCE, source="local_compute") for one in self._fleet.decoders),
         )
 
-    def _running(self, engine: Engine) -> bool:
-        return bool(engine.metric("vllm:num_requests_running"))
+    def _engine_holds(self, engine: Engine) -> bool:
+        """Return whether an engine keeps KV caches for others.
 
-    def _engines_hold(self, engine: Engine) -> bool:
+        A NIXL prefiller looks for ended leases as it steps: an idle one keeps every cache for ever.
+        """
         path, body = completion("step", max_tokens=1)
         ask(engine.url, path, body)
         return engine.metric("vllm:kv_cache_usage_perc") > 0.0
@@ -206,35 +225,47 @@ class Checks:
             )
         )
 
-    def _wait_behind(self, proxy: Proxy, *, lapses_expected: bool) -> str:
-        first = Streaming(proxy, "hold the slot", _LONG)
-        until(lambda: bool(first.events), "the first stream")
-        path, body = completion("wait for longer than the lease", stream=True)
-        second = Streaming(proxy, body["prompt"], 24)
-        if not lapses_expected:
-            self._let_the_lease_end(proxy)
-        first.join()
-        second.join()
+    def _wait_behind(
+        self, name: str, flags: Sequence[str], meanwhile: Callable[[Proxy], None]
+    ) -> dict[str, Any]:
+        """Let a prefilled request wait for the only slot while something happens.
+
+        Returns:
+            Its line in the log. Its answer is exact.
+        """
+        path, body = completion(_FULL_BLOCKS, stream=True, ignore_eos=True)
+        with self._behind(name, flags, body["prompt"]) as (proxy, first, second):
+            meanwhile(proxy)
         for stream in (first, second):
             assert stream.error is None, stream.error
-        assert second.text == essence(ask(self._prefiller.url, path, body))[1][0]["text"]
-        line = _line_of(proxy, second.request_id)
-        again = line["lease_lapses"] + line["retries"]
-        assert again or not lapses_expected, f"it was not prefilled again: {line}"
-        return f"exact after {line['duration_s']:.0f} s, prefilled {again} x again"
+        text = essence(ask(self._prefiller.url, path, body))[1][0]["text"]
+        assert second.text == text, f"{second.text!r} and {text!r}"
+        return _line_of(proxy, second.request_id)
 
-    def _let_the_lease_end(self, proxy: Proxy) -> None:
-        """Wait for a prefill in the pool and the end of its lease.
+    @contextmanager
+    def _behind(
+        self, name: str, flags: Sequence[str], prompt: object
+    ) -> Iterator[tuple[Proxy, "Streaming", "Streaming"]]:
+        """Run a proxy with a stream in its only slot, whose engine stands still, and one behind it.
 
-        A NIXL prefiller looks for ended leases as it steps: an idle one keeps every cache for ever.
+        However fast an engine is, the slot stays taken. At the end the engine goes on, and both
+        streams end.
         """
-        until(lambda: _pooled(proxy) == 1, "the second request in the pool")
-        until(lambda: not self._engines_hold(self._prefiller), "the end of the lease")
+        decoder = self._fleet.decoders[0]
+        with self._fleet.proxy(name, "--batch", "1", *flags, decode=[decoder.url]) as proxy:
+            first = Streaming(proxy, "hold the slot", _LONG)
+            until(lambda: bool(first.events), "the first stream", step_s=0.01)
+            with decoder.paused():
+                second = Streaming(proxy, prompt, 24)
+                until(lambda: _pooled(proxy) == 1, "the second request in the pool")
+                yield proxy, first, second
+            first.join()
+            second.join()
 
     @contextmanager
     def _streaming(self, proxy: Proxy, prompt: str, tokens: int) -> Iterator[httpx.Response]:
         path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
-        with httpx.stream("POST", f"{proxy.url}{path}", json=body, timeout=120.0) as stream:
+        with CLIENT.stream("POST", f"{proxy.url}{path}", json=body, timeout=120.0) as stream:
             yield stream
 
 
@@ -248,7 +279,7 @@ class Streaming:
         error: What an error event said, or what broke; None if nothing did.
     """
 
-    def __init__(self, proxy: Proxy, prompt: str, tokens: int) -> None:
+    def __init__(self, proxy: Proxy, prompt: object, tokens: int) -> None:
         self.status = 0
         self.request_id = ""
         self.events: list[dict[str, Any]] = []
@@ -273,7 +304,7 @@ class Streaming:
 
     def _read(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
+            with CLIENT.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
                 self.request_id = answer.headers["x-request-id"]
                 self.status = answer.status_code
                 for line in answer.iter_lines():
@@ -294,6 +325,13 @@ class Streaming:
 def _pooled(proxy: Proxy) -> int:
     state: Any = proxy.state()
     return int(state["state"]["pooled"])
+
+
+def _bound(proxy: Proxy, engine: Engine) -> int:
+    """Return how many requests the proxy has on a decode engine."""
+    state: Any = proxy.state()
+    (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
+    return int(rank["bound"])
 
 
 def _line_of(proxy: Proxy, request_id: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fleet import Fleet, Proxy
 
@@ -15,12 +16,11 @@ CONCURRENCY = 12
 # Of the mirrored load, relative to the engines'.
 MEDIAN_ERROR = 0.02
 # Into the tiny model's context of 2,048: a word of a prompt is some four of its tokens.
-_PROMPT_PART = 40
-_OUTPUT_PART = 4
+_PROMPT_PART = 10
 
 
-def scaled(path: Path) -> None:
-    """Write the slice."""
+def scaled(path: Path, output_part: int) -> None:
+    """Write the slice, each answer divided by `output_part`."""
     requests = [request for request in read_trace(_TRACE) if request.output_tokens][:REQUESTS]
     write_native(
         path,
@@ -28,7 +28,7 @@ def scaled(path: Path) -> None:
             TraceRequest(
                 request.arrival_ns,
                 max(1, request.prompt_tokens // _PROMPT_PART),
-                max(1, request.output_tokens // _OUTPUT_PART),
+                max(1, request.output_tokens // output_part),
             )
             for request in requests
         ],
@@ -36,7 +36,13 @@ def scaled(path: Path) -> None:
 
 
 class TraceChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+    """The checks, in the order in which they run. The name of a method is what it claims.
+
+    Attributes:
+        output_part: What answers are divided by.
+    """
+
+    output_part = 1
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -61,13 +67,7 @@ class TraceChecks:
         )
 
     def check_the_mirrored_load_is_the_engines(self) -> str:
-        figures = self._fleet.folder / "validate.json"
-        command = [sys.executable, "-m", "balanceroute.proxy", "validate"]
-        command += ["--steps", str(self._fleet.steps), "--log", str(self._loads)]
-        command += ["--min-tokens", "50", "--json", str(figures)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
-        assert done.returncode == 0, done.stderr[-1000:]
-        report = json.loads(figures.read_text())
+        report = self._validated()
         started, fit = report["started"], report["fit"]
         assert started["p50"] <= MEDIAN_ERROR, f"the median error is {started['p50']:.1%}"
         lags = ", ".join(f"{rank['lag']['lag_ms']:+.0f} ms" for rank in report["ranks"])
@@ -76,9 +76,20 @@ class TraceChecks:
             f"T = {fit['base_ms']:.1f} ms + {fit['us_per_token']:.2f} us x max L, R2 {fit['r2']:.2f}"
         )
 
+    def _validated(self) -> dict[str, Any]:
+        """Return what `balanceroute validate` says of the trace slice."""
+        figures = self._fleet.folder / "validate.json"
+        command = [sys.executable, "-m", "balanceroute.proxy", "validate"]
+        command += ["--steps", str(self._fleet.steps), "--log", str(self._loads)]
+        command += ["--min-tokens", "50", "--json", str(figures)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
+        assert done.returncode == 0, done.stderr[-1000:]
+        report: dict[str, Any] = json.loads(figures.read_text())
+        return report
+
     def _replay(self, proxy: Proxy) -> dict[str, float]:
         trace = self._fleet.folder / "slice.jsonl"
-        scaled(trace)
+        scaled(trace, self.output_part)
         out = self._fleet.folder / "replay.json"
         command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", proxy.url]
         command += ["--trace", str(trace), "--concurrency", str(CONCURRENCY), "--json", str(out)]

@@ -3,15 +3,21 @@
 BALANCEROUTE_CPU_SHIM names what is wanted, separated by commas:
 
 * `mooncake`: MooncakeConnector asks an accelerator for its number; a CPU has none.
-* `nixl`: its agents have a thread that polls without a pause, one core for each engine. Processes with
-  such a thread give way to the others, or the HTTP servers of three engines starve on two cores.
+* `nixl`: its agents have a thread that polls without a pause, one core for each engine, and the HTTP
+  servers of three engines starve on two cores. It waits for up to 1 ms between two looks instead. And
+  its connector binds each engine to the last core of the machine, where three stand in each other's way.
 * `moe-dp`: the CPU communicator has no collectives of unequal sizes, without which a mixture of
   experts with data parallelism dies at its first step.
+* `fork`: an engine core is forked from its API server, as on a GPU, and shares what that has imported.
+  The CPU platform insists on a fresh interpreter, for the threads of OpenMP, which are one here.
 """
 
 import functools
 import os
 from typing import Any
+
+# NIXL hands it to poll(), whose unit is a millisecond; an event wakes it earlier.
+_NIXL_PAUSE_US = 1000
 
 
 def register() -> None:
@@ -20,9 +26,12 @@ def register() -> None:
     if "mooncake" in wanted:
         _number_the_cpu()
     if "nixl" in wanted:
-        _give_way()
+        _poll_with_pauses()
+        _use_every_core()
     if "moe-dp" in wanted:
         _add_collectives()
+    if "fork" in wanted:
+        _fork()
 
 
 def _number_the_cpu() -> None:
@@ -32,17 +41,36 @@ def _number_the_cpu() -> None:
     torch.accelerator.set_device_index = lambda *_, **__: None
 
 
-def _give_way() -> None:
+def _poll_with_pauses() -> None:
     from nixl import _api  # type: ignore[import-not-found]
 
-    original = _api.nixl_agent_config.__init__
+    original = _api.nixlBind.nixlAgent
 
     @functools.wraps(original)
-    def nicely(self: Any, *arguments: Any, **options: Any) -> None:
-        os.nice(10)
-        original(self, *arguments, **options)
+    def patient(name: str, configuration: Any) -> Any:
+        configuration.pthrDelay = _NIXL_PAUSE_US
+        return original(name, configuration)
 
-    _api.nixl_agent_config.__init__ = nicely
+    _api.nixlBind.nixlAgent = patient
+
+
+def _use_every_core() -> None:
+    from vllm.platforms.cpu import CpuPlatform  # type: ignore[import-not-found]
+
+    # NixlConnector's worker alone asks for it, to choose the core.
+    CpuPlatform.discover_numa_topology = classmethod(lambda _: [])
+
+
+def _fork() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, configuration: Any) -> None:
+        original(cls, configuration)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _add_collectives() -> None:
