@@ -119,12 +119,6 @@ def _connector(engines: Engines) -> Iterator[Finding]:
             "its rank 0 alone; use several instances"
         )
         yield Finding("error", "engines.prefill.data_parallel", reason)
-    if engines.connector == "nixl" and prefill.dp_mode == "internal":
-        reason = (
-            "is 'internal': decoding from such a prefiller has been seen to hang (vLLM 0.32); "
-            "prefer 'external', or several instances"
-        )
-        yield Finding("note", "engines.prefill.dp_mode", reason)
     if engines.connector == "mooncake-ascend" and not engines.decode.recompute_scheduler:
         reason = (
             "is off: under KV pressure a rank preempts and computes the prompt itself, in the step "
@@ -189,11 +183,13 @@ def _reserved(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[
 
 
 def _progress(decode: RoleEngines) -> Iterator[Finding]:
+    if "reasoning_parser" not in decode.flags:
+        return  # The engine's own counts are right.
     for flag in ("speculative_config", "stream_interval"):
         if flag in decode.flags:
             reason = (
-                "merges tokens into one event, which the proxy counts as one: it underestimates the "
-                "loads until requests end"
+                "merges tokens into one event, which the proxy counts as one where there is a "
+                "reasoning parser: it underestimates the loads until requests end"
             )
             yield Finding("note", f"engines.decode.flags.{flag}", reason)
 

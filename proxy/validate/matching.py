@@ -2,9 +2,10 @@
 
 The proxy knows a rank by its URL, with "@rank" behind it if several ranks share it. An engine knows
 the port of its API server, from its command line, and its data-parallel rank. So a trace is a rank's
-if port and rank agree, and the host too where two traces agree else. If no engine knows its port,
-the data-parallel ranks alone tell, provided that each is there once. An operator's own word goes
-before all that.
+if port and rank agree, and the host too where two traces agree else. With hybrid load balancing the
+number in a URL counts the ranks of that server alone, an engine all ranks of the group: then the
+server's first rank is its 0. If no engine knows its port, the data-parallel ranks alone tell, provided
+that each is there once. An operator's own word goes before all that.
 """
 
 import re
@@ -65,6 +66,7 @@ def match(
         if name not in found:
             own = _own(name, free)
             if own is not None:
+                _check_new(name, own, found)
                 found[name] = own
     if not found:
         found = _by_rank_alone(names, free)
@@ -110,17 +112,30 @@ def _own(name: str, traces: Sequence[EngineTrace]) -> EngineTrace | None:
         return None
     port = int(address["port"] or (443 if name.startswith("https") else 80))
     rank = None if address["rank"] is None else int(address["rank"])
-    fitting = [
-        trace
-        for trace in traces
-        if trace.header.get("port") == port and rank in (None, trace.header.get("dp_rank"))
-    ]
-    if len(fitting) > 1:
-        fitting = [one for one in fitting if one.header.get("host") == address["host"]] or fitting
+    of_port = [trace for trace in traces if trace.header.get("port") == port]
+    of_host = [trace for trace in of_port if trace.header.get("host") == address["host"]]
+    fitting = _of_rank(rank, of_host) or _of_rank(rank, of_port)
     if len(fitting) > 1:
         files = ", ".join(trace.path.name for trace in fitting)
         raise ValidationError(f"{name} fits several traces, {files}: choose with --map RANK=FILE")
     return fitting[0] if fitting else None
+
+
+def _of_rank(rank: int | None, traces: Sequence[EngineTrace]) -> list[EngineTrace]:
+    if rank is None or not traces:
+        return list(traces)
+    ranks = [trace.header.get("dp_rank") for trace in traces]
+    first = min((one for one in ranks if isinstance(one, int)), default=0)
+    return [trace for trace, one in zip(traces, ranks, strict=True) if one == rank] or [
+        trace for trace, one in zip(traces, ranks, strict=True) if one == first + rank
+    ]
+
+
+def _check_new(name: str, trace: EngineTrace, found: Mapping[str, EngineTrace]) -> None:
+    for other, taken in found.items():
+        if taken is trace:
+            reason = f"{trace.path.name} fits {other} and {name}"
+            raise ValidationError(f"{reason}: choose with --map RANK=FILE")
 
 
 def _by_rank_alone(names: Sequence[str], traces: Sequence[EngineTrace]) -> dict[str, EngineTrace]:

@@ -143,6 +143,9 @@ def test_what_cannot_work_is_an_error(
     assert f"{path}: {errors[0]}" in capsys.readouterr().out.splitlines()
 
 
+PARSED = "flags = { reasoning_parser = 'qwen3', "
+
+
 @pytest.mark.parametrize(
     ("content", "key"),
     [
@@ -150,15 +153,11 @@ def test_what_cannot_work_is_an_error(
         (text(top="[proxy]\nprobe_limit = 9\nhost = '::'\n"), "proxy.probe_limit"),
         (text(), "proxy.host"),
         (
-            text(top="[proxy]\nhost = '::'", prefill=GROUP.replace("external", "internal")),
-            "engines.prefill.dp_mode",
-        ),
-        (
             text("mooncake-ascend", top="[proxy]\nhost = '::'"),
             "engines.decode.recompute_scheduler",
         ),
         (
-            text(top="[proxy]\nhost = '::'", decode="flags = { stream_interval = 4 }"),
+            text(top="[proxy]\nhost = '::'", decode=PARSED + "stream_interval = 4 }"),
             "engines.decode.flags.stream_interval",
         ),
         (
@@ -179,3 +178,8 @@ def test_a_range_that_clashes_often_is_told_once(tmp_path: Path) -> None:
     decode = f"{SAME_HOST}\n{GROUP}\nport = 8100\nside_channel_port = 5700"
     findings = found(tmp_path, text(prefill="instances = 4", decode=decode))
     assert [line.split(": ")[:2] for line in findings] == [["error", "engines.decode.port"]]
+
+
+def test_tokens_that_the_engine_counts_may_be_merged(tmp_path: Path) -> None:
+    content = text(top="[proxy]\nhost = '::'", decode="flags = { stream_interval = 4 }")
+    assert not found(tmp_path, content)

@@ -66,6 +66,36 @@ def test_of_two_that_fit_the_host_decides(write_steps: "WriteSteps", folder: Pat
         matched(folder, "http://10.0.0.1:8000")
 
 
+def test_a_servers_ranks_may_be_counted_from_0(write_steps: "WriteSteps", folder: Path) -> None:
+    engines(
+        write_steps,
+        a={"port": 8000, "dp_rank": 0, "host": "node-1"},
+        b={"port": 8000, "dp_rank": 1, "host": "node-1"},
+        c={"port": 8000, "dp_rank": 2, "host": "node-2"},
+        d={"port": 8000, "dp_rank": 3, "host": "node-2"},
+    )
+    names = [f"http://node-{node}:8000@{rank}" for node in (1, 2) for rank in (0, 1)]
+    assert matched(folder, *names) == dict(zip(names, "abcd", strict=True))
+    with pytest.raises(
+        ValidationError, match=r"a\.steps fits http://10\.0\.0\.1:8000@0 and http://10\.0\.0\.2"
+    ):
+        matched(folder, "http://10.0.0.1:8000@0", "http://10.0.0.2:8000@0")
+
+
+def test_a_second_server_of_the_same_host_has_its_own_port(
+    write_steps: "WriteSteps", folder: Path
+) -> None:
+    engines(
+        write_steps,
+        a={"port": 8000, "dp_rank": 0},
+        b={"port": 8000, "dp_rank": 1},
+        c={"port": 8001, "dp_rank": 2},
+        d={"port": 8001, "dp_rank": 3},
+    )
+    names = [f"http://h:{port}@{rank}" for port in (8000, 8001) for rank in (0, 1)]
+    assert matched(folder, *names) == dict(zip(names, "abcd", strict=True))
+
+
 def test_the_traces_of_another_run_do_not_fit(write_steps: "WriteSteps", folder: Path) -> None:
     header = {"port": 8000, "dp_rank": 0}
     write_steps("before", [5], [10], header=header, begin_ns=START_NS - 10**10)
