@@ -17,10 +17,12 @@ MAX_PAGE_BYTES = 4 * 1024 * 1024
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _RUNNING = b"vllm:num_requests_running"
 _WAITING = b"vllm:num_requests_waiting"
+_LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
 _MAX_ENGINE_BYTES = 64
 _MAX_REQUESTS = 1e9
+_MAX_COUNT = 1e15
 # Possessive quantifiers: there is one way to read a line, and no other is tried.
 _LABEL = re.compile(
     rb"[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+" rb'"((?:[^"\\]|\\.)*+)"[ \t]*+'
@@ -41,6 +43,8 @@ class EngineGauges:
         kv_cache_usage: 0 to 1; that of the fullest engine.
         running: Requests that run, on all engines; None if the page does not say.
         waiting: Requests that wait inside the engines; None if the page does not say.
+        late_pulls: KV caches that were pulled after their lease had ended, since the engine started;
+            None if the page does not say.
         engines: The values of the label `engine`, one for each data-parallel rank; "0" stands for a
             page without that label.
     """
@@ -48,6 +52,7 @@ class EngineGauges:
     kv_cache_usage: float
     running: int | None
     waiting: int | None
+    late_pulls: int | None
     engines: frozenset[str]
 
 
@@ -70,12 +75,13 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         kv_cache_usage=max(value for _, value in usages),
         running=_total(page, _RUNNING),
         waiting=_total(page, _WAITING),
+        late_pulls=_total(page, _LATE_PULLS, largest=_MAX_COUNT),
         engines=frozenset(engine for engine, _ in usages),
     )
 
 
-def _total(page: bytes, name: bytes) -> int | None:
-    values = [value for _, value in _samples(page, name, largest=_MAX_REQUESTS)]
+def _total(page: bytes, name: bytes, *, largest: float = _MAX_REQUESTS) -> int | None:
+    values = [value for _, value in _samples(page, name, largest=largest)]
     return int(sum(values)) if values else None
 
 

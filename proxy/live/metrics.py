@@ -184,6 +184,11 @@ class Metrics:
         self._scrape_failures = counter(
             "scrape_failures", "Scrapes of an engine's /metrics that failed.", "role"
         )
+        self._late_pulls = counter(
+            "late_pulls",
+            "KV caches that ranks pulled after the prefiller's lease had ended: such an answer may be "
+            "wrong. vLLM's NIXL connector tells.",
+        )
         self._quarantines = counter("quarantines", "Times an engine was quarantined.", "role")
 
     def _create_histograms(self) -> None:
@@ -325,6 +330,10 @@ class Metrics:
     def scrape_failed(self, role: Role) -> None:
         """Count one failed scrape of an engine's metrics."""
         self._scrape_failures.labels(role.value).inc()
+
+    def pulled_late(self, count: int) -> None:
+        """Count KV caches that were pulled after their lease."""
+        self._late_pulls.inc(count)
 
     def quarantined(self, role: Role) -> None:
         """Count one engine sent to quarantine."""

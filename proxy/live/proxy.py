@@ -137,6 +137,7 @@ class Proxy:
             fetch=self._page,
             on_utilisation=self.roster.utilisation_changed,
             on_failure=self._scrape_failed,
+            on_late_pulls=self._pulled_late,
             clock=asyncio.get_running_loop().time,
             rng=environment.rng,
         )
@@ -382,6 +383,14 @@ class Proxy:
     def _scrape_failed(self, target: Target, reason: str) -> None:
         self.metrics.scrape_failed(target.role)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
+
+    def _pulled_late(self, target: Target, count: int) -> None:
+        self.metrics.pulled_late(count)
+        fields = {"url": target.url, "count": count}
+        message = (
+            "KV caches were pulled after their lease, and may be wrong: is --lease-s too long?"
+        )
+        _log.error(message, extra={"fields": fields})
 
     async def _identify(self) -> None:
         """Ask bootstrap servers who their engines are, again and again: each start has a new id."""

@@ -63,6 +63,7 @@ class _Watch:
     scraping: bool = False
     new: bool = True
     reported: float = 0.0
+    late_pulls: int | None = None
 
 
 class Scraper:
@@ -75,6 +76,7 @@ class Scraper:
         fetch: Callable[[str], Awaitable[bytes]],
         on_utilisation: Callable[[Target, float], None],
         on_failure: Callable[[Target, str], None],
+        on_late_pulls: Callable[[Target, int], None],
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -85,6 +87,8 @@ class Scraper:
             fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
             on_utilisation: Told when the utilisation of an instance changes; it begins at 0.
             on_failure: Told of every scrape that failed, and why.
+            on_late_pulls: Told how many KV caches of an instance were pulled after their lease had
+                ended since the scrape before.
             clock: The loop's time.
             rng: Spreads the scrapes.
         """
@@ -92,6 +96,7 @@ class Scraper:
         self._fetch = fetch
         self._on_utilisation = on_utilisation
         self._on_failure = on_failure
+        self._on_late_pulls = on_late_pulls
         self._clock = clock
         self._rng = rng
         self._watches: dict[Target, _Watch] = {}
@@ -175,6 +180,16 @@ class Scraper:
         watch.gauges = gauges
         watch.known_s = self._clock()
         self._schedule(watch)
+        self._compare_late_pulls(watch, gauges.late_pulls)
+
+    def _compare_late_pulls(self, watch: _Watch, count: int | None) -> None:
+        before, watch.late_pulls = watch.late_pulls, count
+        if count is None or before is None:
+            return  # Those of before this proxy, if any, were somebody else's.
+        # A count that shrank began again with its engine.
+        late = count - before if count >= before else count
+        if late:
+            self._on_late_pulls(watch.target, late)
 
     def failed(self, target: Target, reason: str) -> None:
         """Take in a scrape that failed."""

@@ -15,7 +15,7 @@ import httpx
 from answers import ask, assert_equal, essence
 from client import CLIENT
 from engines import BLOCK_TOKENS, Engine
-from fleet import Fleet, Proxy, until
+from fleet import LATE_PULLS, Fleet, Proxy, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,6 @@ _LONG = 1900
 # A prompt of token ids that ends where a block of the KV cache does.
 _FULL_BLOCKS = list(range(300, 300 + 2 * BLOCK_TOKENS))
 _SUCCESSES = "vllm:request_success_total"
-_LATE_PULLS = "vllm:nixl_num_notifications_after_expiry_total"
 _SOURCE = "vllm:prompt_tokens_by_source_total"
 _TOOL = {
     "type": "function",
@@ -161,12 +160,12 @@ class Checks:
             until(lambda: not self._engine_holds(self._prefiller), "the end of the lease")
             assert _pooled(proxy) == 1, "it waits no more"
 
-        late = self._prefiller.metric(_LATE_PULLS)
+        late = self._prefiller.metric(LATE_PULLS)
         line = self._wait_behind("gone", flags, ends)
         assert not line["lease_lapses"], f"the proxy knew: {line}"
         if line["retries"]:
             return f"exact, prefilled {line['retries']} x again"
-        until(lambda: self._prefiller.metric(_LATE_PULLS) > late, "the engine's word of it")
+        until(lambda: self._prefiller.metric(LATE_PULLS) > late, "the engine's word of it")
         return "exact; the prefiller counts a pull after the end of a lease"
 
     def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fleet import Fleet, Proxy
+from fleet import LATE_PULLS, Fleet, Proxy
 
 from balanceroute.traces import TraceRequest, read_trace, write_native
 
@@ -98,4 +98,7 @@ class TraceChecks:
         (result,) = json.loads(out.read_text())["results"]
         figures: dict[str, float] = result
         assert figures["errors"] == 0, figures
+        for prefiller in self._fleet.prefillers:
+            late = prefiller.metric(LATE_PULLS)
+            assert not late, f"{late:.0f} KV caches were pulled after their lease"
         return figures

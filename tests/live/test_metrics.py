@@ -211,6 +211,8 @@ def test_events_of_the_driver_are_counted() -> None:
     assert value(subject, "predictor_state_saves_total", outcome="failed") == 1
     assert value(subject, "predictor_state_refusals_total") == 1
     assert value(subject, "scrape_failures_total", role="prefill") == 1
+    subject.pulled_late(3)
+    assert value(subject, "late_pulls_total") == 3
     assert value(subject, "quarantines_total", role="decode") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.005") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.0025") == 0

@@ -45,7 +45,11 @@ USAGE = "vllm:kv_cache_usage_perc"
 
 def test_a_page_of_vllm_is_understood() -> None:
     assert parse_engine_gauges(VLLM_PAGE) == EngineGauges(
-        kv_cache_usage=0.0273972602739726, running=4, waiting=1, engines=frozenset({"0"})
+        kv_cache_usage=0.0273972602739726,
+        running=4,
+        waiting=1,
+        late_pulls=None,
+        engines=frozenset({"0"}),
     )
 
 
@@ -176,8 +180,8 @@ DECODER = Target(Role.DECODE, "http://d0:8000")
 INTERVALS: Mapping[Role, float] = {Role.PREFILL: 1.0, Role.DECODE: 5.0}
 
 
-def gauges(usage: float) -> EngineGauges:
-    return EngineGauges(usage, 0, 0, frozenset({"0"}))
+def gauges(usage: float, late_pulls: int | None = None) -> EngineGauges:
+    return EngineGauges(usage, 0, 0, late_pulls, frozenset({"0"}))
 
 
 class Bench:
@@ -187,6 +191,7 @@ class Bench:
         self.now_s = 100.0
         self.told: list[tuple[str, float]] = []
         self.failures: list[tuple[str, str]] = []
+        self.late: list[tuple[str, int]] = []
         self.answers: dict[Target, float | str | None] = {}  # A use, a failure, or it hangs.
         self.fetched: list[tuple[float, Target]] = []
         self.scraper = Scraper(
@@ -194,6 +199,7 @@ class Bench:
             fetch=self._no_fetch,
             on_utilisation=lambda target, value: self.told.append((target.url, value)),
             on_failure=lambda target, reason: self.failures.append((target.url, reason)),
+            on_late_pulls=lambda target, count: self.late.append((target.url, count)),
             clock=lambda: self.now_s,
             rng=random.Random(1),
         )
@@ -232,6 +238,26 @@ def test_changes_are_told_once() -> None:
     bench.answers[PREFILLERS[0]] = 0.6
     bench.go(10)
     assert bench.told == [("http://p0:8000", 0.4), ("http://p0:8000", 0.6)]
+
+
+def test_late_pulls_are_told_as_they_come() -> None:
+    bench = Bench(*PREFILLERS[:1])
+    target = PREFILLERS[0]
+    for count in (7, 7, None, 7, 9, 9):
+        bench.scraper.scraped(target, gauges(0.5, count))
+    assert bench.late == [(target.url, 2)]
+    bench.scraper.failed(target, "gone")
+    # It was started again, and counts from 0.
+    for count in (0, 1, 1, 4):
+        bench.scraper.scraped(target, gauges(0.5, count))
+    assert bench.late[1:] == [(target.url, 1), (target.url, 3)]
+
+
+def test_late_pulls_of_all_ranks_are_read() -> None:
+    name = "vllm:nixl_num_notifications_after_expiry"
+    page = f'{USAGE} 0.1\n{name}_total{{engine="0"}} 2.0\n{name}_total{{engine="1"}} 1.0\n'
+    page += f'{name}_created{{engine="0"}} 1.7e9\n'
+    assert parse_engine_gauges(page.encode()).late_pulls == 3
 
 
 def test_a_failed_scrape_makes_an_instance_look_full() -> None:
@@ -322,6 +348,7 @@ def test_a_role_without_an_interval_is_left_alone() -> None:
         fetch=bench._no_fetch,
         on_utilisation=lambda *_: None,
         on_failure=lambda *_: None,
+        on_late_pulls=lambda *_: None,
         clock=lambda: bench.now_s,
         rng=random.Random(1),
     )
@@ -361,6 +388,7 @@ def test_instances_removed_while_they_are_scraped_are_not_missed() -> None:
             fetch=fetch,
             on_utilisation=lambda *_: pytest.fail("nothing changes"),
             on_failure=lambda *_: pytest.fail("nobody asks any more"),
+            on_late_pulls=lambda *_: None,
             clock=loop.time,
             rng=random.Random(1),
         )
@@ -400,6 +428,7 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
             fetch=fetch,
             on_utilisation=lambda target, value: told.update({target.url: value}),
             on_failure=lambda target, reason: failures.update({target.url: reason}),
+            on_late_pulls=lambda *_: None,
             clock=loop.time,
             rng=random.Random(1),
         )
