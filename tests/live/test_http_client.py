@@ -38,11 +38,14 @@ def exchange(
             writer.close()
 
     async def both() -> T:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        try:
             port = server.sockets[0].getsockname()[1]
             client = make_http_client(TLS, timeout_s=timeout_s, max_connections=max_connections)
             async with client:
                 return await main(client, f"http://127.0.0.1:{port}")
+        finally:
+            server.close()  # Waiting for it would wait for answers that hang, since Python 3.12.
 
     return asyncio.run(both())
 
