@@ -68,6 +68,16 @@ EXPERIMENTS = (
         )
     }
     | {
+        f"azure_code_{segments}{suffix}": f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64 "
+        f"--segments {segments} {options}"
+        for segments in (4, 5, 7, 8)
+        for suffix, options in (
+            ("", "--policy br-0,br-h"),
+            ("_oracle", "--policy br-h --predictor oracle"),
+            ("_none", "--policy br-h --predictor none"),
+        )
+    }
+    | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)
     }

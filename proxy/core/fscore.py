@@ -9,6 +9,7 @@ Paper: §3.1, Eq. 1 (one step); §4.1, Eq. 2 (horizon).
 """
 
 from collections.abc import Sequence
+from math import exp
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,6 +48,22 @@ def discounts(horizon_steps: int, gamma: float) -> NDArray[np.float64]:
     assert horizon_steps >= 0
     assert 0.0 <= gamma <= 1.0
     return np.power(gamma, np.arange(horizon_steps + 1, dtype=np.float64))
+
+
+def lasting_discount(gamma: float, departures_per_rank_step: float) -> float:
+    """Return gamma, or the chance that a margin lasts one more step where that is lower.
+
+    A margin is the difference of two ranks, and is as planned only until one of them frees a slot:
+    from then on it depends on a request that has not been chosen yet. With Poisson departures at
+    rate a neither does so in a step with the chance e**(-2 a). Rounded to hundredths, so that it
+    rarely changes.
+
+    Args:
+        gamma: In [0, 1].
+        departures_per_rank_step: At least 0.
+    """
+    assert departures_per_rank_step >= 0.0
+    return min(gamma, round(exp(-2.0 * departures_per_rank_step), 2))
 
 
 def f_score(

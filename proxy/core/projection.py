@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
+from balanceroute.proxy.core.turnover import Turnover
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
@@ -55,6 +56,9 @@ class Projection:
         refresh_tokens: M, at least 1: tokens between two predictions of a request.
         predictor: Asked once per request and refresh, in batches.
         form: See the module.
+
+    Attributes:
+        turnover: How fast requests leave their ranks.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Projection:
     ) -> None:
         self.ranks = ranks
         self.horizon_steps = horizon_steps
+        self.turnover = Turnover(ranks)
         self._refresh = refresh_tokens
         self._predictor = predictor
         self._form = form
@@ -129,6 +134,7 @@ class Projection:
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
+        self.turnover.leave()
         slot = self._slot_of.pop(request)
         self._withdraw(slot)
         self._free.append(slot)
@@ -136,6 +142,7 @@ class Projection:
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
         self._flush()
+        self.turnover.step()
         self._now += 1
         self._head += 1
         if self._head > _TRAVEL - 1:

@@ -248,7 +248,12 @@ HORIZON = integer(
     metavar="H",
 )
 GAMMA = number(
-    "gamma", _KNOBS.gamma, "br-h's discount of each step ahead", least=1e-9, most=1, metavar="γ"
+    "gamma",
+    _KNOBS.gamma,
+    "br-h's discount of each step ahead, at most",
+    least=1e-9,
+    most=1,
+    metavar="γ",
 )
 ALPHA = number(
     "alpha",

@@ -15,6 +15,7 @@ from balanceroute.proxy.core.fscore import (
     f_score,
     idle_tokens,
     imbalance_tokens,
+    lasting_discount,
 )
 
 TOKENS = st.integers(0, 200_000)
@@ -80,6 +81,32 @@ def test_discounts_are_powers(horizon_steps: int, gamma: float, weights: list[fl
 def test_discounts_refuse_what_is_none(horizon_steps: int, gamma: float) -> None:
     with pytest.raises(AssertionError):
         discounts(horizon_steps, gamma)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "departures", "lasting"),
+    [
+        (0.8, 0.0, 0.8),
+        (0.8, 0.047, 0.8),  # Mooncake, batches of 16.
+        (0.8, 0.076, 0.8),  # Azure conversation, batches of 16.
+        (0.8, 0.57, 0.32),  # Azure code, batches of 16.
+        (0.8, 4.6, 0.0),  # Azure code, batches of 128.
+        (0.2, 0.57, 0.2),
+        (1.0, 0.1, 0.82),
+    ],
+)
+def test_the_lasting_discount_of_known_rates(
+    gamma: float, departures: float, lasting: float
+) -> None:
+    assert lasting_discount(gamma, departures) == lasting
+
+
+@given(gamma=st.floats(0.0, 1.0), rates=st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 10.0)))
+def test_the_lasting_discount_falls_with_the_turnover(
+    gamma: float, rates: tuple[float, float]
+) -> None:
+    slow, fast = sorted(rates)
+    assert 0.0 <= lasting_discount(gamma, fast) <= lasting_discount(gamma, slow) <= gamma
 
 
 @pytest.mark.parametrize(

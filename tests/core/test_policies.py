@@ -539,6 +539,30 @@ def test_br_h_without_a_horizon_is_br_0(
     assert decide(br_0, ranks, prompts) == decide(br_h, ranks, prompts)
 
 
+@pytest.mark.parametrize(("departures", "rank"), [(0.0, 0), (10.0, 1)])
+def test_br_h_looks_ahead_only_as_far_as_slots_last(departures: float, rank: int) -> None:
+    policy = build("br-h", 3)
+    projection = policy.projection
+    assert projection is not None
+    # Rank 0 is about to be empty, rank 1 is the emptier one now.
+    bound = [(100, 59), (90, 0), (300, 0)]
+    for number, (kv_tokens, age) in enumerate(bound):
+        projection.bind(RequestId(BOUND + number), RankId(number), kv_tokens, age)
+    projection.turnover.per_rank_step = departures
+    fleet = Ranks([[kv_tokens] for kv_tokens, _ in bound]).fleet(policy)
+    assert chosen_ranks(policy.dispatch(fleet, pool_of([100]), 0)) == [rank]
+
+
+@given(bound=fleets, prompts=st.lists(prompt, max_size=30), departures=st.floats(0.0, 10.0))
+def test_the_discount_of_the_paper_is_constant(
+    bound: list[list[int]], prompts: list[int], departures: float
+) -> None:
+    calm, busy = (build("br-h", len(bound), paper=True) for _ in range(2))
+    assert busy.projection is not None
+    busy.projection.turnover.per_rank_step = departures
+    assert decide(calm, Ranks(bound), prompts) == decide(busy, Ranks(bound), prompts)
+
+
 @pytest.mark.parametrize("name", ["least-kv", "fifo", "br-0", "br-0-bypass"])
 @given(
     hundreds=st.lists(st.integers(0, 12), min_size=1, max_size=5),

@@ -58,7 +58,8 @@ class PolicySettings:
 
     Attributes:
         horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights.
-        gamma: Discount per step, in (0, 1].
+        gamma: Discount per step, in (0, 1]; the most it can be, see `lasting_discount`, but in the
+            paper's form, where it is constant.
         alpha: Reward per token filled.
         beta: Penalty per token overflowed; None for `BETA_PER_RANK` times the number of ranks.
         theta: Free slots below which Stage 2 decides; None for one per rank.
@@ -143,7 +144,12 @@ class Ingredients:
     lap: Callable[[str], None] = no_lap
 
 
-def _two_stage(parts: Ingredients, weights: Weights, projection: Projection | None) -> TwoStage:
+def _two_stage(
+    parts: Ingredients,
+    weights: Weights,
+    projection: Projection | None,
+    gamma: float | None = None,
+) -> TwoStage:
     chosen = parts.settings
     assert chosen.theta is not None
     assert chosen.patience is not None
@@ -152,6 +158,7 @@ def _two_stage(parts: Ingredients, weights: Weights, projection: Projection | No
         theta=chosen.theta,
         window=chosen.window,
         patience=chosen.patience,
+        gamma=gamma,
         paper=chosen.paper,
     )
     return TwoStage(settings, projection, parts.lap)
@@ -177,7 +184,8 @@ def _br_h(parts: Ingredients) -> Policy:
         predictor=parts.predictor,
         form=settings.form,
     )
-    return _two_stage(parts, weights, projection)
+    gamma = None if settings.paper else settings.gamma
+    return _two_stage(parts, weights, projection, gamma)
 
 
 def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:

@@ -17,10 +17,11 @@ What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives th
   forgive it an overflow of one mean prompt. So the very large and the very small, which F alone
   leaves aside, cost a little balance instead of an unbounded wait.
 * An entry past its deadline goes first, to the rank where it hurts least.
+* BR-H's discount falls where slots turn over quickly: nobody knows yet what comes then.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.events import RankId
+from balanceroute.proxy.core.fscore import discounts, lasting_discount
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
@@ -47,11 +49,12 @@ class TwoStageSettings:
     """Everything the rule can be told.
 
     Attributes:
-        weights: F's weights.
+        weights: F's weights; with a `gamma`, those while no slot turns over.
         theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
         window: K, how many entries Stage 2 looks at.
         patience: How often an entry is overtaken until an overflow of one mean prompt is forgiven;
             inf for no credit.
+        gamma: The discount of `weights`, for turnover to lower; None keeps the weights.
         paper: Use the paper's stages, candidates and no credit.
     """
 
@@ -59,6 +62,7 @@ class TwoStageSettings:
     theta: int
     window: int
     patience: float
+    gamma: float | None = None
     paper: bool = False
 
 
@@ -81,6 +85,7 @@ class TwoStage:
     ) -> None:
         self.projection = projection
         self._settings = settings
+        self._gamma = settings.gamma  # As lowered.
         self._lap = lap
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
@@ -91,6 +96,7 @@ class TwoStage:
             ahead = fleet.loads.astype(np.float64)[:, None]
         else:
             ahead = self.projection.loads_ahead(fleet.loads)
+            self._discount(self.projection)
         stages = _Round(self._settings, self.projection, fleet, pool, ahead)
         self._lap("projection")
         if self._settings.paper:
@@ -102,6 +108,18 @@ class TwoStage:
         stages.choose_subsets()
         self._lap("stage_2")
         return stages.assignments
+
+    def _discount(self, projection: Projection) -> None:
+        """Let the weights follow the turnover; most rounds find them as they should be."""
+        base = self._settings.gamma
+        if base is None:
+            return
+        gamma = lasting_discount(base, projection.turnover.per_rank_step)
+        if gamma != self._gamma:
+            self._gamma = gamma
+            steps = discounts(projection.horizon_steps, gamma)
+            weights = replace(self._settings.weights, steps=steps)
+            self._settings = replace(self._settings, weights=weights)
 
 
 class _Round:

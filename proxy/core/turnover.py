@@ -1,0 +1,34 @@
+"""How fast a fleet's slots turn over, measured as it runs."""
+
+# Steps that the rate looks back: some fifty departures of 8 ranks x 16 on the Mooncake trace.
+_WINDOW_STEPS = 128
+
+
+class Turnover:
+    """Requests that leave a rank, per step: the mean at first, an exponential average later.
+
+    Departures are counted and not admissions: in steady state they are as many, and the admissions
+    that fill an empty fleet say nothing about how long requests stay.
+
+    Args:
+        ranks: G.
+
+    Attributes:
+        per_rank_step: The rate, in requests per rank and step; 0 before the first step.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.per_rank_step = 0.0
+        self._ranks = ranks
+        self._steps = 0
+        self._left = 0
+
+    def leave(self) -> None:
+        """Note that a request left its rank."""
+        self._left += 1
+
+    def step(self) -> None:
+        """Advance by one step."""
+        self._steps = min(self._steps + 1, _WINDOW_STEPS)
+        self.per_rank_step += (self._left / self._ranks - self.per_rank_step) / self._steps
+        self._left = 0
