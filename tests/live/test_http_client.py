@@ -26,8 +26,12 @@ def exchange(
     max_connections: int = 8,
 ) -> T:
     """Serve every connection with `answer`, which is given the head of each request."""
+    serving: list[asyncio.Task[Any]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.append(task)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 await answer(head, writer)
@@ -45,7 +49,10 @@ def exchange(
             async with client:
                 return await main(client, f"http://127.0.0.1:{port}")
         finally:
-            server.close()  # Waiting for it would wait for answers that hang, since Python 3.12.
+            server.close()
+            for task in serving:
+                task.cancel()  # Some answers hang.
+            await asyncio.gather(*serving, return_exceptions=True)
 
     return asyncio.run(both())
 
