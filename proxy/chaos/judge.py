@@ -21,6 +21,9 @@ from balanceroute.proxy.wire.sse import event_data
 # Kinds that leave every event whole.
 _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
 
+# What fits on no rank is handed back until the proxy gives it up.
+_GIVEN_UP = b"the engine dropped the request"
+
 
 @dataclass(slots=True)
 class Verdict:
@@ -154,8 +157,8 @@ class Judge:
                 verdict.wrong.append(f"it got {status}, an engine answers {answer.status}")
             elif not client.left and bytes(received.body) != answer.body:
                 verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
-        expired = b"waited longer than it may" in received.body
-        if status >= 500 and self._plan.weather is Weather.CALM and not expired:
+        true = b"waited longer than it may" in received.body or _GIVEN_UP in received.body
+        if status >= 500 and self._plan.weather is Weather.CALM and not true:
             verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
         return verdict
 
@@ -174,7 +177,7 @@ class Judge:
             # shows no difference.
             if received.ending is Ending.COMPLETE and not after and not client.visit.http_1_0:
                 wrong.append("its stream ends as if there had been no error")
-            given_up = b"the engine dropped the request" in events[errors[0]]
+            given_up = _GIVEN_UP in events[errors[0]]
             if self._plan.weather is Weather.CALM and not given_up:
                 wrong.append(f"an error though all was well: {events[errors[0]]!r}")
             return Verdict("error event", [one for one in wrong if one], expected)

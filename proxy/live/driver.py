@@ -370,10 +370,6 @@ class Driver:
         """Report a success to the health checks."""
         self._health.succeeded(target)
 
-    def tells_counts(self, rank: Rank) -> bool:
-        """Return whether an engine is to tell its token counts in every event."""
-        return self.legs.count_by_usage and not rank.counts_dear
-
     def counts_dear(self, rank: Rank) -> None:
         """Ask an engine that recounts whole answers for its counts no more."""
         if not rank.counts_dear:
@@ -410,7 +406,7 @@ class Driver:
         if record.outcome is Outcome.OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
             # A short answer's time is mostly not that of its steps.
-            if not session.streaming and record.admitted_ns is not None and rounds >= _TELLING:
+            if session.rounds is None and record.admitted_ns is not None and rounds >= _TELLING:
                 self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
@@ -492,7 +488,7 @@ class Driver:
         """Return the tokens that each sequence of a started request has emitted."""
         session = self._started[number]
         emitted = session.emitted_tokens
-        if not session.streaming:  # As far as the step clock tells.
+        if session.rounds is None:  # As far as the step clock tells.
             emitted = self.scheduler.ledger.kv_tokens(number)
             emitted -= self.scheduler.requests[number].kv_tokens
         return emitted // session.shape.sequences

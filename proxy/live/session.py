@@ -165,11 +165,6 @@ class Session:
         """Whether it is prefilled before it may be bound to a rank."""
         return not self.shape.direct and not self._host.connector.decode_first
 
-    @property
-    def streaming(self) -> bool:
-        """Whether a stream tells its progress."""
-        return self._leg is not None
-
     # What the driver says.
 
     def start_prefill(self, prefiller: "Prefiller") -> None:
@@ -206,7 +201,9 @@ class Session:
         self._tries_of_kv += 1
         if host.connector.decode_first and not self.shape.direct:
             self._expect_hand_off()
-        asked = ask_for_counts(self.shape, self._body.values) if host.tells_counts(rank) else None
+        asked = None
+        if host.legs.count_by_usage:
+            asked = ask_for_counts(self.shape, self._body.values, each=not rank.counts_dear)
         body = decode_body(self._body, self._members, self._kv, asked)
         headers = self._headers
         if rank.header is not None:
@@ -625,7 +622,7 @@ class Session:
         if self.record.recomputes > _MOST_RECOMPUTES:
             self._fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
-        advanced = leg is not None and leg.started and leg.tokens > 0
+        advanced = leg is not None and leg.started and leg.all_tokens > 0
         if advanced:
             assert leg is not None
             try:
@@ -646,7 +643,7 @@ class Session:
         assert self._body is not None
         if leg.text is None or self.shape.sequences != 1:
             raise CannotResumeError("its answer cannot be continued from text")
-        text, emitted = self._text + "".join(leg.text), self._emitted + leg.tokens
+        text, emitted = self._text + "".join(leg.text), self._emitted + leg.all_tokens
         if not text:
             return
         self._members = resumed_members(self.shape.api, self._body.values, text, emitted)

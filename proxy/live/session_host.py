@@ -55,9 +55,6 @@ class Host(Protocol):
     def leg_succeeded(self, target: "Target") -> None:
         """Note that a leg worked."""
 
-    def tells_counts(self, rank: "Rank") -> bool:
-        """Return whether an engine is to tell its token counts in every event."""
-
     def counts_dear(self, rank: "Rank") -> None:
         """Note that an engine pays for its token counts with the length of an answer."""
 

@@ -108,6 +108,7 @@ class StreamLeg:
         "_feed",
         "_fix_each",
         "_fix_usage",
+        "_handed_back",
         "_headers",
         "_held",
         "_observe_gap",
@@ -174,6 +175,7 @@ class StreamLeg:
         self._opening = True
         self._plain = False  # Only ordinary token events are expected from here on.
         self._over = False
+        self._handed_back = False
         self._held: list[bytes] = []  # What came before the first event that says anything.
         self._then: Callable[[], None] | None = None  # To tell once the events before are sent.
         self._error = ""
@@ -267,6 +269,8 @@ class StreamLeg:
         self._over = True
         if self._whole is not None:
             self._whole.on_end()
+        elif self._handed_back:
+            self._owner.stream_recomputed()
         elif self._error:
             self._owner.stream_error(self._error)
         elif self._openai and self.finished < self._sequences:
@@ -285,7 +289,10 @@ class StreamLeg:
             self._let_go()
         self._over = True
         self._plain = False
-        self._owner.stream_broken(error)
+        if self._handed_back:
+            self._owner.stream_recomputed()
+        else:
+            self._owner.stream_broken(error)
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
         if status == 200 and self._opened:
@@ -327,7 +334,7 @@ class StreamLeg:
             if kept is not None:
                 forward.append(kept)
         self._plain = self._openai and not self._opening and not self._over
-        if self._counts is not None and self.finished:
+        if self._handed_back or (self._counts is not None and self.finished):
             self._plain = False  # The last event may be held: nothing overtakes it.
         if forward:
             self._send(forward)
@@ -367,6 +374,9 @@ class StreamLeg:
 
     def _examine_one(self, event: bytes, *, first: bool) -> bytes | None:
         """Return what of an event goes to the client, whose first one it may be."""
+        if self._handed_back:
+            self._examine_last(event)
+            return None
         if self._counts is not None and self.finished:
             return self._examine_late(self._counts, event, first=first)
         return self._examine_open(event, first=first)
@@ -383,6 +393,15 @@ class StreamLeg:
             return closing or None
         kept = self._examine_open(event, first=first and not closing)
         return closing + (kept or b"") or None
+
+    def _examine_last(self, event: bytes) -> None:
+        """Look for the total behind the word that the rank hands the request back."""
+        if event_data(event):  # No comment, for example.
+            message = _parsed(event)
+            if message is not None and is_total(message):
+                self._take_usage(message["usage"])
+            self._over = True
+            self._then = self._owner.stream_recomputed
 
     def _examine_open(self, event: bytes, *, first: bool) -> bytes | None:
         if _GOING_ON in event and _ROLE not in event:
@@ -418,9 +437,11 @@ class StreamLeg:
         opens = False
         for choice in _choices(message):
             if self._recomputes and choice.get("stop_reason") == "recomputed":
-                self._over = True
-                self._then = self._owner.stream_recomputed
                 self._take_last_words(message, choice)
+                if self._counts is None or self._counts.each:
+                    self._over = True
+                    self._then = self._owner.stream_recomputed
+                self._handed_back = True
                 return None
             opens = _opens(choice)
             if opens:

@@ -36,17 +36,21 @@ class CountsAsked:
 
     Attributes:
         options: The leg's `stream_options`.
+        each: Whether every event is to tell its count; else the total at the end alone is told.
         hide_each: Whether the client wants no usage in every event.
         hide_total: Whether it wants no usage event at the end.
     """
 
     options: Mapping[str, object]
+    each: bool
     hide_each: bool
     hide_total: bool
 
 
-def ask_for_counts(shape: Shape, values: Mapping[str, Any]) -> CountsAsked | None:
-    """Return what to ask for, given a request and its members.
+def ask_for_counts(
+    shape: Shape, values: Mapping[str, Any], *, each: bool = True
+) -> CountsAsked | None:
+    """Return what to ask for, given a request and its members; not `each` asks for the total alone.
 
     None for an answer that is not streamed, where counts do not add up (several sequences, of which
     each event tells one), where other APIs have other words for them, and where the options are the
@@ -59,13 +63,15 @@ def ask_for_counts(shape: Shape, values: Mapping[str, Any]) -> CountsAsked | Non
         options = {}
     if not isinstance(options, dict):
         return None
-    total, each = options.get("include_usage"), options.get("continuous_usage_stats")
-    if any(wish is not None and not isinstance(wish, bool) for wish in (total, each)):
+    wishes = options.get("include_usage"), options.get("continuous_usage_stats")
+    if any(wish is not None and not isinstance(wish, bool) for wish in wishes):
         return None
+    each = each or all(wishes)
     return CountsAsked(
-        options | {"include_usage": True, "continuous_usage_stats": True},
-        hide_each=not (total and each),
-        hide_total=not total,
+        options | {"include_usage": True, "continuous_usage_stats": each},
+        each=each,
+        hide_each=not all(wishes),
+        hide_total=not wishes[0],
     )
 
 
@@ -84,6 +90,11 @@ class TokenCounts:
         self._closing = b""
         self._tokens = 0
         self._told = b""  # The last event with a count that was not read yet.
+
+    @property
+    def each(self) -> bool:
+        """Whether every event is to tell its count."""
+        return self._asked.each
 
     @property
     def hide_each(self) -> bool:

@@ -46,7 +46,8 @@ def test_a_rank_with_a_reasoning_parser_is_asked_once(play: "Play") -> None:
         values = {"messages": [], "max_tokens": 5, "stream": True}
         for _ in range(3):
             assert b"usage" not in (await site.post(CHAT, values)).body
-        assert options_sent(site) == [ASKED, None, None]
+        total = ASKED | {"continuous_usage_stats": False}
+        assert options_sent(site) == [ASKED, total, total]
 
     play(scenario, ranks=1, reasoning_parser=True)
 

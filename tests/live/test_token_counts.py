@@ -17,14 +17,16 @@ ALL = {"include_usage": True, "continuous_usage_stats": True}
 TOTAL = {"include_usage": True}
 
 
-def asked(options: object = None, api: Api = Api.CHAT, **more: Any) -> CountsAsked | None:
+def asked(
+    options: object = None, api: Api = Api.CHAT, *, each: bool = True, **more: Any
+) -> CountsAsked | None:
     values = {"messages": [], "prompt": "a", "stream": True, "stream_options": options} | more
     body = RequestBody(json.dumps(values).encode())
-    return ask_for_counts(read_shape(api, body, max_sequences=8), body.values)
+    return ask_for_counts(read_shape(api, body, max_sequences=8), body.values, each=each)
 
 
-def counts(options: object = None) -> TokenCounts:
-    wanted = asked(options)
+def counts(options: object = None, *, each: bool = True) -> TokenCounts:
+    wanted = asked(options, each=each)
     assert wanted is not None
     return TokenCounts(wanted)
 
@@ -66,7 +68,19 @@ def test_the_engine_is_asked_for_all_and_the_client_gets_what_it_asked(
     options: dict[str, object] | None, *, hide_each: bool, hide_total: bool
 ) -> None:
     wanted = asked(options)
-    assert wanted == CountsAsked((options or {}) | ALL, hide_each, hide_total)
+    assert wanted == CountsAsked((options or {}) | ALL, True, hide_each, hide_total)
+
+
+@pytest.mark.parametrize("options", [None, {"continuous_usage_stats": True}, TOTAL])
+def test_the_total_alone_may_be_asked(options: dict[str, object] | None) -> None:
+    wanted = asked(options, each=False)
+    assert wanted is not None
+    assert wanted.options == TOTAL | {"continuous_usage_stats": False}
+    assert not wanted.each
+
+
+def test_what_the_client_asked_for_is_asked() -> None:
+    assert asked(ALL, each=False) == CountsAsked(ALL, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +273,41 @@ def test_a_comment_neither_waits_nor_ends_the_wait() -> None:
     client = Client(counts=counts()).answer(chunk(**usage(1)), chunk("b", "stop", **usage(2)))
     client.leg.on_data(b": ping\n\n" + total(2) + DONE)
     assert client.end().received == chunk() + b": ping\n\n" + chunk("b", "stop") + DONE
+
+
+# Handed back.
+
+
+RECOMPUTED = chunk("", "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"')
+
+
+@pytest.mark.parametrize("size", [20, 1_000_000])
+def test_the_count_of_a_request_that_is_handed_back_comes_with_the_total(size: int) -> None:
+    client = Client(counts=counts(each=False), keep_text=True)
+    client.answer(*in_pieces(chunk() + chunk("bcd") + RECOMPUTED, size))
+    assert "recomputed" not in client.turns
+    client.leg.on_data(b": ping\n\n" + total(4) + DONE)
+    assert client.turns[-1] == "recomputed"
+    assert client.leg.all_tokens == 4
+    assert client.received == chunk() + chunk("bcd")
+
+
+def test_the_count_of_a_request_that_is_handed_back_may_come_with_that_word() -> None:
+    client = Client(counts=counts(), keep_text=True)
+    client.answer(chunk(**usage(1)), chunk("bcd", **usage(4)), RECOMPUTED)
+    assert client.turns[-1] == "recomputed"
+    assert client.leg.all_tokens == 4
+
+
+@pytest.mark.parametrize("end", [Client.end, lambda client: client.answer(DONE)])
+def test_a_request_is_handed_back_without_a_total_too(end: Callable[[Client], Client]) -> None:
+    client = Client(counts=counts(each=False), keep_text=True).answer(chunk(), RECOMPUTED)
+    end(client)
+    assert client.turns.count("recomputed") == 1
+    assert client.leg.all_tokens == 1
+
+
+def test_a_connection_that_breaks_after_a_request_was_handed_back_harms_nobody() -> None:
+    client = Client(counts=counts(each=False), keep_text=True).answer(chunk(), RECOMPUTED)
+    client.leg.on_error(WireError(WireFault.RESET, "gone", sent=True, answered=True))
+    assert client.turns[-1] == "recomputed"
