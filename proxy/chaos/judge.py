@@ -140,6 +140,8 @@ class Judge:
     ) -> Verdict:
         status = received.status
         verdict = Verdict(f"status {status}", [])
+        if received.ending is Ending.CUT and client.visit.pauses:
+            return Verdict("cut for not reading", [])
         if received.ending is not Ending.COMPLETE and not client.left:
             verdict.wrong.append(f"its answer of {status} is cut")
         elif not client.left:
