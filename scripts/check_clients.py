@@ -248,7 +248,9 @@ def check_aiperf(python: Path, proxy: Proxy, folder: Path) -> Iterator[Result]:
             command += ["--streaming"] if streaming else []
             command += ["--tokenizer", folder / "tokeniser", "--use-server-token-count"]
             command += ["--request-count", _LOAD_REQUESTS, "--concurrency", 16]
-            command += ["--isl", 100, "--osl", 20, "--ui-type", "none", "--artifact-dir", out]
+            # It takes an answer that ends with its first token, without a word, for none.
+            command += ["--isl", 100, "--osl", 20, "--extra-inputs", "ignore_eos:true"]
+            command += ["--ui-type", "none", "--artifact-dir", out]
             done = run(*command, limit_s=2 * _CLIENT_S)
             yield Result(version, name, _wrong_with_aiperf(done, out))
 
