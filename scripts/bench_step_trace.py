@@ -169,8 +169,9 @@ def run_engine(requests: int, seconds: float) -> dict[str, Any]:
     """Run bench_step_trace_engine.py and return what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         steps, log = Path(folder, "steps"), Path(folder, "log")
-        # This package, whichever the venv has.
-        environment = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+        # This package, whichever the venv has, and what the engines run in.
+        paths = (ROOT / ".src", ROOT / "scripts" / "check_engines")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
         command = [str(word) for word in (PYTHON, ENGINE, MODEL, steps, seconds, requests)]
         with log.open("wb") as stderr:
             process = subprocess.Popen(

@@ -24,19 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before vLLM is imported; what of it matters is explained in check_engines/engines.py.
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
+from environment import VARIABLES
+
+# Before vLLM is imported.
+os.environ |= VARIABLES | {"VLLM_CPU_KVCACHE_SPACE": "2"}
 
 from vllm import SamplingParams  # type: ignore[import-not-found]
 from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]

@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
 BASELINES = "random,round-robin,power-of-two,jsq,least-kv,fifo"
 ALL = f"{BASELINES},br-0-bypass,br-0,br-h"
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
+
+
+def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]:
+    """Return a command for other numbers of segments than 6, with each variant's options."""
+    return {
+        f"{name}_{segments}{suffix}": f"{command} --segments {segments} {options}"
+        for segments in (4, 5, 7, 8)
+        for suffix, options in variants.items()
+    }
+
 
 EXPERIMENTS = (
     {
@@ -58,25 +69,20 @@ EXPERIMENTS = (
         f"--segments {segments}"
         for ranks, segments in ((4, 12), (8, 6), (16, 3), (32, 2))
     }
-    | {
-        f"segments_{segments}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 "
-        f"--segments {segments} {options}"
-        for segments in (4, 5, 7, 8)
-        for suffix, options in (
-            ("", "--policy jsq,fifo,br-0,br-h"),
-            ("_oracle", "--policy br-h --predictor oracle"),
-        )
-    }
-    | {
-        f"azure_code_{segments}{suffix}": f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64 "
-        f"--segments {segments} {options}"
-        for segments in (4, 5, 7, 8)
-        for suffix, options in (
-            ("", "--policy br-0,br-h"),
-            ("_oracle", "--policy br-h --predictor oracle"),
-            ("_none", "--policy br-h --predictor none"),
-        )
-    }
+    | cuts(
+        "segments",
+        f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64",
+        {"": "--policy jsq,fifo,br-0,br-h", "_oracle": "--policy br-h --predictor oracle"},
+    )
+    | cuts(
+        "azure_code",
+        f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64",
+        {
+            "": "--policy br-0,br-h",
+            "_oracle": "--policy br-h --predictor oracle",
+            "_none": "--policy br-h --predictor none",
+        },
+    )
     | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)

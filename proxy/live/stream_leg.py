@@ -106,7 +106,6 @@ class StreamLeg:
         "_error",
         "_events",
         "_feed",
-        "_fix_each",
         "_fix_usage",
         "_handed_back",
         "_headers",
@@ -122,6 +121,7 @@ class StreamLeg:
         "_resumed",
         "_scanner",
         "_sequences",
+        "_shows_each",
         "_started",
         "_status",
         "_then",
@@ -160,8 +160,7 @@ class StreamLeg:
         self._resumed = resumed_tokens
         self._opened = opened or resumed_tokens > 0
         self._fix_usage = cached_tokens is not None or resumed_tokens > 0
-        # Ordinary token events that show usage to the client.
-        self._fix_each = self._fix_usage and not (counts is not None and counts.hide_each)
+        self._shows_each = counts is None or not counts.hide_each
         self._recomputes = keep_text
         self._observe_gap = observe_gap
         self._counts = counts
@@ -212,7 +211,6 @@ class StreamLeg:
         """Put the cached tokens of a prefill that ended after this leg began into usage objects."""
         self._cached = count
         self._fix_usage = True
-        self._fix_each = self._counts is None or not self._counts.hide_each
 
     def on_head(self, status: int, headers: "Headers") -> None:
         """Take the response head."""
@@ -235,7 +233,7 @@ class StreamLeg:
         except WireError as error:
             self._break_off(error)
             return
-        fix_each = self._fix_each
+        fix_each = self._fix_usage and self._shows_each
         for event in events:
             # From the right, where it stands: a third of what `in` costs.
             if event.rfind(_GOING_ON) < 0 or (fix_each and event.rfind(_USAGE) >= 0):

@@ -9,7 +9,7 @@ from typing import Any
 
 from answers import ask, assert_equal, essence
 from engines import Engine
-from fleet import Fleet, Proxy
+from fleet import SUCCESSES, Fleet, Proxy
 from pd_checks import completion
 from trace_checks import TraceChecks
 
@@ -17,7 +17,6 @@ _RANKS = 2
 # Requests at once, and how often at most.
 _BURST = 8
 _ROUNDS = 5
-_SUCCESSES = "vllm:request_success_total"
 
 
 class DpChecks(TraceChecks):
@@ -49,7 +48,7 @@ class DpChecks(TraceChecks):
 
     def check_answers_of_ranks_with_a_port_each_are_those_of_one_engine(self) -> str:
         decoders = self._fleet.decoders
-        decoded = [engine.metric(_SUCCESSES) for engine in decoders]
+        decoded = [engine.metric(SUCCESSES) for engine in decoders]
         prefills, rounds = [0], 0
         with self._fleet.proxy("ports", "--policy", "round-robin") as proxy:
             # The engine chooses; each rank hands out what it prefilled, at a port of its own.
@@ -57,7 +56,7 @@ class DpChecks(TraceChecks):
                 assert rounds < _ROUNDS, f"one rank prefilled nearly all: {prefills}"
                 prefills = self._compare(proxy, self._behind_one_port)
                 rounds += 1
-        served = _grown(decoded, [engine.metric(_SUCCESSES) for engine in decoders])
+        served = _grown(decoded, [engine.metric(SUCCESSES) for engine in decoders])
         assert served == [rounds * _BURST // 2] * 2, served
         return f"{sum(served)} requests, by decode rank {served}, by prefill rank {prefills}"
 
@@ -80,9 +79,7 @@ class DpChecks(TraceChecks):
     # How it is done.
 
     def _by_rank(self) -> list[float]:
-        return [
-            self._behind_one_port.metric(_SUCCESSES, engine=str(rank)) for rank in range(_RANKS)
-        ]
+        return [self._behind_one_port.metric(SUCCESSES, engine=str(rank)) for rank in range(_RANKS)]
 
     def _compare(self, proxy: Proxy, single: Engine) -> list[int]:
         """Compare what some requests at once are answered with what an engine says to each alone.

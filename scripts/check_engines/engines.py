@@ -13,7 +13,7 @@ from socket import create_server
 
 import httpx
 from client import CLIENT
-from environment import MODELS, VENV
+from environment import MODELS, VARIABLES, VENV
 
 # Three at once on two cores.
 _START_S = 420.0
@@ -32,19 +32,8 @@ _COMMON = [
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
 ]
-_ENVIRONMENT = {
+_ENVIRONMENT = VARIABLES | {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # With it the CPU build insists on a worker process beside the engine core's, a third more to start.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    # Some kernels are compiled at their first use, for minutes on two cores.
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",

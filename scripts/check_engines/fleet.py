@@ -15,6 +15,8 @@ from engines import Engine
 
 _READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
 _READY_S = 30.0
+# Requests that an engine has answered.
+SUCCESSES = "vllm:request_success_total"
 # KV caches that a NIXL prefiller handed out after their lease.
 LATE_PULLS = "vllm:nixl_num_notifications_after_expiry_total"
 

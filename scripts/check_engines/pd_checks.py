@@ -15,7 +15,7 @@ import httpx
 from answers import ask, assert_equal, essence
 from client import CLIENT
 from engines import BLOCK_TOKENS, Engine
-from fleet import LATE_PULLS, Fleet, Proxy, until
+from fleet import LATE_PULLS, SUCCESSES, Fleet, Proxy, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -23,7 +23,6 @@ COMPLETIONS = "/v1/completions"
 _LONG = 1900
 # A prompt of token ids that ends where a block of the KV cache does.
 _FULL_BLOCKS = list(range(300, 300 + 2 * BLOCK_TOKENS))
-_SUCCESSES = "vllm:request_success_total"
 _SOURCE = "vllm:prompt_tokens_by_source_total"
 _TOOL = {
     "type": "function",
@@ -140,10 +139,10 @@ class Checks:
         return f"no request and no KV block is left {took_s:.1f} s later"
 
     def check_a_lapsed_lease_is_prefilled_again(self) -> str:
-        prefills = self._prefiller.metric(_SUCCESSES)
+        prefills = self._prefiller.metric(SUCCESSES)
 
         def lapses(_: Proxy) -> None:
-            until(lambda: self._prefiller.metric(_SUCCESSES) >= prefills + 3, "another prefill")
+            until(lambda: self._prefiller.metric(SUCCESSES) >= prefills + 3, "another prefill")
 
         line = self._wait_behind("lapsed", (), lapses)
         assert line["lease_lapses"], f"it was not prefilled again: {line}"
