@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Refusal
@@ -55,8 +55,6 @@ from balanceroute.proxy.live.step_clock import StepClock
 from balanceroute.proxy.live.target import Fault, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.live.connectors import Connector
@@ -308,13 +306,9 @@ class Driver:
             return f"{request_id}-{self._rng.getrandbits(32):08x}"
         return request_id
 
-    def hand_off(self, transfer: str, params: "Mapping[str, Any]") -> bool:
-        """Take a decode rank's call for its prefill; return whether one was expected."""
-        expected = self._hand_offs.get(transfer)
-        if expected is None:
-            return False
-        expected.take(params)
-        return True
+    def hand_off(self, transfer: str) -> "HandOff | None":
+        """Return the prefill that a decode rank may call for now, if there is one of that name."""
+        return self._hand_offs.get(transfer)
 
     # What a session does: Host.
 

@@ -1,6 +1,7 @@
 """The public HTTP interface: routes, keys, bodies; then the driver's.
 
-Routes match exactly and everything else is 404: no path reaches an engine by accident.
+Routes match exactly and everything else is 404: no path reaches an engine by accident. What the head
+of a request rules out is rejected before its body is read.
 """
 
 import json
@@ -19,16 +20,20 @@ from balanceroute.proxy.live.pass_through import PassThrough
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.request_head import (
     BadRequestIdError,
+    check_json_body,
     client_request_id,
     engine_headers,
     is_authorised,
 )
 from balanceroute.proxy.live.shape import Api, read_shape
+from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.driver import Driver, Log
+    from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.metrics import Metrics
     from balanceroute.proxy.live.model_choice import ModelChoice
+    from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
 
@@ -41,6 +46,10 @@ _PASSED_ON: Mapping[bytes, bytes] = {
     b"/detokenize": b"POST",
 }
 _OWN = (b"/health", b"/ready", b"/version", b"/metrics")
+# Of a hand-off: ids and addresses of the blocks of one prompt.
+_HAND_OFF_BYTES = 1 << 20
+_NOT_FOUND = Rejection(404, "Not Found")
+_UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +102,37 @@ class Gateway:
         self._unix_s = unix_s
         self.pass_through = PassThrough(instances, driver.legs)
 
+    def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
+        """Return why a request is not served, as far as its head tells."""
+        del peer
+        path = head.path
+        if path in _OWN:
+            return None if head.method in (b"GET", b"HEAD") else _not_allowed(b"GET, HEAD")
+        if path.startswith(METASERVER_PATH):
+            return self._admit_hand_off(head)
+        method = b"POST" if path in _GENERATION else _PASSED_ON.get(path)
+        if method is None:
+            return _NOT_FOUND
+        if head.method != method:
+            return _not_allowed(method)
+        settings = self._settings
+        if settings.api_keys and not is_authorised(head.headers, settings.api_keys):
+            return _UNAUTHORISED
+        return check_json_body(head.headers) if method == b"POST" else None
+
     def __call__(self, request: "Request", reply: "Reply") -> None:
-        """Answer one request."""
+        """Answer a request that was admitted."""
         path = request.path
         if path in _OWN:
             self._answer_itself(request, reply)
-            return
-        if path.startswith(METASERVER_PATH) and request.method == b"POST":
+        elif path.startswith(METASERVER_PATH):
             self._hand_off(request, reply)
-            return
-        method = b"POST" if path in _GENERATION else _PASSED_ON.get(path)
-        if method is None:
-            _error(reply, 404, "Not Found")
-        elif request.method != method:
-            _error(reply, 405, "Method Not Allowed", [(b"allow", method)])
-        elif self._settings.api_keys and not is_authorised(request, self._settings.api_keys):
-            _error(reply, 401, "Unauthorized", [(b"www-authenticate", b"Bearer")])
         else:
             self._serve(request, reply)
 
     def _serve(self, request: "Request", reply: "Reply") -> None:
         try:
-            given_id = client_request_id(request)
+            given_id = client_request_id(request.headers)
         except BadRequestIdError:
             _error(reply, 400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
             return
@@ -157,19 +175,33 @@ class Gateway:
                 record=record,
             )
 
+    def _admit_hand_off(self, head: "RequestHead") -> Rejection | None:
+        """Judge a decode engine's call for a prefill. The path is the secret that authorises it."""
+        if head.method != b"POST" or self._awaited(head.path) is None:
+            return _NOT_FOUND
+        if head.content_length is None:
+            return Rejection(411, "the hand-off needs a Content-Length")
+        if head.content_length > _HAND_OFF_BYTES:
+            return Rejection(413, f"the hand-off is over {_HAND_OFF_BYTES} bytes")
+        return None
+
+    def _awaited(self, path: bytes) -> "HandOff | None":
+        return self._driver.hand_off(path.removeprefix(METASERVER_PATH).decode("ascii", "replace"))
+
     def _hand_off(self, request: "Request", reply: "Reply") -> None:
-        """Take a decode engine's call for a prefill. The path is the secret that authorises it."""
-        transfer = request.path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
+        awaited = self._awaited(request.path)
+        if awaited is None:  # It was given up while the body came.
+            _error(reply, 404, "Not Found")
+            return
         try:
             params = json.loads(request.body)
         except (ValueError, RecursionError):
             params = None
         if not isinstance(params, dict) or is_deep(params):
             _error(reply, 400, "the hand-off must be a JSON object of moderate depth")
-        elif self._driver.hand_off(transfer, params):
-            reply.send(200, JSON_HEADERS, b"{}")
         else:
-            _error(reply, 404, "Not Found")
+            awaited.take(params)
+            reply.send(200, JSON_HEADERS, b"{}")
 
     def _headers(self, request: "Request", request_id: str) -> "Headers":
         return engine_headers(
@@ -201,9 +233,7 @@ class Gateway:
         self._log.request_ended(record)
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
-        if request.method not in (b"GET", b"HEAD"):
-            _error(reply, 405, "Method Not Allowed", [(b"allow", b"GET, HEAD")])
-        elif request.path == b"/health":
+        if request.path == b"/health":
             reply.send(200, [], b"")
         elif request.path == b"/ready":
             if self._instances.ready and not self._driver.draining:
@@ -214,6 +244,10 @@ class Gateway:
             reply.send(200, JSON_HEADERS, b'{"version":"%b"}' % __version__.encode())
         else:
             reply.send(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
+
+
+def _not_allowed(allowed: bytes) -> Rejection:
+    return Rejection(405, "Method Not Allowed", ((b"allow", allowed),))
 
 
 def _error(

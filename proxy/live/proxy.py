@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.snapshot import Snapshot
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.heads import RequestHead
+    from balanceroute.proxy.wire.messages import Headers, Rejection
 
 _log = logging.getLogger(__name__)
 # Pages of metrics longer than this are not read.
@@ -269,7 +270,9 @@ class Proxy:
             unix_s=self._environment.unix_s,
         )
         self.gateway = gateway
-        self.server = Server(gateway, limits=config.listen.limits, refuse=_refuse)
+        self.server = Server(
+            gateway, limits=config.listen.limits, refuse=_refuse, admit=gateway.admit
+        )
         tls = None
         if config.listen.tls_cert is not None and config.listen.tls_key is not None:
             tls = server_context(config.listen.tls_cert, config.listen.tls_key)
@@ -418,5 +421,9 @@ class Proxy:
             self.driver.reopen()
 
 
-def _refuse(status: int, message: str) -> "tuple[Headers, bytes]":
-    return JSON_HEADERS, error_body(status, message)
+def _refuse(
+    rejection: "Rejection", head: "RequestHead | None", peer: str
+) -> "tuple[Headers, bytes]":
+    del head, peer
+    body = error_body(rejection.status, rejection.message, param=rejection.param)
+    return [*JSON_HEADERS, *rejection.headers], body

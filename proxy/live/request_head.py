@@ -9,12 +9,15 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.credentials import Secret, matches_any
+from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 # Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
+_JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
+_NO_CODING = frozenset({b"", b"identity"})
 _PASSED = frozenset({b"traceparent", b"tracestate", b"user-agent"})
 
 
@@ -22,13 +25,13 @@ class BadRequestIdError(Exception):
     """X-Request-Id is given twice, or is not a plain identifier."""
 
 
-def client_request_id(request: "Request") -> str | None:
+def client_request_id(headers: "Headers") -> str | None:
     """Return the client's X-Request-Id, or None if it gave none.
 
     Raises:
         BadRequestIdError: It cannot be passed on and logged as it is.
     """
-    values = [value for name, value in request.headers if name == b"x-request-id"]
+    values = [value for name, value in headers if name == b"x-request-id"]
     if not values:
         return None
     if len(values) > 1 or not _REQUEST_ID.fullmatch(values[0]):
@@ -36,15 +39,32 @@ def client_request_id(request: "Request") -> str | None:
     return values[0].decode()
 
 
-def is_authorised(request: "Request", keys: Collection[Secret]) -> bool:
-    """Return whether the request carries one of `keys` as its bearer token."""
-    values = [value for name, value in request.headers if name == b"authorization"]
+def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:
+    """Return whether one of `keys` is given as the bearer token."""
+    values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return False
     scheme, _, token = values[0].partition(b" ")
     if scheme.lower() != b"bearer":
         return False
     return matches_any(keys, token.strip())
+
+
+def check_json_body(headers: "Headers") -> Rejection | None:
+    """Return why a body so described is not read as JSON, or None.
+
+    A body without a media type is, and so is a form, which is what curl calls a body that nobody
+    named.
+    """
+    for name, value in headers:
+        if name == b"content-type":
+            media_type = value.partition(b";")[0].strip().lower()
+            if media_type not in _JSON_TYPES:
+                return Rejection(415, "the Content-Type must be application/json")
+        elif name == b"content-encoding" and value.lower() not in _NO_CODING:
+            text = "the body must not be encoded: Content-Encoding is not served"
+            return Rejection(415, text, ((b"accept-encoding", b"identity"),))
+    return None
 
 
 def engine_headers(

@@ -45,13 +45,16 @@ class RequestHead:
     """A request without its body.
 
     Attributes:
+        path: The target before `?`, as it came: percent signs are not decoded.
+        query: The target after `?`.
         content_length: Of a body; None without the header.
         keep_alive: The client will reuse the connection.
         expects_continue: The client waits for a 100 before it sends the body.
     """
 
     method: bytes
-    target: bytes
+    path: bytes
+    query: bytes
     http_1_0: bool
     headers: Headers
     content_length: int | None
@@ -102,9 +105,11 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
         if [value.lower() for value in read[b"expect"]] != [b"100-continue"]:
             raise MalformedError("the only expectation served is 100-continue", 417)
         expects_continue = True
+    path, _, query = target.partition(b"?")
     return RequestHead(
         method,
-        target,
+        path,
+        query,
         http_1_0,
         headers,
         content_length,

@@ -39,6 +39,23 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a request is not served.
+
+    Attributes:
+        status: What the server answers.
+        message: For the client.
+        headers: Of the answer, beside those of every error.
+        param: The member of the request that is at fault; None if it is none.
+    """
+
+    status: int
+    message: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """A complete response."""
 

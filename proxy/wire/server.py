@@ -4,18 +4,23 @@ import asyncio
 import json
 from ssl import SSLContext
 
-from balanceroute.proxy.wire.messages import Headers, ServerLimits
+from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application, Reply
 from balanceroute.proxy.wire.server_connection import ServerConnection
-from balanceroute.proxy.wire.service import Refuse, Service
+from balanceroute.proxy.wire.service import Admit, Refuse, Service
 
-__all__ = ["Application", "Refuse", "Reply", "Server"]
+__all__ = ["Admit", "Application", "Refuse", "Reply", "Server"]
 
 
-def plain_refusal(status: int, message: str) -> tuple[Headers, bytes]:
-    """Render a protocol error as plain JSON."""
-    body = json.dumps({"error": {"code": status, "message": message}}).encode()
-    return [(b"content-type", b"application/json")], body
+def plain_refusal(
+    rejection: Rejection, head: RequestHead | None, peer: str
+) -> tuple[Headers, bytes]:
+    """Render a rejection as plain JSON."""
+    del head, peer
+    error = {"code": rejection.status, "message": rejection.message}
+    headers = [(b"content-type", b"application/json"), *rejection.headers]
+    return headers, json.dumps({"error": error}).encode()
 
 
 class Server:
@@ -25,7 +30,9 @@ class Server:
         application: Called with each complete request and its reply. It answers whenever it likes, and
             must not raise: if it does, the client gets a 500 and the error is logged.
         limits: What is accepted from a client.
-        refuse: Renders the headers and body of a protocol error, from its status and message.
+        refuse: Renders what does not reach the application: protocol errors and what `admit` rejects.
+        admit: Judges each head before its body is read, and before the client is told to send it;
+            None to admit everything. What it rejects is answered at once, and the body dropped.
     """
 
     def __init__(
@@ -34,10 +41,12 @@ class Server:
         *,
         limits: ServerLimits | None = None,
         refuse: Refuse = plain_refusal,
+        admit: Admit | None = None,
     ) -> None:
         self._application = application
         self._limits = limits or ServerLimits()
         self._refuse = refuse
+        self._admit = admit
         self._service: Service | None = None
         self._listener: asyncio.Server | None = None
         self._addresses: list[tuple[str, int]] = []
@@ -59,7 +68,7 @@ class Server:
         """
         assert self._service is None, "already started"
         loop = asyncio.get_running_loop()
-        service = Service(loop, self._application, self._limits, self._refuse)
+        service = Service(loop, self._application, self._limits, self._refuse, self._admit)
         # A handshake is to the sweep what a head is, but asyncio keeps its time.
         handshake_s = None if ssl is None else self._limits.header_timeout_s
         self._listener = await loop.create_server(

@@ -1,7 +1,8 @@
 """One client connection: requests in, answers out, in order and one at a time.
 
 Rules:
-1. A request reaches the application complete, or not at all.
+1. A request reaches the application complete, or not at all. What its head alone rules out is
+   rejected before the body is read.
 2. One request is in flight. What a client pipelines behind it waits unparsed, up to a bound; past that
    the connection is not read (and a client that leaves meanwhile is noticed when a write fails).
 3. A refusal ends the connection. What the client still sends is read and dropped for a moment:
@@ -25,7 +26,7 @@ from balanceroute.proxy.wire.heads import (
     encode_fields,
     parse_request_head,
 )
-from balanceroute.proxy.wire.messages import MalformedError, Request
+from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
 from balanceroute.proxy.wire.reply import Reply
 from balanceroute.proxy.wire.service import Service
 
@@ -83,7 +84,6 @@ class ServerConnection(asyncio.Protocol):
     )
 
     _transport: asyncio.Transport
-    _head: RequestHead
 
     def __init__(self, service: Service) -> None:
         # The connection's life.
@@ -102,6 +102,7 @@ class ServerConnection(asyncio.Protocol):
         self._in_head = True  # At first, as if a byte had come: who connects is to send a request.
         self._checked = 0
         self._skip_blank = True
+        self._head: RequestHead | None = None
         # The present body. BytesIO, because a list of tiny pieces would weigh many times the body and
         # a bytearray is copied out once more (1 MiB: 150 µs, 830 µs).
         self._body = BytesIO()
@@ -139,7 +140,7 @@ class ServerConnection(asyncio.Protocol):
                 try:
                     self._read_body(data)
                 except MalformedError as error:
-                    self._refuse(error.status, str(error))
+                    self._refuse(Rejection(error.status, str(error)))
                 self._advance()
             case _Stage.ANSWER:
                 self._buffer += data
@@ -240,7 +241,7 @@ class ServerConnection(asyncio.Protocol):
         limits = self._service.limits
         match self._stage:
             case _Stage.HEAD if self._buffer and self._in_head:
-                self._refuse(408, "the request's head did not arrive in time")
+                self._refuse(Rejection(408, "the request's head did not arrive in time"))
             case _Stage.HEAD if self._transport.get_write_buffer_size():
                 self._idle_since_s = now_s
                 self._check_stall(now_s)
@@ -252,7 +253,7 @@ class ServerConnection(asyncio.Protocol):
                 earned_s = self._body.tell() / limits.body_bytes_per_s
                 self.deadline_s = self._body_since_s + limits.body_timeout_s + earned_s
                 if self.deadline_s <= now_s:
-                    self._refuse(408, "the request's body did not arrive in time")
+                    self._refuse(Rejection(408, "the request's body did not arrive in time"))
             case _Stage.LINGER if not self._transport.get_write_buffer_size():
                 self._abort()
             case _Stage.ANSWER | _Stage.LINGER | _Stage.CLOSING:
@@ -271,12 +272,13 @@ class ServerConnection(asyncio.Protocol):
                     self._in_head = True
                     self._checked = 0
                     self._skip_blank = True
+                    self._head = None
                     limits = self._service.limits
                     self.deadline_s = self._service.loop.time() + limits.header_timeout_s
                 if not self._read_head():
                     break
         except MalformedError as error:
-            self._refuse(error.status, str(error))
+            self._refuse(Rejection(error.status, str(error)))
         finally:
             self._advancing = False
         if self._eof and self._stage in (_Stage.HEAD, _Stage.BODY) and not self.paused:
@@ -310,19 +312,31 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     def _begin_body(self, head: RequestHead, rest: bytes) -> None:
+        service = self._service
         length = head.content_length or 0
-        if length > self._service.limits.body_bytes:
+        is_whole = not head.chunked and len(rest) >= length
+        if service.admit is not None:
+            rejection = service.admit(head, self._peer)
+            if rejection is not None:
+                if is_whole:  # Nothing of it is to come, so the connection may live.
+                    self._buffer = rest[length:]
+                    headers, body = service.refuse(rejection, head, self._peer)
+                    self._begin_answer(head).send(rejection.status, headers, body)
+                else:
+                    self._refuse(rejection)
+                return
+        if length > service.limits.body_bytes:
             raise MalformedError("the request's body is too large", 413)
-        if not head.chunked and len(rest) >= length:
+        if is_whole:
             self._buffer = rest[length:]
-            self._dispatch(rest[:length])
+            self._dispatch(head, rest[:length])
             return
         self._stage = _Stage.BODY
         self._body = BytesIO()
         self._body_bytes = length
         self._decoder = ChunkedDecoder() if head.chunked else None
-        self._body_since_s = self._service.loop.time()
-        self.deadline_s = self._body_since_s + self._service.limits.body_timeout_s
+        self._body_since_s = service.loop.time()
+        self.deadline_s = self._body_since_s + service.limits.body_timeout_s
         if head.expects_continue and not rest:
             self._transport.write(_CONTINUE)
         if rest:
@@ -347,12 +361,19 @@ class ServerConnection(asyncio.Protocol):
         self._buffer = rest
         self._body = BytesIO()
         self._decoder = None
-        self._dispatch(body.getvalue())
+        assert self._head is not None
+        self._dispatch(self._head, body.getvalue())
 
-    def _dispatch(self, body: bytes) -> None:
-        head = self._head
-        path, _, query = head.target.partition(b"?")
-        request = Request(head.method, path, query, head.headers, body, self._peer)
+    def _dispatch(self, head: RequestHead, body: bytes) -> None:
+        request = Request(head.method, head.path, head.query, head.headers, body, self._peer)
+        reply = self._begin_answer(head)
+        try:
+            self._service.application(request, reply)
+        except Exception:
+            _LOG.exception("the application failed on %r", head.path)
+            self._fail(reply)
+
+    def _begin_answer(self, head: RequestHead) -> Reply:
         reply = Reply(
             self,
             self._transport.write,
@@ -363,11 +384,7 @@ class ServerConnection(asyncio.Protocol):
         self._stage = _Stage.ANSWER
         self.closes_after_answer |= not head.keep_alive
         self._watch_writes()
-        try:
-            self._service.application(request, reply)
-        except Exception:
-            _LOG.exception("the application failed on %r", path)
-            self._fail(reply)
+        return reply
 
     def _fail(self, reply: Reply) -> None:
         """End a request whose application raised."""
@@ -379,16 +396,17 @@ class ServerConnection(asyncio.Protocol):
         if reply.started:
             reply.abort()
             return
-        headers, body = self._service.refuse(500, "internal error")
+        rejection = Rejection(500, "internal error")
+        headers, body = self._service.refuse(rejection, self._head, self._peer)
         reply.send(500, headers, body)
 
     # Ending.
 
-    def _refuse(self, status: int, message: str) -> None:
-        headers, body = self._service.refuse(status, message)
+    def _refuse(self, rejection: Rejection) -> None:
+        headers, body = self._service.refuse(rejection, self._head, self._peer)
         self._transport.write(
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (STATUS_LINES[status], encode_fields(headers), len(body), body)
+            % (STATUS_LINES[rejection.status], encode_fields(headers), len(body), body)
         )
         self._linger()
 

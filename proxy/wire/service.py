@@ -4,10 +4,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from balanceroute.proxy.wire.messages import Headers, ServerLimits
+from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 
-Refuse = Callable[[int, str], tuple[Headers, bytes]]
+Admit = Callable[[RequestHead, str], Rejection | None]
+"""Judges a head, and the client's address, before the body is read."""
+Refuse = Callable[[Rejection, RequestHead | None, str], tuple[Headers, bytes]]
+"""Renders the answer to a request that does not reach the application.
+
+It is told the head, if it could be read, and the client's address.
+"""
 
 
 class Member(Protocol):
@@ -47,9 +54,11 @@ class Service:
         application: Application,
         limits: ServerLimits,
         refuse: Refuse,
+        admit: Admit | None,
     ) -> None:
         self.loop = loop
         self.application = application
+        self.admit = admit
         self.limits = limits
         self.refuse = refuse
         self.connections: dict[Member, None] = {}

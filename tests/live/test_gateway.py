@@ -132,6 +132,94 @@ def test_a_query_of_a_request_that_is_passed_on_is_passed_on(play: "Play") -> No
     play(scenario)
 
 
+# What the head alone rules out.
+
+
+async def answer_to_head(site: "Site", head: bytes) -> tuple[int, bytes]:
+    """Send a head whose body never comes; return the status and the rest of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    begin_s = site.loop.time()
+    writer.write(head + b"\r\n\r\n")
+    answer = await reader.read()
+    assert site.loop.time() - begin_s < 1.0
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer
+
+
+LARGE = b"\r\nHost: a\r\nContent-Length: 1000000"
+
+
+def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> None:
+    """Finding H1: without a key, a large body for the metaserver stalled every connection."""
+
+    async def scenario(site: "Site") -> None:
+        status, _ = await answer_to_head(site, b"POST /v1/metaserver/guess HTTP/1.1" + LARGE)
+        assert status == 404
+
+    play(scenario)
+    play(scenario, connector=Connector.LAYERWISE)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/nothing HTTP/1.1" + LARGE, 404),
+        (b"PUT /v1/completions HTTP/1.1" + LARGE, 405),
+        (b"POST /metrics HTTP/1.1" + LARGE, 405),
+        (b"POST /v1/completions HTTP/1.1" + LARGE, 401),
+        (b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue" + LARGE, 401),
+        (b"POST /tokenize HTTP/1.1" + LARGE, 401),
+        (b"POST /tokenize HTTP/1.1\r\nAuthorization: Bearer right" + LARGE + b"0000", 413),
+        (
+            b"POST /tokenize HTTP/1.1\r\nAuthorization: Bearer right\r\n"
+            b"Content-Encoding: gzip" + LARGE,
+            415,
+        ),
+    ],
+)
+def test_what_the_head_rules_out_is_answered_before_the_body(
+    play: "Play", tmp_path: Path, head: bytes, status: int
+) -> None:
+    """Finding H2: a client without a key could upload any number of bodies first."""
+
+    async def scenario(site: "Site") -> None:
+        told, answer = await answer_to_head(site, head)
+        assert told == status
+        assert b'"error":{"message":' in answer
+        assert b"100 Continue" not in answer
+
+    flags = {"api_key_file": keys(tmp_path, "keys", "right"), "body_limit_bytes": 2_000_000}
+    play(scenario, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        (b"content-type", b"application/json", 200),
+        (b"content-type", b"Application/JSON; charset=utf-8", 200),
+        (b"content-type", b"", 200),
+        (b"content-type", b"application/x-www-form-urlencoded", 200),  # curl -d
+        (b"content-type", b"text/plain", 415),
+        (b"content-type", b"multipart/form-data; boundary=x", 415),
+        (b"content-encoding", b"identity", 200),
+        (b"content-encoding", b"gzip", 415),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_body_is_json_and_not_encoded(
+    play: "Play", path: str, name: bytes, value: bytes, status: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(path, BODY, [(name, value)])
+        assert answer.status == status
+        if status != 200:
+            is_error(answer, status)
+            assert site.seen == []
+        assert (await site.post(path, BODY)).status == 200
+
+    play(scenario)
+
+
 # The proxy's own pages.
 
 

@@ -464,11 +464,16 @@ def test_a_callback_needs_no_key_and_no_client_can_guess_it(play: "Play", tmp_pa
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"a":' * 500 + b"1" + b"}" * 500])
 def test_a_callback_that_is_no_object_is_refused(play: "Play", body: bytes) -> None:
     async def scenario(site: "Site") -> None:
-        answer = await site.post("/v1/metaserver/guess", body)
-        assert answer.status == 400
-        assert site.seen == []
+        exchange = site.send(COMPLETIONS, BODY | {"stream": True}, headers=ID)
+        await site.until(lambda: len(site.received("prefill")) == 1)
+        url = site.received("decode")[0].values["kv_transfer_params"]["metaserver"]
+        path = "/" + url.split("/", 3)[3]
+        assert (await site.post(path, body)).status == 400
+        assert (await site.post(path, bytes((1 << 20) + 1))).status == 413
+        assert (await exchange.end()).done
+        assert len(site.received("prefill")) == 1
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
 
 
 def test_a_callback_that_comes_twice_starts_one_prefill(play: "Play") -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.messages import Headers, Request, UnsafeHeaderError
+from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.messages import Headers, Rejection, Request, UnsafeHeaderError
 from balanceroute.proxy.wire.server import Reply, Server
 
 if TYPE_CHECKING:
@@ -243,8 +244,10 @@ def test_it_is_refused_and_the_connection_closed(
 
 
 def test_the_refusals_are_the_embedders(run: "Run", connect: "Connect") -> None:
-    def refuse(status: int, message: str) -> tuple[Headers, bytes]:
-        return [(b"x-refused", b"yes")], f"{status} {message}".encode()
+    def refuse(rejection: Rejection, head: RequestHead | None, peer: str) -> tuple[Headers, bytes]:
+        assert head is None
+        assert peer.startswith("127.0.0.1:")
+        return [(b"x-refused", b"yes")], f"{rejection.status} {rejection.message}".encode()
 
     async def main() -> None:
         server = Server(echo, refuse=refuse)
@@ -254,6 +257,60 @@ def test_the_refusals_are_the_embedders(run: "Run", connect: "Connect") -> None:
             answer = await client.answer()
             assert answer.headers["x-refused"] == "yes"
             assert answer.body == b"400 the request line is malformed"
+        server.close()
+        await server.drain()
+
+    run(main())
+
+
+def no_posts(head: RequestHead, peer: str) -> Rejection | None:
+    assert peer.startswith("127.0.0.1:")
+    return Rejection(405, "no", ((b"allow", b"GET"),)) if head.method == b"POST" else None
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 1000000",
+        b"Content-Length: 1000000\r\nExpect: 100-continue",
+        b"Transfer-Encoding: chunked",
+    ],
+)
+def test_a_head_that_is_rejected_is_answered_before_its_body(
+    run: "Run", connect: "Connect", framing: bytes
+) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        server = Server(recorder, admit=no_posts)
+        await server.start("127.0.0.1", 0)
+        async with connect(server.port) as client:
+            client.send(b"POST /p?q HTTP/1.1\r\nHost: a\r\n" + framing + b"\r\n\r\n")
+            answer = await client.answer()
+            assert (answer.status, answer.headers["allow"]) == (405, "GET")
+            assert answer.headers["connection"] == "close"
+            assert json.loads(answer.body)["error"] == {"code": 405, "message": "no"}
+            client.send(bytes(1 << 20))
+            assert await client.rest() == b""
+            await client.writer.drain()
+        assert not recorder.requests
+        server.close()
+        await server.drain()
+
+    run(main())
+
+
+def test_a_rejected_request_that_came_whole_leaves_its_connection_usable(
+    run: "Run", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        server = Server(echo, admit=no_posts)
+        await server.start("127.0.0.1", 0)
+        async with connect(server.port) as client:
+            client.send(post(b"body") * 2 + GET)
+            assert [(await client.answer()).status for _ in range(3)] == [405, 405, 200]
+            client.send(post(b"body", b"Connection: close"))
+            assert (await client.answer()).headers["connection"] == "close"
+            assert await client.rest() == b""
         server.close()
         await server.drain()
 
