@@ -34,6 +34,7 @@ from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
+from balanceroute.proxy.live.failures import Failure, Leg, Next, What, refusal, triage
 from balanceroute.proxy.live.hand_off import HandOff
 from balanceroute.proxy.live.leg_body import decode_body, prefill_body
 from balanceroute.proxy.live.prefill_answer import (
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
 
-# Answers of an engine that another one may not give.
-_BUSY = frozenset({429, 503})
 # Not every engine has these routes.
 _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
 # Each makes progress, unless the engine takes an answer's own stop word for one.
@@ -137,7 +136,7 @@ class Session:
         self._hand_off: HandOff | None = None
         self._hung: Prefiller | None = None  # Left a hand-off unanswered.
         self._deadline_s = inf
-        self._attempts = {"prefill": 0, "decode": 0}
+        self._attempts = dict.fromkeys(Leg, 0)
         # The prefill's result.
         self._prefiller: Prefiller | None = None
         self._transfer = ""
@@ -175,7 +174,7 @@ class Session:
         self.record.prefiller = prefiller.name
         if self.record.prefill_started_ns is None:
             self.record.prefill_started_ns = round(now_s * 1e9)
-        self._attempts["prefill"] += 1
+        self._attempts[Leg.PREFILL] += 1
         self._transfer = f"xfer-{host.unique()}"
         body = prefill_body(
             self._body, self._members, host.connector.prefill_params(self._transfer)
@@ -197,7 +196,7 @@ class Session:
         record.rank = rank.name
         record.admitted_ns = round(now_s * 1e9)
         record.pool_wait_ns += round((now_s - self._pooled_s) * 1e9)
-        self._attempts["decode"] += 1
+        self._attempts[Leg.DECODE] += 1
         self._tries_of_kv += 1
         if host.connector.decode_first and not self.shape.direct:
             self._expect_hand_off()
@@ -348,14 +347,12 @@ class Session:
         prefiller = self._prefiller
         assert prefiller is not None
         if status != 200:
-            self._prefill_refused(status, headers, body)
+            self._mend(refusal(status, headers, body))
             return
         try:
             answer = read_prefill_answer(body)
         except BadPrefillAnswerError as error:
-            prefiller.endpoint.close_idle()
-            self._host.leg_failed(prefiller.target, Fault.PROTOCOL, str(error))
-            self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, str(error)))
+            self._mend(Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return
         self._host.leg_succeeded(prefiller.target)
         record = self.record
@@ -390,7 +387,7 @@ class Session:
             return False
         if answer.complete or self._host.legs.recompute_missing_kv:
             return True  # The decode rank computes the prompt itself.
-        self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, reason))
+        self._mend(Failure(What.NO_KV, Fault.PROTOCOL, reason))
         return False
 
     def _enter_pool(self, prompt_tokens: int) -> None:
@@ -424,12 +421,7 @@ class Session:
 
     def _not_handed_off(self, fault: Fault) -> None:
         """Mend a decode leg that waits for a prefill which nobody did."""
-        self._call_off()
-        give_up = partial(self._fail, 502, f"prefill failed: {fault.value}")
-        if self._answer.opened:
-            give_up()
-        else:
-            self._again_with_new_kv(fault, give_up)
+        self._mend(Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}"))
 
     def _answer_shortly(self, answer: PrefillAnswer) -> None:
         self.record.output_tokens = 1
@@ -447,33 +439,8 @@ class Session:
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
-    def _prefill_refused(self, status: int, headers: "Headers", body: bytes) -> None:
-        prefiller = self._prefiller
-        assert prefiller is not None
-        if status < 400:
-            reason = f"the prefiller answered {status}"
-            self._host.leg_failed(prefiller.target, Fault.PROTOCOL, reason)
-            self._again_elsewhere(Fault.PROTOCOL, partial(self._fail, 502, reason))
-            return
-        give_up = partial(self._pass_on, status, headers, body)
-        if status < 500 and status not in _BUSY:
-            give_up()
-            return
-        if status not in _BUSY:
-            self._host.leg_failed(prefiller.target, Fault.SERVER_ERROR, f"status {status}")
-        self._again_elsewhere(Fault.SERVER_ERROR, give_up)
-
     def _prefill_broken(self, error: WireError) -> None:
-        self._call = None
-        self._deadline_s = inf
-        prefiller = self._prefiller
-        assert prefiller is not None
-        fault = fault_of(error)
-        self._host.leg_failed(prefiller.target, fault, str(error))
-        self._again_elsewhere(fault, partial(self._fail, 502, f"prefill failed: {error}"))
-
-    def _again_elsewhere(self, fault: Fault, give_up: Callable[[], None]) -> None:
-        self._try_again("prefill", fault, give_up, self._probe_lost)
+        self._mend(Failure(What.BROKEN, fault_of(error), str(error)))
 
     def _probe_lost(self) -> Event:
         self.forget_kv()
@@ -522,17 +489,13 @@ class Session:
 
     def stream_error_first(self, event: bytes) -> None:
         """Answer, or try again, when the first event is an error."""
-        self._call_off()
         payload = event_data(event)
         error = json.loads(payload)["error"]
         code = error.get("code") if isinstance(error, dict) else None
         status = code if type(code) is int and 400 <= code <= 599 else 500
-        give_up = partial(self._pass_on, status, JSON_HEADERS, payload)
-        if status < 500:
-            give_up()
-        else:
-            # Seen from vLLM when it cannot pull the KV cache; what is left of it is not trusted.
-            self._again_with_new_kv(Fault.SERVER_ERROR, give_up)
+        what = What.REFUSED if status < 500 else What.ERROR_EVENT
+        answer = (status, JSON_HEADERS, payload)
+        self._mend(Failure(what, Fault.SERVER_ERROR, f"status {status}", answer))
 
     def stream_counts_dear(self) -> None:
         """Ask this rank for its counts no more."""
@@ -545,45 +508,19 @@ class Session:
 
     def stream_broken(self, error: WireError) -> None:
         """Mend a decode leg that broke off, or end the answer truthfully."""
-        self._call_off()  # What broke may be the answer, not the connection.
-        rank = self._rank
-        assert rank is not None
-        fault = fault_of(error)
-        self._host.leg_failed(rank.target, fault, str(error))
-        if self._answer.opened:
-            self._fail(502, f"the decode engine broke off: {error}")
-            return
-        give_up = partial(self._fail, 502, f"decode failed: {error}")
-        if self._leg is not None and self._leg.heard:
-            self._again_with_new_kv(fault, give_up)
-        else:
-            self._again_on_another_rank(fault, give_up)
+        heard = self._leg is not None and self._leg.heard
+        self._mend(Failure(What.BROKEN, fault_of(error), str(error), heard=heard))
 
     def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
         """Take an answer that is no stream."""
-        self._call = None
-        self._deadline_s = inf
         if status == 200:
             self._decode_answered(status, headers, body)
-            return
-        rank = self._rank
-        assert rank is not None
-        if status < 400:
-            self._decode_nonsense(f"the decode engine answered {status}")
-            return
-        give_up = partial(self._pass_on, status, headers, body)
-        if self._answer.opened:  # A resumed answer; its status was sent long ago.
-            self._fail(502, f"the decode engine answered {status}")
-        elif status < 500 and status not in _BUSY:
-            give_up()
         else:
-            if status not in _BUSY:
-                self._host.leg_failed(rank.target, Fault.SERVER_ERROR, f"status {status}")
-            self._again_on_another_rank(Fault.SERVER_ERROR, give_up)
+            self._mend(refusal(status, headers, body))
 
     def _decode_answered(self, status: int, headers: "Headers", body: bytes) -> None:
         if status != 200:
-            self.decode_refused(status, headers, body)
+            self._mend(refusal(status, headers, body))
             return
         self._call = None
         self._deadline_s = inf
@@ -591,7 +528,8 @@ class Session:
             self._recompute()
             return
         if not is_whole(body):
-            self._decode_nonsense("the decode engine's answer is no JSON object")
+            reason = "the decode engine's answer is no JSON object"
+            self._mend(Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
             return
         rank, record = self._rank, self.record
         assert rank is not None
@@ -603,17 +541,6 @@ class Session:
         self._answer.send(200, headers, body)
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
-
-    def _decode_nonsense(self, reason: str) -> None:
-        """Mend a decode leg whose answer is none, though it took the KV cache."""
-        assert self._rank is not None
-        self._rank.endpoint.close_idle()
-        self._host.leg_failed(self._rank.target, Fault.PROTOCOL, reason)
-        give_up = partial(self._fail, 502, reason)
-        if self._answer.opened:
-            give_up()
-        else:
-            self._again_with_new_kv(Fault.PROTOCOL, give_up)
 
     def _recompute(self) -> None:
         self._call_off()
@@ -650,19 +577,10 @@ class Session:
         self._text, self._emitted = text, emitted
         self._answer.reply.write(leg.last_words)
 
-    def _again_on_another_rank(self, fault: Fault, give_up: Callable[[], None]) -> None:
-        if self._tries_of_kv > 1:  # The same lease is offered to a second rank, never a third.
-            self._again_with_new_kv(fault, give_up)
-            return
-        self._try_again("decode", fault, give_up, self._decode_lost)
-
     def _decode_lost(self) -> Event:
         self._rank = self._leg = None
         self.pooled()
         return DecodeLost(self.number)
-
-    def _again_with_new_kv(self, fault: Fault, give_up: Callable[[], None]) -> None:
-        self._try_again("decode", fault, give_up, self._prefill_lost)
 
     def _prefill_lost(self) -> Event:
         self._rank = self._leg = None
@@ -675,41 +593,52 @@ class Session:
 
     # Shared by both legs.
 
-    def _try_again(
-        self, leg: str, fault: Fault, give_up: Callable[[], None], lost: Callable[[], Event]
-    ) -> None:
-        host, legs = self._host, self._host.legs
+    def _mend(self, failure: Failure) -> None:
+        """Do about a leg that failed what the rules say."""
+        host = self._host
+        self._call_off()  # What failed may be the answer, not the connection.
+        leg = Leg.PREFILL if self._rank is None else Leg.DECODE
+        engine = self._prefiller if self._rank is None else self._rank
+        assert engine is not None
+        stream_open = self._answer.opened
+        rule = triage(leg, failure, stream_open=stream_open, offers=self._tries_of_kv)
+        if rule.close_idle:
+            engine.endpoint.close_idle()
+        if rule.blame:
+            host.leg_failed(failure.blamed or engine.target, failure.fault, failure.reason)
+        lost = {
+            Next.OTHER_PREFILLER: self._probe_lost,
+            Next.OTHER_RANK: self._decode_lost,
+            Next.NEW_KV: self._prefill_lost,
+        }.get(rule.then)
         tried = self._attempts[leg]
-        if tried >= legs.attempts or not host.may_retry(leg, fault):
-            give_up()
+        spent = tried >= host.legs.attempts
+        if lost is None or spent or not host.may_retry(leg.value, failure.fault):
+            self._give_up(leg, failure)
             return
         self.record.retries += 1
-        self._drop_hand_off()  # Of the leg that failed: the next one makes its own.
-        delay_s = min(legs.backoff_max_s, legs.backoff_s * 2 ** (tried - 1))
+        delay_s = min(host.legs.backoff_max_s, host.legs.backoff_s * 2 ** (tried - 1))
+        self._backoff = host.call_later(delay_s, partial(self._lose, lost))
 
-        def lose() -> None:
-            self._backoff = None
-            host.feed(lost())
+    def _lose(self, lost: Callable[[], Event]) -> None:
+        self._backoff = None
+        self._host.feed(lost())
 
-        self._backoff = host.call_later(delay_s, lose)
+    def _give_up(self, leg: Leg, failure: Failure) -> None:
+        if failure.answer is not None and not self._answer.opened:
+            self._pass_on(*failure.answer)
+        elif failure.answer is not None:  # The status of a resumed answer was sent long ago.
+            self._fail(502, f"the engine answered {failure.answer[0]}")
+        elif failure.what is What.BROKEN:
+            self._fail(502, f"{leg.value} failed: {failure.reason}")
+        else:
+            self._fail(504 if failure.what is What.TIMED_OUT else 502, failure.reason)
 
     def _time_out(self, reason: str) -> None:
-        hand_off = self._hand_off
-        prefilling = None if hand_off is None else hand_off.target
-        if hand_off is not None and prefilling is not None:
-            self._hung = hand_off.prefiller
-        self._call_off()
-        give_up = partial(self._fail, 504, reason)
-        if self._rank is None:
-            assert self._prefiller is not None
-            self._host.leg_failed(self._prefiller.target, Fault.TIMEOUT, reason)
-            self._again_elsewhere(Fault.TIMEOUT, give_up)
-            return
-        self._host.leg_failed(prefilling or self._rank.target, Fault.TIMEOUT, reason)
-        if self._answer.opened:
-            give_up()
-        else:
-            self._again_with_new_kv(Fault.TIMEOUT, give_up)
+        prefilling = None if self._hand_off is None else self._hand_off.target
+        if self._hand_off is not None and prefilling is not None:
+            self._hung = self._hand_off.prefiller
+        self._mend(Failure(What.TIMED_OUT, Fault.TIMEOUT, reason, blamed=prefilling))
 
     def _call_off(self) -> None:
         if self._call is not None:
@@ -744,9 +673,6 @@ class Session:
 
     def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
         """Give the client an engine's own refusal."""
-        if self._answer.opened:  # A resumed answer, whose status was sent long ago.
-            self._fail(502, f"the engine answered {status}")
-            return
         outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
         reason = f"the engine answered {status}"
         if status == 404 and self.shape.api in _OPTIONAL and not is_error(body):

@@ -1,0 +1,137 @@
+"""What becomes of a request when a leg of it fails: the table of docs/serving.md as code.
+
+Pure: the session says what happened, `triage` says whom to blame and how to go on.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.target import Fault
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.target import Target
+    from balanceroute.proxy.wire.messages import Headers
+
+# Answers of an engine that another one may not give. They say "busy", not "broken".
+BUSY = frozenset({429, 503})
+
+
+class Leg(Enum):
+    """Which exchange with an engine failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class What(Enum):
+    """How it failed."""
+
+    REFUSED = "4xx"
+    BUSY = "429 or 503"
+    SERVER_ERROR = "another 5xx"
+    NO_ANSWER = "a status below 400 that is not 200"
+    UNREADABLE = "an unreadable answer"
+    NO_KV = "no usable KV parameters"
+    ERROR_EVENT = "an error event of 5xx first"
+    BROKEN = "broken off"
+    TIMED_OUT = "timed out"
+    NO_PREFILL = "the prefill that a decode rank called for failed"
+
+
+class Next(Enum):
+    """How the request goes on."""
+
+    RELAY = "the engine's answer is the client's"
+    OTHER_PREFILLER = "prefilled elsewhere"
+    OTHER_RANK = "another rank, the same KV cache"
+    NEW_KV = "prefilled again"
+    FAIL = "an error"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One leg's failure.
+
+    Attributes:
+        what: How it failed.
+        fault: The same in the terms of health checks and of the metric of retries.
+        reason: For the log, and for the client if nothing mends it.
+        answer: What the engine answered, if that is what the client gets in the end.
+        heard: Whether an event of the answer came.
+        blamed: Who is at fault, if not the engine of the leg.
+    """
+
+    what: What
+    fault: Fault
+    reason: str
+    answer: "tuple[int, Headers, bytes] | None" = None
+    heard: bool = False
+    blamed: "Target | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What to do about a failure.
+
+    Attributes:
+        blame: Whether health checks are told.
+        close_idle: Whether idle connections to the engine are closed: one may be an answer behind.
+        then: How the request goes on, if attempts and the retry budget allow.
+    """
+
+    blame: bool
+    close_idle: bool
+    then: Next
+
+
+RULES = {
+    (Leg.PREFILL, What.REFUSED): Rule(False, False, Next.RELAY),
+    (Leg.PREFILL, What.BUSY): Rule(False, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.SERVER_ERROR): Rule(True, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_ANSWER): Rule(True, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNREADABLE): Rule(True, True, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_KV): Rule(False, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.BROKEN): Rule(True, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.TIMED_OUT): Rule(True, False, Next.OTHER_PREFILLER),
+    (Leg.DECODE, What.REFUSED): Rule(False, False, Next.RELAY),
+    (Leg.DECODE, What.BUSY): Rule(False, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.SERVER_ERROR): Rule(True, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.NO_ANSWER): Rule(True, True, Next.NEW_KV),
+    (Leg.DECODE, What.UNREADABLE): Rule(True, True, Next.NEW_KV),
+    # Seen from vLLM when it cannot pull the KV cache.
+    (Leg.DECODE, What.ERROR_EVENT): Rule(False, False, Next.NEW_KV),
+    (Leg.DECODE, What.BROKEN): Rule(True, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.TIMED_OUT): Rule(True, False, Next.NEW_KV),
+    (Leg.DECODE, What.NO_PREFILL): Rule(False, False, Next.NEW_KV),
+}
+
+
+def triage(leg: Leg, failure: Failure, *, stream_open: bool, offers: int) -> Rule:
+    """Return what to do about a failure.
+
+    Args:
+        leg: Which leg failed.
+        failure: How.
+        stream_open: Whether the client has the head of its answer.
+        offers: How many ranks this KV cache was offered to.
+    """
+    rule = RULES[leg, failure.what]
+    then = rule.then
+    if stream_open and (leg is Leg.DECODE or then is Next.RELAY):
+        then = Next.FAIL
+    elif then is Next.OTHER_RANK and (failure.heard or offers > 1):
+        then = Next.NEW_KV
+    return rule if then is rule.then else Rule(rule.blame, rule.close_idle, then)
+
+
+def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
+    """Return the failure that an answer with another status than 200 is."""
+    answer, reason = (status, headers, body), f"status {status}"
+    if status < 400:
+        return Failure(What.NO_ANSWER, Fault.PROTOCOL, f"the engine answered {status}")
+    if status in BUSY:
+        return Failure(What.BUSY, Fault.SERVER_ERROR, reason, answer)
+    if status < 500:
+        return Failure(What.REFUSED, Fault.SERVER_ERROR, reason, answer)
+    return Failure(What.SERVER_ERROR, Fault.SERVER_ERROR, reason, answer)

@@ -1,0 +1,87 @@
+"""The table of what becomes of a request whose leg failed, and the same table in the docs."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.live.failures import RULES, Failure, Leg, Next, Rule, What, refusal, triage
+from balanceroute.proxy.live.target import Fault
+
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+HEADINGS = "| leg | what | told to health checks | next |"
+
+
+def failure(what: What, *, heard: bool = False) -> Failure:
+    return Failure(what, Fault.RESET, "broken", heard=heard)
+
+
+def judge(leg: Leg, one: Failure, *, stream_open: bool = False, offers: int = 1) -> Rule:
+    return triage(leg, one, stream_open=stream_open, offers=offers)
+
+
+def test_every_failure_of_a_leg_has_its_rule() -> None:
+    of_one_leg = {
+        What.NO_KV: Leg.PREFILL,
+        What.NO_PREFILL: Leg.DECODE,
+        What.ERROR_EVENT: Leg.DECODE,
+    }
+    for leg in Leg:
+        for what in What:
+            assert ((leg, what) in RULES) == (of_one_leg.get(what, leg) is leg), (leg, what)
+    for (leg, what), rule in RULES.items():
+        assert judge(leg, failure(what)) == rule
+        # A prefill has no rank to go to, and no rank computes another's prefill.
+        prefill_only = rule.then is Next.OTHER_PREFILLER
+        assert prefill_only == (leg is Leg.PREFILL and what is not What.REFUSED)
+
+
+@pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.DECODE])
+def test_a_decode_leg_that_fails_behind_an_open_stream_ends_the_request(what: What) -> None:
+    rule = judge(Leg.DECODE, failure(what), stream_open=True)
+    assert rule.then is Next.FAIL
+    assert rule.blame == RULES[Leg.DECODE, what].blame
+
+
+@pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.PREFILL])
+def test_a_resumed_answers_prefill_is_mended_behind_an_open_stream(what: What) -> None:
+    then = judge(Leg.PREFILL, failure(what), stream_open=True).then
+    assert then is (Next.FAIL if what is What.REFUSED else Next.OTHER_PREFILLER)
+
+
+def test_a_kv_cache_is_offered_to_two_ranks_at_most() -> None:
+    assert judge(Leg.DECODE, failure(What.BUSY), offers=1).then is Next.OTHER_RANK
+    assert judge(Leg.DECODE, failure(What.BUSY), offers=2).then is Next.NEW_KV
+
+
+def test_a_kv_cache_of_which_a_rank_gave_a_sign_is_not_offered_again() -> None:
+    assert judge(Leg.DECODE, failure(What.BROKEN)).then is Next.OTHER_RANK
+    assert judge(Leg.DECODE, failure(What.BROKEN, heard=True)).then is Next.NEW_KV
+
+
+@pytest.mark.parametrize(
+    ("status", "what", "passed_on"),
+    [
+        (204, What.NO_ANSWER, False),
+        (302, What.NO_ANSWER, False),
+        (400, What.REFUSED, True),
+        (422, What.REFUSED, True),
+        (429, What.BUSY, True),
+        (500, What.SERVER_ERROR, True),
+        (503, What.BUSY, True),
+        (504, What.SERVER_ERROR, True),
+    ],
+)
+def test_a_status_is_read_as_a_failure(status: int, what: What, *, passed_on: bool) -> None:
+    one = refusal(status, [], b"no")
+    assert one.what is what
+    assert one.answer == ((status, [], b"no") if passed_on else None)
+    assert str(status) in one.reason
+
+
+def test_the_docs_show_these_rules() -> None:
+    rows = [
+        f"| {leg.value} | {what.value} | {'yes' if rule.blame else 'no'} | {rule.then.value} |"
+        for (leg, what), rule in RULES.items()
+    ]
+    table = "\n".join([HEADINGS, "| --- | --- | --- | --- |", *rows])
+    assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/serving.md lacks\n{table}"
