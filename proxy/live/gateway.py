@@ -1,12 +1,11 @@
-"""The public HTTP interface: routes, keys, bodies; then the driver's.
+"""The public HTTP interface: routes (`routes`), keys, bodies; then the driver's.
 
-Routes match exactly and everything else is 404: no path reaches an engine by accident. What the head
-of a request rules out is rejected before its body is read.
+What the head of a request rules out is rejected before its body is read.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from balanceroute import __version__
@@ -17,6 +16,7 @@ from balanceroute.proxy.live.credentials import Secret
 from balanceroute.proxy.live.instances import Instances
 from balanceroute.proxy.live.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.pass_through import PassThrough
+from balanceroute.proxy.live.passed_body import engine_body
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.request_head import (
     BadRequestIdError,
@@ -25,6 +25,8 @@ from balanceroute.proxy.live.request_head import (
     engine_headers,
     is_authorised,
 )
+from balanceroute.proxy.live.responses_state import refuse_state
+from balanceroute.proxy.live.routes import Handling, Media, Route, find
 from balanceroute.proxy.live.shape import Api, read_shape
 from balanceroute.proxy.wire.messages import Rejection
 
@@ -38,14 +40,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.server import Reply
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
-# Answered by any one engine; they neither take a slot nor need the KV cache of another.
-_PASSED_ON: Mapping[bytes, bytes] = {
-    b"/v1/models": b"GET",
-    b"/v1/embeddings": b"POST",
-    b"/tokenize": b"POST",
-    b"/detokenize": b"POST",
-}
-_OWN = (b"/health", b"/ready", b"/version", b"/metrics")
 # Of a hand-off: ids and addresses of the blocks of one prompt.
 _HAND_OFF_BYTES = 1 << 20
 _NOT_FOUND = Rejection(404, "Not Found")
@@ -105,42 +99,51 @@ class Gateway:
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         del peer
-        path = head.path
-        if path in _OWN:
-            return None if head.method in (b"GET", b"HEAD") else _not_allowed(b"GET, HEAD")
-        if path.startswith(METASERVER_PATH):
+        if head.path.startswith(METASERVER_PATH):
             return self._admit_hand_off(head)
-        method = b"POST" if path in _GENERATION else _PASSED_ON.get(path)
-        if method is None:
+        route = find(head.path)
+        if route is None:
             return _NOT_FOUND
-        if head.method != method:
-            return _not_allowed(method)
-        settings = self._settings
-        if settings.api_keys and not is_authorised(head.headers, settings.api_keys):
+        if route.reason:
+            return Rejection(404, f"Not Found: {route.reason}")
+        if head.method not in route.methods:
+            return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
+        keys = self._settings.api_keys
+        if route.keyed and keys and not is_authorised(head.headers, keys):
             return _UNAUTHORISED
-        return check_json_body(head.headers) if method == b"POST" else None
+        return check_json_body(head.headers) if route.media is Media.JSON else None
 
     def __call__(self, request: "Request", reply: "Reply") -> None:
         """Answer a request that was admitted."""
-        path = request.path
-        if path in _OWN:
-            self._answer_itself(request, reply)
-        elif path.startswith(METASERVER_PATH):
+        if request.path.startswith(METASERVER_PATH):
             self._hand_off(request, reply)
+            return
+        route = find(request.path)
+        assert route is not None, "it was not admitted"
+        if route.handling is Handling.OWN:
+            self._answer_itself(request, reply)
         else:
-            self._serve(request, reply)
+            self._serve(route, request, reply)
 
-    def _serve(self, request: "Request", reply: "Reply") -> None:
+    def _serve(self, route: Route, request: "Request", reply: "Reply") -> None:
         try:
             given_id = client_request_id(request.headers)
         except BadRequestIdError:
             _error(reply, 400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
             return
         request_id = given_id or self._driver.unique()
-        if request.path in _GENERATION:
+        if route.handling is Handling.GENERATION:
             self._generate(request, reply, request_id)
-        else:
-            self.pass_through(request, reply, self._headers(request, request_id), request_id)
+            return
+        try:
+            body = engine_body(route, request.body)
+        except BodyError as error:
+            _error(
+                reply, 400, str(error), [(b"x-request-id", request_id.encode())], param=error.param
+            )
+            return
+        headers = self._headers(request, request_id, route.media)
+        self.pass_through(replace(request, body=body), reply, headers, request_id)
 
     def _generate(self, request: "Request", reply: "Reply", request_id: str) -> None:
         driver = self._driver
@@ -148,6 +151,7 @@ class Gateway:
         record = RequestRecord(request_id, api.value, round(driver.clock() * 1e9), self._unix_s())
         try:
             body = RequestBody(request.body)
+            refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
@@ -203,10 +207,11 @@ class Gateway:
             awaited.take(params)
             reply.send(200, JSON_HEADERS, b"{}")
 
-    def _headers(self, request: "Request", request_id: str) -> "Headers":
+    def _headers(self, request: "Request", request_id: str, media: Media = Media.JSON) -> "Headers":
         return engine_headers(
             request.headers,
             request_id=request_id,
+            media=media,
             engine_key=self._settings.engine_key,
             keep_key=self._settings.pass_authorization,
         )
@@ -233,7 +238,7 @@ class Gateway:
         self._log.request_ended(record)
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
-        if request.path == b"/health":
+        if request.path in (b"/health", b"/ping"):
             reply.send(200, [], b"")
         elif request.path == b"/ready":
             if self._instances.ready and not self._driver.draining:
@@ -242,12 +247,11 @@ class Gateway:
                 _error(reply, 503, "not ready", [(b"retry-after", b"1")])
         elif request.path == b"/version":
             reply.send(200, JSON_HEADERS, b'{"version":"%b"}' % __version__.encode())
+        elif request.path == b"/load":
+            load = len(self._driver.sessions) + self.pass_through.in_flight
+            reply.send(200, JSON_HEADERS, b'{"server_load":%d}' % load)
         else:
             reply.send(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
-
-
-def _not_allowed(allowed: bytes) -> Rejection:
-    return Rejection(405, "Method Not Allowed", ((b"allow", allowed),))
 
 
 def _error(

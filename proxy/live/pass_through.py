@@ -95,7 +95,8 @@ class _Exchange:
         if self._request.query:
             target += b"?" + self._request.query
         self._call = prefiller.endpoint.request(
-            self._request.method,
+            # vLLM's GET routes refuse HEAD; the reply leaves the body out.
+            b"GET" if self._request.method == b"HEAD" else self._request.method,
             target,
             self._headers,
             self._request.body,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.credentials import Secret, matches_any
+from balanceroute.proxy.live.routes import Media
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def engine_headers(
     request_id: str,
     engine_key: Secret | None,
     keep_key: bool,
+    media: Media = Media.JSON,
 ) -> "Headers":
     """Return the headers of every engine leg.
 
@@ -81,11 +83,13 @@ def engine_headers(
         request_id: Names the request at the engine; vLLM makes the response's id of it.
         engine_key: Bearer token for the engines; None for none.
         keep_key: Whether the client's own Authorization is for the engines.
+        media: What the body is. A form's type is the client's own, since it names the boundary.
     """
-    made: Headers = [
-        (b"content-type", b"application/json"),
-        (b"x-request-id", request_id.encode()),
-    ]
+    made: Headers = [(b"x-request-id", request_id.encode())]
+    if media is Media.FORM:
+        made += [(name, value) for name, value in headers if name == b"content-type"]
+    else:
+        made.insert(0, (b"content-type", b"application/json"))
     if engine_key is not None:
         made.append((b"authorization", b"Bearer " + engine_key.value))
     for name, value in headers:

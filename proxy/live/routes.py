@@ -1,0 +1,139 @@
+"""The public routes: what is served, by whom, and why something is not.
+
+vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for the last
+part of those that name a resource, so that no path reaches an engine by accident. The table in
+docs/serving.md is held to this one by a test.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Handling(Enum):
+    """Who answers a route."""
+
+    GENERATION = "prefill and decode legs"
+    SINGLE_ENGINE = "a prefiller, as it is"
+    OWN = "the proxy"
+    NOT_SERVED = "404"  # vLLM has the route, and the proxy says why it has not.
+
+
+class Media(Enum):
+    """What the body of a route's request is."""
+
+    NONE = ""
+    JSON = "application/json"
+    FORM = "multipart/form-data"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route.
+
+    Attributes:
+        path: With `{id}` where the name of a resource stands, which may hold slashes.
+        methods: Those that are served. GET stands for HEAD too.
+        media: Of the request's body.
+        keyed: Whether it needs an API key where the proxy has any.
+        generates: Whether an engine that answers it generates text as it does for a completion, so
+            that members which steer KV transfer must not reach it.
+        reason: Why it is not served; empty if it is.
+    """
+
+    path: str
+    methods: tuple[bytes, ...]
+    handling: Handling
+    media: Media = Media.NONE
+    keyed: bool = True
+    generates: bool = False
+    reason: str = ""
+
+    @property
+    def allow(self) -> bytes:
+        """The value of an Allow header."""
+        return b", ".join(self.methods)
+
+
+_GET = (b"GET", b"HEAD")
+_POST = (b"POST",)
+_NOT_KEPT = (
+    "responses are not kept: with several engines none of them has what another one answered. "
+    "Send the whole conversation in `input`"
+)
+_OPERATORS = "only operators change engines: ask each engine itself"
+
+
+def _single(*paths: str, generates: bool = False) -> Iterable[Route]:
+    for path in paths:
+        yield Route(path, _POST, Handling.SINGLE_ENGINE, Media.JSON, generates=generates)
+
+
+def _own(*paths: str, keyed: bool = False) -> Iterable[Route]:
+    for path in paths:
+        yield Route(path, _GET, Handling.OWN, keyed=keyed)
+
+
+def _not_served(reason: str, *paths: str) -> Iterable[Route]:
+    for path in paths:
+        yield Route(path, (), Handling.NOT_SERVED, keyed=False, reason=reason)
+
+
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route(path, _POST, Handling.GENERATION, Media.JSON, generates=True)
+        for path in (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/messages",
+        )
+    ),
+    # Whole answers of one engine. vLLM serves the latter with --enable-scale-out, else says 403.
+    *_single("/v1/chat/completions/batch", "/inference/v1/generate", generates=True),
+    *_single("/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
+    *_single("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring"),
+    *_single("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+    *_single("/v1/chat/completions/render", "/v1/completions/render"),
+    *_single("/v1/messages/render", "/v1/responses/render"),
+    *_single("/v1/chat/completions/derender", "/v1/completions/derender"),
+    *(
+        Route(path, _POST, Handling.SINGLE_ENGINE, Media.FORM)
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations")
+    ),
+    *(Route(path, _GET, Handling.SINGLE_ENGINE) for path in ("/v1/models", "/tokenizer_info")),
+    *_own("/health", "/ready", "/version", "/metrics"),
+    Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
+    *_own("/load", keyed=True),
+    *_not_served(_NOT_KEPT, "/v1/responses/{id}", "/v1/responses/{id}/cancel"),
+    *_not_served("WebSockets are not served", "/v1/realtime"),
+    *_not_served("call the API that is meant, such as /v1/chat/completions", "/invocations"),
+    *_not_served(
+        _OPERATORS,
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/server_info",
+        "/inference/v1/abort_requests",
+        "/abort_requests",
+    ),
+)
+"""All routes, in the order of docs/serving.md."""
+
+_EXACT = {route.path.encode(): route for route in ROUTES if "{id}" not in route.path}
+# The longest first: it is the closest match.
+_NAMED = [
+    (route.path.encode().partition(b"{id}"), route)
+    for route in sorted(ROUTES, key=lambda route: -len(route.path))
+    if "{id}" in route.path
+]
+
+
+def find(path: bytes) -> Route | None:
+    """Return the route of a path, None if there is none."""
+    route = _EXACT.get(path)
+    if route is not None:
+        return route
+    for (begin, _, end), named in _NAMED:
+        if len(path) > len(begin) + len(end) and path.startswith(begin) and path.endswith(end):
+            return named
+    return None
