@@ -17,9 +17,10 @@ class Endpoint:
     business. The connection used last is taken first, so that a burst's extra ones grow old and close.
     A request costs O(1) whatever the number of connections.
 
-    A reused connection that closes before any byte of the response is retried once on a fresh one,
-    whatever the method: an engine that closes idle connections does so without looking, and a request
-    that raced it was not read.
+    A GET or HEAD whose reused connection closes before any byte of the response is sent once more, on
+    a fresh one: the engine may have closed an idle connection just then. Any other request may have
+    done its work already, so its handler gets a RESET and decides. To make that rare, a connection is
+    used again only if the kernel has seen no end of it, and not after `idle_timeout_s`.
 
     Args:
         host: A name or an address.
@@ -99,7 +100,10 @@ class Endpoint:
             UnsafeHeaderError: A header, the method or the target cannot be written.
         """
         head = encode_request_head(method, target, self._host_header, headers, body)
-        call = Call(head, body, handler, head_only=method == b"HEAD")
+        head_only = method == b"HEAD"
+        call = Call(
+            head, body, handler, head_only=head_only, repeatable=head_only or method == b"GET"
+        )
         connection = self._take_idle()
         if connection is None:
             self._connect(call)
@@ -155,8 +159,10 @@ class Endpoint:
             connection, since_s = self._idle.popitem()
             if self._loop.time() - since_s >= self._idle_timeout_s:
                 connection.drop()  # And so will the others be, which are older still.
-            elif connection.usable:
+            elif connection.reusable:
                 return connection
+            else:
+                connection.drop()
         return None
 
     def _close_idle(self, count: int) -> None:
