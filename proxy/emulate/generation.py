@@ -1,6 +1,8 @@
 """The way of a generation request from the socket to the engine."""
 
-from typing import TYPE_CHECKING
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.emulate.answer import (
     AnswerFormat,
@@ -8,7 +10,7 @@ from balanceroute.proxy.emulate.answer import (
     json_headers,
     stream_headers,
 )
-from balanceroute.proxy.emulate.api_error import ApiError, bad_request
+from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice
 from balanceroute.proxy.emulate.completion_format import CompletionFormat
@@ -16,6 +18,7 @@ from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import Exchange
 from balanceroute.proxy.emulate.faults import STATUSES
 from balanceroute.proxy.emulate.malformed import send_malformed
+from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_error, read_messages
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
 
 if TYPE_CHECKING:
@@ -41,6 +44,17 @@ class Generation:
     def completion(self, request: "Request", reply: "Reply") -> None:
         """Take a request to /v1/completions."""
         self._take(request, reply, chat=False)
+
+    def messages(self, request: "Request", reply: "Reply") -> None:
+        """Take a request to /v1/messages."""
+        try:
+            chat = read_messages(read_json(request.body))
+        except ApiError as error:
+            headers = json_headers(self._hub.date())
+            reply.send(error.status, headers, compact(as_anthropic_error(error.value)))
+            return
+        translated = replace(request, body=json.dumps(chat).encode())
+        self.chat(translated, cast("Reply", MessagesReply(reply)))
 
     def _happens(self, probability: float) -> bool:
         # No number is drawn for what cannot happen, so that the faults of one kind do not move others.

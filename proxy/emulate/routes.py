@@ -7,6 +7,7 @@ from balanceroute.proxy.emulate.answer import json_headers
 from balanceroute.proxy.emulate.api_error import ApiError, compact
 from balanceroute.proxy.emulate.engine_metrics import CONTENT_TYPE, render_metrics, spoil_metrics
 from balanceroute.proxy.emulate.generation import Generation
+from balanceroute.proxy.emulate.messages import answer_count_tokens
 from balanceroute.proxy.emulate.request import read_json
 from balanceroute.proxy.emulate.small_routes import (
     VERSION,
@@ -35,6 +36,8 @@ class Routes:
         self._routes: dict[bytes, tuple[bytes, Callable[[Request, Reply], None]]] = {
             b"/v1/chat/completions": (b"POST", generation.chat),
             b"/v1/completions": (b"POST", generation.completion),
+            b"/v1/messages": (b"POST", generation.messages),
+            b"/v1/messages/count_tokens": (b"POST", self._posted(answer_count_tokens)),
             b"/tokenize": (b"POST", self._posted(answer_tokenize)),
             b"/detokenize": (b"POST", self._posted(answer_detokenize)),
             b"/v1/embeddings": (b"POST", self._posted(answer_embeddings)),
