@@ -15,6 +15,8 @@ class SchedulerConfig:
         rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
         probe_limit: Probes that run on one prefiller at a time; None for no limit.
+        direct_limit: Sequences at a time of the requests that one prefiller answers whole; None for
+            no limit. A request of more goes to a prefiller that has no other one of these.
         prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
         pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
             where they hold no KV cache. None for no limit. Requests without prefill count, but
@@ -32,6 +34,7 @@ class SchedulerConfig:
     rank_kv_tokens: int | None = None
     prefillers: int = 1
     probe_limit: int | None = None
+    direct_limit: int | None = None
     prefiller_kv_tokens: int | None = None
     pool_limit: int | None = None
     deadline_ns: int | None = None
@@ -46,6 +49,7 @@ class SchedulerConfig:
             "rank_kv_tokens",
             "prefillers",
             "probe_limit",
+            "direct_limit",
             "prefiller_kv_tokens",
             "pool_limit",
             "deadline_ns",

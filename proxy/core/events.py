@@ -32,12 +32,15 @@ class RequestArrived:
         slots: Sequences it will run.
         prefill: False if the decode engine computes the prompt itself: the request then goes to
             the pool at once, whatever the pool's limit, and never holds a prefiller.
+        decode: False if a prefiller answers the whole request: it then holds that prefiller until
+            it ends, and is never in the pool or on a rank.
     """
 
     request: RequestId
     prompt_tokens: int
     slots: int = 1
     prefill: bool = True
+    decode: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,13 @@ class PrefillDone:
 class PrefillLost:
     """The prefill failed, or its KV cache is gone before decode pulled it: prefill again.
 
-    With `elsewhere` not on the same prefiller, as long as another one is open, be it full.
+    With `elsewhere` not on the same prefiller, as long as another one is open, be it full. Without
+    `decode` the next prefiller answers the whole request.
     """
 
     request: RequestId
     elsewhere: bool = False
+    decode: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Send the prefill probe of `request` to `prefiller`."""
+    """Send the prefill probe of `request` to `prefiller`, or all of it if it never decodes."""
 
     request: RequestId
     prefiller: PrefillerId

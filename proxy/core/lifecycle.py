@@ -7,7 +7,9 @@ Rules:
    `PREFILLING` on, a place in the pool in `POOLED`, its slots on one rank in `DECODING`. The
    prefill budget outlives the pool: it is held until the first decoded token shows that the
    transfer is over. A request without prefill never holds a probe or a prefill budget, in any
-   state; it is `QUEUED` only for the instant before it goes to the pool.
+   state; it is `QUEUED` only for the instant before it goes to the pool. A request without decode
+   is `PREFILLING` until it ends: it holds no probe, but its sequences and the KV budget of all of
+   them.
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
 
@@ -56,7 +58,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
     (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
     (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
-    # A prefiller that meets the stop condition on its one token has answered the whole request.
+    # A prefiller that meets the stop condition on its one token has answered the whole request; and
+    # so has one that was asked for all of it.
     (State.PREFILLING, Trigger.FINISH): State.DONE,
     (State.POOLED, Trigger.ADMIT): State.DECODING,
     (State.POOLED, Trigger.PREFILL_LOST): State.QUEUED,
@@ -84,6 +87,7 @@ class Request:
         waiting_since_ns: When it arrived, or else came back from being served.
         slots: Sequences that it runs.
         prefill: Whether a prefiller computes its prompt.
+        decode: Whether a rank decodes it; else a prefiller answers all of it.
         emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
@@ -102,6 +106,7 @@ class Request:
     waiting_since_ns: int
     slots: int = 1
     prefill: bool = True
+    decode: bool = True
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
@@ -118,6 +123,11 @@ class Request:
     def kv_tokens(self) -> int:
         """What it adds to the load of a rank that takes it now."""
         return self.prompt_tokens * self.slots
+
+    @property
+    def held_tokens(self) -> int:
+        """What it adds to what a prefiller holds: a probe is of one sequence."""
+        return self.prompt_tokens if self.decode else self.kv_tokens
 
     def move(self, trigger: Trigger) -> None:
         """Take the transition for `trigger`.

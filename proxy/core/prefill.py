@@ -1,8 +1,10 @@
 """Prefiller budgets: which prefiller takes the next probe, and what each one still holds.
 
 A prefiller is charged a request's prompt tokens from its probe until the KV cache has left it: the
-first decoded token, or a release. `Prefillers` only counts; the scheduler says when. Which of the
-prefillers with room takes a probe is a `PrefillChoice`, the seam for prefix affinity.
+first decoded token, or a release. A **direct** request, all of which it answers, is charged the
+prompt of each sequence until it ends, and takes no probe but its sequences, of which there is a limit.
+`Prefillers` only counts; the scheduler says when. Which of the prefillers with room takes a request is
+a `PrefillChoice`, the seam for prefix affinity.
 """
 
 from collections.abc import Sequence
@@ -57,12 +59,15 @@ class Prefillers:
         kv_capacity_tokens: KV tokens that one prefiller may hold; None for no limit. A prompt
             larger than this still goes to an empty prefiller, so that it fails there with the
             engine's own error instead of waiting forever here.
+        direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit.
+            More than that still go to a prefiller that has none.
         choice: Which prefiller with room takes a probe.
 
     Attributes:
         is_open: By prefiller, whether it takes new probes.
         probes: By prefiller, probes that run.
         probing: Their sum.
+        direct: By prefiller, sequences of the direct requests there.
         held_tokens: By prefiller, KV tokens held.
     """
 
@@ -72,42 +77,64 @@ class Prefillers:
         *,
         probe_limit: int | None = None,
         kv_capacity_tokens: int | None = None,
+        direct_limit: int | None = None,
         choice: PrefillChoice | None = None,
     ) -> None:
         self.is_open: list[bool] = []
         self.probes: list[int] = []
         self.probing = 0
+        self.direct: list[int] = []
         self.held_tokens: list[int] = []
         self._choice = FewestHeldTokens() if choice is None else choice
-        self.reshape(instances, probe_limit=probe_limit, kv_capacity_tokens=kv_capacity_tokens)
+        self.reshape(
+            instances,
+            probe_limit=probe_limit,
+            kv_capacity_tokens=kv_capacity_tokens,
+            direct_limit=direct_limit,
+        )
 
     def reshape(
-        self, instances: int, *, probe_limit: int | None, kv_capacity_tokens: int | None
+        self,
+        instances: int,
+        *,
+        probe_limit: int | None,
+        kv_capacity_tokens: int | None,
+        direct_limit: int | None = None,
     ) -> None:
         """Change the limits, and grow to `instances` prefillers; the new ones are open."""
         new = instances - len(self.probes)
         assert new >= 0, "prefillers cannot shrink"
         self.is_open += [True] * new
         self.probes += [0] * new
+        self.direct += [0] * new
         self.held_tokens += [0] * new
         self._probe_limit = probe_limit
+        self._direct_limit = direct_limit
         self._kv_capacity_tokens = kv_capacity_tokens
 
     def choose(
-        self, request: RequestId, prompt_tokens: int, lost_on: Sequence[PrefillerId] = ()
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        lost_on: Sequence[PrefillerId] = (),
+        *,
+        sequences: int = 0,
     ) -> PrefillerId | None:
-        """Return who takes the probe of a request, or None if it has to wait.
+        """Return who takes the probe of a request, or all of it, or None if it has to wait.
 
         Args:
             request: Who is to be prefilled.
-            prompt_tokens: Its prompt.
+            prompt_tokens: What it will be charged.
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
+            sequences: Of a direct request; 0 for a probe.
         """
         is_open = allowed(self.is_open, lost_on) if lost_on else self.is_open
         candidates = [
             PrefillerId(prefiller)
             for prefiller, takes_probes in enumerate(is_open)
-            if takes_probes and self._has_room(prefiller, prompt_tokens)
+            if takes_probes
+            and self._has_place(prefiller, sequences)
+            and self._has_memory(prefiller, prompt_tokens)
         ]
         if not candidates:
             return None
@@ -120,6 +147,23 @@ class Prefillers:
         self.probes[prefiller] += 1
         self.probing += 1
         self.held_tokens[prefiller] += prompt_tokens
+
+    def begin_direct(self, prefiller: PrefillerId, prompt_tokens: int, sequences: int) -> None:
+        """Charge one direct request."""
+        self.direct[prefiller] += sequences
+        self.held_tokens[prefiller] += prompt_tokens
+
+    def end_direct(self, prefiller: PrefillerId, sequences: int) -> None:
+        """Note that a direct request ended; its tokens stay charged."""
+        assert self.direct[prefiller] >= sequences, f"prefiller {prefiller} has none to end"
+        self.direct[prefiller] -= sequences
+
+    def waits_for_memory(self, sequences: int) -> bool:
+        """Return whether a direct request that has to wait only lacks KV tokens somewhere."""
+        return any(
+            is_open and self._has_place(prefiller, sequences)
+            for prefiller, is_open in enumerate(self.is_open)
+        )
 
     def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
         """Replace the estimate that a request was charged with by its realised length."""
@@ -137,9 +181,13 @@ class Prefillers:
         assert self.held_tokens[prefiller] >= prompt_tokens, f"prefiller {prefiller} released twice"
         self.held_tokens[prefiller] -= prompt_tokens
 
-    def _has_room(self, prefiller: int, prompt_tokens: int) -> bool:
-        if self._probe_limit is not None and self.probes[prefiller] >= self._probe_limit:
-            return False
+    def _has_place(self, prefiller: int, sequences: int) -> bool:
+        if not sequences:
+            return self._probe_limit is None or self.probes[prefiller] < self._probe_limit
+        direct = self.direct[prefiller]
+        return self._direct_limit is None or not direct or direct + sequences <= self._direct_limit
+
+    def _has_memory(self, prefiller: int, prompt_tokens: int) -> bool:
         held = self.held_tokens[prefiller]
         if self._kv_capacity_tokens is None or held == 0:
             return True

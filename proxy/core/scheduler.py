@@ -43,13 +43,14 @@ from balanceroute.proxy.core.events import (
     Tick,
     TokensEmitted,
 )
+from balanceroute.proxy.core.holdings import check_holdings
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger
+from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import PrefillChoice, Prefillers
-from balanceroute.proxy.core.queue_order import FirstCome, QueueOrder
-from balanceroute.proxy.core.timers import Timers
+from balanceroute.proxy.core.queue_order import QueueOrder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,18 +94,18 @@ class Scheduler:
             config.prefillers,
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,
+            direct_limit=config.direct_limit,
             choice=prefill_choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        self._queue: QueueOrder = FirstCome() if queue_order is None else queue_order
-        self._queue_expiries = Timers()
+        self.line = Line(self.requests, self.prefillers, queue_order)
         self._open_ranks: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
 
     @property
     def waiting(self) -> int:
-        """Requests that no rank has taken yet: queued, prefilling or pooled."""
-        return len(self._queue) + self.prefillers.probing + len(self.pool)
+        """Requests that nobody answers yet: queued, prefilling or pooled."""
+        return len(self.line) + self.prefillers.probing + len(self.pool)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event and return what to do about it, in order.
@@ -131,9 +132,10 @@ class Scheduler:
             case RequestFinished() | RequestFailed() | RequestCancelled():
                 request = self._get(event.request)
                 return self._end(request, _ENDINGS[type(event)]) + self._probe()
-            case PrefillLost(number, elsewhere):
+            case PrefillLost(number, elsewhere, decode):
                 request = self._get(number)
-                return self._lose_prefill(request, elsewhere=elsewhere) + self._probe()
+                actions = self._lose_prefill(request, elsewhere=elsewhere, decode=decode)
+                return actions + self._probe()
             case DecodeLost(number):
                 return self._lose_decode(self._get(number), now_ns)
             case RequestRecomputed(number, elsewhere):
@@ -150,7 +152,7 @@ class Scheduler:
         That is when a request is given up or a lease lapses. It may be past. A pool deadline is not
         among them: it only decides who goes first once there is room.
         """
-        removal_ns, expiry_ns = self.pool.next_removal_ns(), self._queue_expiries.first_ns()
+        removal_ns, expiry_ns = self.pool.next_removal_ns(), self.line.next_expiry_ns()
         if removal_ns is None or expiry_ns is None:
             return expiry_ns if removal_ns is None else removal_ns
         return min(removal_ns, expiry_ns)
@@ -190,37 +192,17 @@ class Scheduler:
             config.prefillers,
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,
+            direct_limit=config.direct_limit,
         )
         for request in self.requests.values():
             if request.state is State.POOLED:
                 self.pool.replace(self._entry(request))
             elif request.state is State.QUEUED:
-                self._set_queue_expiry(request)
+                self.line.expire_at(request, self._queue_end_ns(request))
 
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
-        self.ledger.check()
-        held = [0] * self.config.prefillers
-        probes = [0] * self.config.prefillers
-        slots = [0] * self.config.ranks
-        for request in self.requests.values():
-            if request.prefiller is not None:
-                assert request.prefill
-                held[request.prefiller] += request.prompt_tokens
-                probes[request.prefiller] += request.probing
-            if request.rank is not None:
-                slots[request.rank] += request.slots
-            assert request.probing == (request.state is State.PREFILLING)
-            assert (request.rank is not None) == (request.state is State.DECODING)
-            assert (request.request in self.pool) == (request.state is State.POOLED)
-            assert (request.request in self._queue) == (request.state is State.QUEUED)
-            assert request.prefill or request.state in {State.POOLED, State.DECODING}
-        assert held == self.prefillers.held_tokens, f"{held} != {self.prefillers.held_tokens}"
-        assert probes == self.prefillers.probes, f"{probes} != {self.prefillers.probes}"
-        assert sum(probes) == self.prefillers.probing
-        assert slots == self.ledger.bound.tolist(), f"{slots} != {self.ledger.bound}"
-        assert self.pool.slots == sum(entry.slots for entry in self.pool)
-        assert self.waiting == sum(request.rank is None for request in self.requests.values())
+        check_holdings(self)
 
     def _get(self, number: RequestId) -> Request:
         request = self.requests.get(number)
@@ -237,12 +219,15 @@ class Scheduler:
         for name, value in (("prompt tokens", event.prompt_tokens), ("slots", event.slots)):
             if value < 1:
                 raise LifecycleError(f"request {number} arrived with {value} {name}")
+        if not (event.prefill or event.decode):
+            raise LifecycleError(f"request {number} arrived with nobody to compute its prompt")
         request = Request(
             number,
             event.prompt_tokens,
             waiting_since_ns=now_ns,
             slots=event.slots,
             prefill=event.prefill,
+            decode=event.decode,
         )
         self.requests[number] = request
         if not request.prefill:
@@ -256,37 +241,22 @@ class Scheduler:
         self._to_pool(request, now_ns)
 
     def _enqueue(self, request: Request, *, returned: bool) -> None:
-        self._queue.add(request.request, request.prompt_tokens, returned=returned)
-        self._set_queue_expiry(request)
+        self.line.add(request, self._queue_end_ns(request), returned=returned)
 
-    def _set_queue_expiry(self, request: Request) -> None:
+    def _queue_end_ns(self, request: Request) -> int | None:
         ttl_ns = self.config.queue_ttl_ns
-        expires_ns = None if ttl_ns is None else request.waiting_since_ns + ttl_ns
-        self._queue_expiries.set(request.request, expires_ns)
-
-    def _leave_queue(self, request: Request) -> None:
-        self._queue.remove(request.request)
-        self._queue_expiries.clear(request.request)
+        return None if ttl_ns is None else request.waiting_since_ns + ttl_ns
 
     def _probe(self) -> list[Action]:
-        """Start the probes that budgets and the pool's depth allow, in the queue's order."""
-        actions: list[Action] = []
+        """Start what budgets and the pool's depth allow."""
         limit = self.config.pool_limit
-        while (number := self._queue.first()) is not None:
-            if limit is not None and self.prefillers.probing + len(self.pool) >= limit:
-                break
-            request = self.requests[number]
-            prefiller = self.prefillers.choose(
-                number, request.prompt_tokens, request.lost_on_prefillers
-            )
-            if prefiller is None:
-                break
+        room = UNLIMITED if limit is None else limit - self.prefillers.probing - len(self.pool)
+        actions: list[Action] = []
+        for request, prefiller in self.line.start(room):
             request.move(Trigger.PROBE)
-            self._leave_queue(request)
-            self.prefillers.begin_probe(prefiller, request.prompt_tokens)
             request.prefiller = prefiller
-            request.probing = True
-            actions.append(StartPrefill(number, prefiller, request.prompt_tokens))
+            request.probing = request.decode
+            actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 
     def _prefilled(self, request: Request, event: PrefillDone, now_ns: int) -> list[Action]:
@@ -294,6 +264,8 @@ class Scheduler:
             raise LifecycleError(
                 f"request {request.request}: prefill of {event.prompt_tokens} tokens"
             )
+        if not request.decode:
+            raise LifecycleError(f"request {request.request} is answered by its prefiller")
         request.move(Trigger.PREFILLED)
         self._end_probe(request)
         assert request.prefiller is not None
@@ -334,7 +306,9 @@ class Scheduler:
             lost_on=request.lost_on_ranks,
         )
 
-    def _lose_prefill(self, request: Request, *, elsewhere: bool) -> list[Action]:
+    def _lose_prefill(
+        self, request: Request, *, elsewhere: bool, decode: bool = True
+    ) -> list[Action]:
         if request.started:
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
         if not request.prefill:
@@ -345,6 +319,7 @@ class Scheduler:
         if elsewhere:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
+        request.decode = request.decode and decode
         self._enqueue(request, returned=True)
         return actions
 
@@ -439,10 +414,13 @@ class Scheduler:
         actions: list[Action] = []
         match state:
             case State.QUEUED:
-                self._leave_queue(request)
+                self.line.remove(request)
             case State.PREFILLING:
                 assert request.prefiller is not None
-                self._end_probe(request)
+                if request.decode:
+                    self._end_probe(request)
+                else:
+                    self.prefillers.end_direct(request.prefiller, request.slots)
                 if not gone:
                     actions.append(AbortPrefill(request.request, request.prefiller))
             case State.POOLED:
@@ -471,7 +449,7 @@ class Scheduler:
 
     def _release_prefill(self, request: Request) -> None:
         if request.prefiller is not None:
-            self.prefillers.release(request.prefiller, request.prompt_tokens)
+            self.prefillers.release(request.prefiller, request.held_tokens)
             request.prefiller = None
 
     # The instances.
@@ -494,7 +472,7 @@ class Scheduler:
 
     def _tick(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
-        for number in self._queue_expiries.take_due(now_ns) + self.pool.expired(now_ns):
+        for number in self.line.take_expired(now_ns) + self.pool.expired(now_ns):
             actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
         for number in self.pool.lapsed(now_ns):
             actions += self._lose_prefill(self.requests[number], elsewhere=False)

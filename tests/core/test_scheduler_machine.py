@@ -8,7 +8,7 @@ whether the scheduler was free to ask for it.
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.core.known_request import Known
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import LifecycleError
@@ -64,6 +65,7 @@ CONFIGS = st.builds(
     rank_kv_tokens=st.none() | st.integers(40, 150),
     prefillers=st.integers(1, 3),
     probe_limit=st.none() | st.integers(1, 2),
+    direct_limit=st.none() | st.integers(1, 4),
     prefiller_kv_tokens=st.none() | st.integers(30, 120),
     pool_limit=st.none() | st.integers(1, 5),
     deadline_ns=st.none() | st.integers(1, 30),
@@ -84,8 +86,9 @@ KNOBS = st.fixed_dictionaries(
 )
 INDEX = st.integers(0, 1_000)
 LIVE = ("queued", "prefilling", "pooled", "decoding")
-# Prompt tokens, slots, and whether it is prefilled.
-NEWCOMER = st.tuples(st.integers(1, 60), st.sampled_from([1, 1, 1, 3]), st.sampled_from([1, 1, 0]))
+# Prompt tokens, slots, and who serves it: both roles, a rank alone, or a prefiller alone.
+WAYS = ("both", "both", "rank", "prefiller")
+NEWCOMER = st.tuples(st.integers(1, 60), st.sampled_from([1, 1, 1, 3]), st.sampled_from(WAYS))
 BEFALLS = ("lose", "bounce", "emit", "finish", "recompute", "cancel", "fail")
 SWITCHES = ("close rank", "open rank", "close prefiller", "open prefiller")
 KINDS: tuple[Callable[..., Event], ...] = (
@@ -108,33 +111,6 @@ OF_INSTANCES = KINDS[-4:]
 STAGES = ("prefill", "admit", "join", "step")
 
 
-@dataclass(slots=True)
-class Known:
-    """What the model knows of a live request."""
-
-    number: RequestId
-    prompt_tokens: int
-    slots: int
-    prefill: bool
-    since_ns: int  # It arrived, or came back from being served.
-    phase: str = "queued"
-    emitted_before: int = 0
-    prefiller: PrefillerId | None = None  # Whose budget it holds.
-    lost_on_prefillers: list[int] = field(default_factory=list)
-    pooled_ns: int | None = None  # First time in the pool since it last decoded.
-    prefilled_ns: int = 0
-    lease_ns: int | None = None
-    rank: RankId | None = None
-    started: bool = False
-    kv_tokens: int = 0
-    lost_on_ranks: list[int] = field(default_factory=list)
-
-    @property
-    def floor_tokens(self) -> int:
-        """What it holds in decode before it emits anything."""
-        return self.prompt_tokens * self.slots
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives one scheduler; `name` is a policy, with `--paper` for the paper's form of it."""
 
@@ -145,8 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived = 0
         self.live: dict[RequestId, Known] = {}
         self.ended: dict[RequestId, str] = {}
-        self.queue: list[RequestId] = []
-        self.returned: list[RequestId] = []
+        # Who came first, and who came back; of those that are decoded and of the others.
+        self.lines: dict[tuple[bool, bool], list[RequestId]] = {
+            (decode, returned): [] for decode in (False, True) for returned in (True, False)
+        }
         self.build(SchedulerConfig(ranks=1, batch_limit=1), {})
 
     @initialize(config=CONFIGS, knobs=KNOBS)
@@ -183,10 +161,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def held(self, prefiller: int) -> int:
         holders = [known for known in self.live.values() if known.prefiller == prefiller]
-        return sum(known.prompt_tokens for known in holders)
+        return sum(known.prefiller_tokens for known in holders)
+
+    def probing(self) -> list[Known]:
+        return [known for known in self.phase("prefilling") if known.decode]
 
     def probes(self, prefiller: int) -> int:
-        return sum(known.prefiller == prefiller for known in self.phase("prefilling"))
+        return sum(known.prefiller == prefiller for known in self.probing())
+
+    def direct(self, prefiller: int) -> int:
+        there = [known for known in self.phase("prefilling") if known.prefiller == prefiller]
+        return sum(known.slots for known in there if not known.decode)
 
     def load(self, rank: int) -> int:
         return sum(known.kv_tokens for known in self.on_rank(rank))
@@ -227,21 +212,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         margin_ns = min(self.config.lease_margin_ns, left_ns // 2)
         return known.prefilled_ns + known.lease_ns - margin_ns
 
+    def has_place(self, prefiller: int, known: Known) -> bool:
+        config, direct = self.config, self.direct(prefiller)
+        if known.decode:
+            return config.probe_limit is None or self.probes(prefiller) < config.probe_limit
+        limit = config.direct_limit
+        return limit is None or not direct or direct + known.slots <= limit
+
     def next_probe(self) -> StartPrefill | None:
         """Return the one probe that may start now."""
-        if not (line := self.returned or self.queue):
+        if line := self.lines[False, True] or self.lines[False, False]:
+            known = self.live[line[0]]
+            if probe := self.probe_of(known):
+                return probe
+            opened = [number for number, takes in enumerate(self.open_prefillers) if takes]
+            if any(self.has_place(prefiller, known) for prefiller in opened):
+                return None
+        limit, busy = self.config.pool_limit, len(self.probing()) + len(self.phase("pooled"))
+        line = self.lines[True, True] or self.lines[True, False]
+        if not line or (limit is not None and busy >= limit):
             return None
-        config, known = self.config, self.live[line[0]]
-        limit = config.pool_limit
-        if limit is not None and len(self.phase("prefilling", "pooled")) >= limit:
-            return None
+        return self.probe_of(self.live[line[0]])
+
+    def probe_of(self, known: Known) -> StartPrefill | None:
         open_ones = [
             (self.held(prefiller), prefiller)
             for prefiller in self.may_go(self.open_prefillers, known.lost_on_prefillers)
-            if config.probe_limit is None or self.probes(prefiller) < config.probe_limit
+            if self.has_place(prefiller, known)
         ]
-        if config.prefiller_kv_tokens is not None:
-            room = config.prefiller_kv_tokens - known.prompt_tokens
+        if self.config.prefiller_kv_tokens is not None:
+            room = self.config.prefiller_kv_tokens - known.prefiller_tokens
             open_ones = [pair for pair in open_ones if pair[0] == 0 or pair[0] <= room]
         if not open_ones:
             return None
@@ -261,12 +261,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert action == self.next_probe()
         assert isinstance(action, StartPrefill)
         known = self.live[action.request]
-        (self.returned or self.queue).pop(0)
+        (self.lines[known.decode, True] or self.lines[known.decode, False]).pop(0)
         known.phase, known.prefiller = "prefilling", action.prefiller
 
     def drop(self, known: Known) -> None:
         """Take everything from a request."""
-        for line in (self.queue, self.returned):
+        for line in self.lines.values():
             if known.number in line:
                 line.remove(known.number)
         known.prefiller = known.rank = None
@@ -282,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drop(known)
         if known.prefill:
             known.phase = "queued"
-            self.returned.append(known.number)
+            self.lines[known.decode, True].append(known.number)
         else:
             self.to_pool(known)
 
@@ -305,14 +305,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return []
 
     @rule(newcomers=st.lists(NEWCOMER, max_size=6), last=st.sampled_from(STAGES))
-    def serve(self, newcomers: list[tuple[int, int, int]], last: str) -> None:
+    def serve(self, newcomers: list[tuple[int, int, str]], last: str) -> None:
         """Take requests in and bring everyone on, so that every state is visited often."""
-        for prompt_tokens, slots, prefill in newcomers:
-            self.arrive(prompt_tokens, slots, prefill=bool(prefill))
+        for prompt_tokens, slots, way in newcomers:
+            self.arrive(prompt_tokens, slots, prefill=way != "rank", decode=way != "prefiller")
         for stage in STAGES[: STAGES.index(last) + 1]:
             match stage:
                 case "prefill":
-                    for _ in self.phase("prefilling"):
+                    for _ in self.probing():
                         self.end_probe(0, 0, None)
                 case "admit":
                     self.tick(1)
@@ -322,21 +322,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case _:
                     self.step(1)
 
-    def arrive(self, prompt_tokens: int, slots: int, *, prefill: bool) -> None:
+    def arrive(self, prompt_tokens: int, slots: int, *, prefill: bool, decode: bool) -> None:
         number = RequestId(self.arrived)
         self.arrived += 1
-        known = Known(number, prompt_tokens, slots, prefill, self.now_ns)
+        known = Known(number, prompt_tokens, slots, prefill, decode, self.now_ns)
         self.live[number] = known
         if prefill:
-            self.queue.append(number)
+            self.lines[decode, False].append(number)
         else:
             self.to_pool(known)
-        self.feed(RequestArrived(number, prompt_tokens, slots, prefill))
+        self.feed(RequestArrived(number, prompt_tokens, slots, prefill, decode))
 
-    @precondition(lambda self: self.phase("prefilling"))
+    @precondition(lambda self: self.probing())
     @rule(index=INDEX, error=st.integers(-2, 3), lease=st.none() | st.integers(-3, 60))
     def end_probe(self, index: int, error: int, lease: int | None) -> None:
-        known = self.choose(index, self.phase("prefilling"))
+        known = self.choose(index, self.probing())
         known.prompt_tokens = max(1, known.prompt_tokens + error)
         self.to_pool(known)
         known.lost_on_prefillers.clear()
@@ -375,8 +375,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         elsewhere = index % 3 > 0
         if elsewhere and known.prefiller is not None:
             self.note_loss(known.lost_on_prefillers, known.prefiller)
+        decode = index % 5 > 0
+        self.drop(known)
+        known.decode = known.decode and decode
         self.send_back(known)
-        self.feed(PrefillLost(known.number, elsewhere), *expected)
+        self.feed(PrefillLost(known.number, elsewhere, decode), *expected)
 
     def bounce(self, index: int) -> None:
         known = self.choose(index, self.bound_only())
@@ -552,7 +555,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         numbers = [*self.live] if self.live and index % 2 else [*self.ended, RequestId(-1)]
         request = numbers[index // 2 % len(numbers)]
         if kind is RequestArrived and request not in self.live:
-            self.refuse(RequestArrived(RequestId(self.arrived), index % 2, slots=(index + 1) % 2))
+            new = RequestId(self.arrived)
+            self.refuse(RequestArrived(new, index % 2, slots=(index + 1) % 2))
+            self.refuse(RequestArrived(new, 1, prefill=False, decode=False))
         elif kind is TokensEmitted and kind in self.allowed(request):
             known = self.live[request]
             self.refuse(TokensEmitted(request, known.floor_tokens - known.kv_tokens - 1))
@@ -573,7 +578,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         losable: set[object] = {PrefillLost} if known.prefill else set()
         match known.phase, known.started:
             case "prefilling", _:
-                return always | losable | {PrefillDone, RequestFinished}
+                done: set[object] = {PrefillDone} if known.decode else set()
+                return always | losable | done | {RequestFinished}
             case "pooled", _:
                 return always | losable
             case "decoding", False:
@@ -588,7 +594,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         parts: list[object] = [
             *scheduler.requests.values(),
-            vars(scheduler._queue),
+            vars(scheduler.line._queue),
+            vars(scheduler.line._direct),
             list(scheduler.pool),
             scheduler.next_deadline_ns(),
             scheduler.waiting,
@@ -596,6 +603,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler._open_ranks,
             scheduler.prefillers.held_tokens,
             scheduler.prefillers.probes,
+            scheduler.prefillers.direct,
             scheduler.ledger.loads,
             scheduler.ledger.bound,
             scheduler.ledger.started,
@@ -645,6 +653,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.ledger.bound.tolist() == [self.bound(rank) for rank in ranks]
         assert scheduler.prefillers.held_tokens == [self.held(p) for p in prefillers]
         assert scheduler.prefillers.probes == [self.probes(p) for p in prefillers]
+        assert scheduler.prefillers.direct == [self.direct(p) for p in prefillers]
         pooled = sorted(known.number for known in self.phase("pooled"))
         assert [entry.request for entry in scheduler.pool] == pooled
         for entry in scheduler.pool:
@@ -652,7 +661,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert entry.prompt_tokens == known.prompt_tokens
             assert entry.age == known.emitted_before
             assert entry.slots == known.slots
-        assert scheduler.waiting == len(self.phase("queued", "prefilling", "pooled"))
+        assert scheduler.waiting == len(self.phase("queued", "pooled")) + len(self.probing())
         ends = [self.queue_end_ns(known) for known in self.phase("queued")]
         for known in self.phase("pooled"):
             ends += [self.pool_end_ns(known), self.lapse_ns(known)]
@@ -668,7 +677,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.live and rounds:
             rounds -= 1
             self.serve([], STAGES[-1])
-            for known in self.running():
+            for known in [*self.running(), *self.phase("prefilling")]:
                 self.end(known, "finished")
                 self.feed(RequestFinished(known.number))
         assert not self.live, "a request is stuck"
@@ -678,7 +687,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(scheduler.pool) == 0
         assert not scheduler.ledger.loads.any()
         assert not scheduler.ledger.bound.any()
-        assert not any(scheduler.prefillers.held_tokens + scheduler.prefillers.probes)
+        held = scheduler.prefillers.held_tokens + scheduler.prefillers.probes
+        assert not any(held + scheduler.prefillers.direct)
         if self.policy.projection is not None:
             zeros = np.zeros(self.config.ranks, np.int64)
             assert not self.policy.projection.loads_ahead(zeros).any()
@@ -708,6 +718,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         rank_kv_tokens=some(rng, 40, 150),
         prefillers=rng.randint(1, 3),
         probe_limit=some(rng, 1, 3),
+        direct_limit=some(rng, 1, 4),
         prefiller_kv_tokens=some(rng, 60, 200),
         pool_limit=some(rng, 2, 8),
         deadline_ns=some(rng, 1, 30),
@@ -727,9 +738,9 @@ def random_knobs(rng: random.Random) -> dict[str, float]:
     }
 
 
-def random_newcomers(rng: random.Random) -> list[tuple[int, int, int]]:
+def random_newcomers(rng: random.Random) -> list[tuple[int, int, str]]:
     return [
-        (rng.randint(1, 60), rng.choice([1, 1, 1, 3]), rng.choice([1, 1, 0]))
+        (rng.randint(1, 60), rng.choice([1, 1, 1, 3]), rng.choice(WAYS))
         for _ in range(rng.randrange(4))
     ]
 
@@ -747,7 +758,7 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
         match rng.randrange(12):
             case 0 | 1 | 2:
                 machine.serve(random_newcomers(rng), rng.choice(STAGES))
-            case 3 if machine.phase("prefilling"):
+            case 3 if machine.probing():
                 machine.end_probe(index, rng.randint(-2, 3), some(rng, -3, 60))
             case 4 if machine.joinable():
                 machine.join(index)
