@@ -59,8 +59,9 @@ class PrefillDone:
 class PrefillLost:
     """The prefill failed, or its KV cache is gone before decode pulled it: prefill again.
 
-    With `elsewhere` not on the same prefiller, as long as another one is open, be it full. Without
-    `decode` the next prefiller answers the whole request.
+    With `elsewhere` not on the same prefiller, as long as another one is open, be it full; nor does
+    it go again to a rank that it is bound to, as long as another one is open. Without `decode` the
+    next prefiller answers the whole request.
     """
 
     request: RequestId

@@ -313,9 +313,11 @@ class Scheduler:
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
         if not request.prefill:
             raise LifecycleError(f"request {request.request} has no prefill to lose")
-        state, prefiller = request.state, request.prefiller
+        state, prefiller, rank = request.state, request.prefiller, request.rank
         request.move(Trigger.PREFILL_LOST)
         actions = self._drop(request, state, gone=True)
+        if rank is not None:
+            request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
         if elsewhere:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)

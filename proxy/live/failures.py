@@ -1,20 +1,26 @@
 """What becomes of a request when a leg of it fails: the table of docs/serving.md as code.
 
 Pure: the session says what happened, `triage` says whom to blame and how to go on.
+
+A KV cache is offered to another rank only if the first one provably never took the request. A rank
+that took it may have pulled the KV cache before it failed: the prefiller frees pulled blocks, and who
+pulls them again reads what is there by then, which may be another prompt's. Nothing tells that (seen
+with vLLM's NIXL connector: 200, and the other prompt's answer).
 """
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.target import Fault
+from balanceroute.proxy.live.answer import is_error
+from balanceroute.proxy.live.target import Fault, fault_of
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.target import Target
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.messages import Headers, WireError
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
-BUSY = frozenset({429, 503})
+_BUSY = frozenset({429, 503})
 
 
 class Leg(Enum):
@@ -28,13 +34,15 @@ class What(Enum):
     """How it failed."""
 
     REFUSED = "4xx"
-    BUSY = "429 or 503"
+    BUSY = "429 or 503, as an error of the API"
+    UNAVAILABLE = "429 or 503 of another form, as of a server before the engine"
     SERVER_ERROR = "another 5xx"
     NO_ANSWER = "a status below 400 that is not 200"
     UNREADABLE = "an unreadable answer"
     NO_KV = "no usable KV parameters"
     ERROR_EVENT = "an error event of 5xx first"
-    BROKEN = "broken off"
+    NOT_SENT = "no connection"
+    BROKEN = "broken off after the request was sent"
     TIMED_OUT = "timed out"
     NO_PREFILL = "the prefill that a decode rank called for failed"
 
@@ -58,7 +66,6 @@ class Failure:
         fault: The same in the terms of health checks and of the metric of retries.
         reason: For the log, and for the client if nothing mends it.
         answer: What the engine answered, if that is what the client gets in the end.
-        heard: Whether an event of the answer came.
         blamed: Who is at fault, if not the engine of the leg.
     """
 
@@ -66,7 +73,6 @@ class Failure:
     fault: Fault
     reason: str
     answer: "tuple[int, Headers, bytes] | None" = None
-    heard: bool = False
     blamed: "Target | None" = None
 
 
@@ -88,20 +94,24 @@ class Rule:
 RULES = {
     (Leg.PREFILL, What.REFUSED): Rule(False, False, Next.RELAY),
     (Leg.PREFILL, What.BUSY): Rule(False, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNAVAILABLE): Rule(False, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.SERVER_ERROR): Rule(True, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NO_ANSWER): Rule(True, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.UNREADABLE): Rule(True, True, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NO_KV): Rule(False, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NOT_SENT): Rule(True, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.BROKEN): Rule(True, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.TIMED_OUT): Rule(True, False, Next.OTHER_PREFILLER),
     (Leg.DECODE, What.REFUSED): Rule(False, False, Next.RELAY),
     (Leg.DECODE, What.BUSY): Rule(False, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.SERVER_ERROR): Rule(True, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.UNAVAILABLE): Rule(False, False, Next.NEW_KV),
+    (Leg.DECODE, What.SERVER_ERROR): Rule(True, False, Next.NEW_KV),
     (Leg.DECODE, What.NO_ANSWER): Rule(True, True, Next.NEW_KV),
     (Leg.DECODE, What.UNREADABLE): Rule(True, True, Next.NEW_KV),
     # Seen from vLLM when it cannot pull the KV cache.
     (Leg.DECODE, What.ERROR_EVENT): Rule(False, False, Next.NEW_KV),
-    (Leg.DECODE, What.BROKEN): Rule(True, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.NOT_SENT): Rule(True, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.BROKEN): Rule(True, False, Next.NEW_KV),
     (Leg.DECODE, What.TIMED_OUT): Rule(True, False, Next.NEW_KV),
     (Leg.DECODE, What.NO_PREFILL): Rule(False, False, Next.NEW_KV),
 }
@@ -120,7 +130,7 @@ def triage(leg: Leg, failure: Failure, *, stream_open: bool, offers: int) -> Rul
     then = rule.then
     if stream_open and (leg is Leg.DECODE or then is Next.RELAY):
         then = Next.FAIL
-    elif then is Next.OTHER_RANK and (failure.heard or offers > 1):
+    elif then is Next.OTHER_RANK and offers > 1:
         then = Next.NEW_KV
     return rule if then is rule.then else Rule(rule.blame, rule.close_idle, then)
 
@@ -130,8 +140,15 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
     answer, reason = (status, headers, body), f"status {status}"
     if status < 400:
         return Failure(What.NO_ANSWER, Fault.PROTOCOL, f"the engine answered {status}")
-    if status in BUSY:
-        return Failure(What.BUSY, Fault.SERVER_ERROR, reason, answer)
+    if status in _BUSY:
+        what = What.BUSY if is_error(body) else What.UNAVAILABLE
+        return Failure(what, Fault.SERVER_ERROR, reason, answer)
     if status < 500:
         return Failure(What.REFUSED, Fault.SERVER_ERROR, reason, answer)
     return Failure(What.SERVER_ERROR, Fault.SERVER_ERROR, reason, answer)
+
+
+def breakage(error: "WireError") -> Failure:
+    """Return the failure that an exchange without a complete answer is."""
+    what = What.BROKEN if error.sent else What.NOT_SENT
+    return Failure(what, fault_of(error), str(error))

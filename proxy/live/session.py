@@ -34,7 +34,15 @@ from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
-from balanceroute.proxy.live.failures import Failure, Leg, Next, What, refusal, triage
+from balanceroute.proxy.live.failures import (
+    Failure,
+    Leg,
+    Next,
+    What,
+    breakage,
+    refusal,
+    triage,
+)
 from balanceroute.proxy.live.hand_off import HandOff
 from balanceroute.proxy.live.leg_body import decode_body, prefill_body
 from balanceroute.proxy.live.prefill_answer import (
@@ -48,7 +56,7 @@ from balanceroute.proxy.live.session_host import Host
 from balanceroute.proxy.live.shape import Api, Shape
 from balanceroute.proxy.live.short_answer import short_answer_body, short_answer_events
 from balanceroute.proxy.live.stream_leg import StreamLeg
-from balanceroute.proxy.live.target import Fault, Target, fault_of
+from balanceroute.proxy.live.target import Fault, Target
 from balanceroute.proxy.live.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -290,13 +298,8 @@ class Session:
             return
         self.drop_leg()
         self.record.retries += 1
-        if self._rank is None:
-            lost = self._probe_lost()
-        elif self._rank.target == target:
-            lost = self._decode_lost()
-        else:
-            lost = self._prefill_lost()
-        self._host.feed(lost)
+        # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
+        self._host.feed(self._probe_lost() if self._rank is None else self._prefill_lost())
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""
@@ -440,7 +443,7 @@ class Session:
         self._end(Outcome.OK, 200)
 
     def _prefill_broken(self, error: WireError) -> None:
-        self._mend(Failure(What.BROKEN, fault_of(error), str(error)))
+        self._mend(breakage(error))
 
     def _probe_lost(self) -> Event:
         self.forget_kv()
@@ -508,8 +511,7 @@ class Session:
 
     def stream_broken(self, error: WireError) -> None:
         """Mend a decode leg that broke off, or end the answer truthfully."""
-        heard = self._leg is not None and self._leg.heard
-        self._mend(Failure(What.BROKEN, fault_of(error), str(error), heard=heard))
+        self._mend(breakage(error))
 
     def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
         """Take an answer that is no stream."""
@@ -629,7 +631,7 @@ class Session:
             self._pass_on(*failure.answer)
         elif failure.answer is not None:  # The status of a resumed answer was sent long ago.
             self._fail(502, f"the engine answered {failure.answer[0]}")
-        elif failure.what is What.BROKEN:
+        elif failure.what in (What.BROKEN, What.NOT_SENT):
             self._fail(502, f"{leg.value} failed: {failure.reason}")
         else:
             self._fail(504 if failure.what is What.TIMED_OUT else 502, failure.reason)

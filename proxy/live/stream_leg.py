@@ -193,11 +193,6 @@ class StreamLeg:
         return self._started
 
     @property
-    def heard(self) -> bool:
-        """Whether any event came: the rank has taken the KV cache then."""
-        return self._started or bool(self._held)
-
-    @property
     def tokens(self) -> int:
         """Tokens received on this leg."""
         return self._events if self._counts is None else self._counts.tokens

@@ -375,6 +375,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         elsewhere = index % 3 > 0
         if elsewhere and known.prefiller is not None:
             self.note_loss(known.lost_on_prefillers, known.prefiller)
+        if known.rank is not None:
+            self.note_loss(known.lost_on_ranks, known.rank)
         decode = index % 5 > 0
         self.drop(known)
         known.decode = known.decode and decode

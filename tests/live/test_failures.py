@@ -4,15 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.live.failures import RULES, Failure, Leg, Next, Rule, What, refusal, triage
+from balanceroute.proxy.live.failures import (
+    RULES,
+    Failure,
+    Leg,
+    Next,
+    Rule,
+    What,
+    breakage,
+    refusal,
+    triage,
+)
 from balanceroute.proxy.live.target import Fault
+from balanceroute.proxy.wire.messages import WireError, WireFault
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 HEADINGS = "| leg | what | told to health checks | next |"
 
 
-def failure(what: What, *, heard: bool = False) -> Failure:
-    return Failure(what, Fault.RESET, "broken", heard=heard)
+OWN = b'{"error": {"message": "busy", "type": "ServiceUnavailable"}}'
+
+
+def failure(what: What) -> Failure:
+    return Failure(what, Fault.RESET, "broken")
 
 
 def judge(leg: Leg, one: Failure, *, stream_open: bool = False, offers: int = 1) -> Rule:
@@ -53,28 +67,39 @@ def test_a_kv_cache_is_offered_to_two_ranks_at_most() -> None:
     assert judge(Leg.DECODE, failure(What.BUSY), offers=2).then is Next.NEW_KV
 
 
-def test_a_kv_cache_of_which_a_rank_gave_a_sign_is_not_offered_again() -> None:
-    assert judge(Leg.DECODE, failure(What.BROKEN)).then is Next.OTHER_RANK
-    assert judge(Leg.DECODE, failure(What.BROKEN, heard=True)).then is Next.NEW_KV
+def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -> None:
+    """Finding C2."""
+    again = {what for what in What if (Leg.DECODE, what) in RULES}
+    again = {what for what in again if judge(Leg.DECODE, failure(what)).then is Next.OTHER_RANK}
+    assert again == {What.BUSY, What.NOT_SENT}
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_broke_before_it_was_sent_was_never_taken(*, sent: bool) -> None:
+    one = breakage(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
+    assert one.what is (What.BROKEN if sent else What.NOT_SENT)
+    assert one.fault is Fault.RESET
 
 
 @pytest.mark.parametrize(
-    ("status", "what", "passed_on"),
+    ("status", "body", "what"),
     [
-        (204, What.NO_ANSWER, False),
-        (302, What.NO_ANSWER, False),
-        (400, What.REFUSED, True),
-        (422, What.REFUSED, True),
-        (429, What.BUSY, True),
-        (500, What.SERVER_ERROR, True),
-        (503, What.BUSY, True),
-        (504, What.SERVER_ERROR, True),
+        (204, b"", What.NO_ANSWER),
+        (302, b"", What.NO_ANSWER),
+        (400, OWN, What.REFUSED),
+        (422, b"no", What.REFUSED),
+        (429, OWN, What.BUSY),
+        (429, b"local_rate_limited", What.UNAVAILABLE),
+        (500, OWN, What.SERVER_ERROR),
+        (503, OWN, What.BUSY),
+        (503, b"upstream connect error or disconnect/reset before headers", What.UNAVAILABLE),
+        (504, b"", What.SERVER_ERROR),
     ],
 )
-def test_a_status_is_read_as_a_failure(status: int, what: What, *, passed_on: bool) -> None:
-    one = refusal(status, [], b"no")
+def test_a_status_is_read_as_a_failure(status: int, body: bytes, what: What) -> None:
+    one = refusal(status, [], body)
     assert one.what is what
-    assert one.answer == ((status, [], b"no") if passed_on else None)
+    assert one.answer == (None if what is What.NO_ANSWER else (status, [], body))
     assert str(status) in one.reason
 
 
