@@ -19,7 +19,7 @@ def features_of(request: TraceRequest) -> RequestFeatures:
     """
     ids = request.hash_ids
     keys = dict.fromkeys(_key(ids[:end]) for end in _BEGINNINGS if ids[:end])
-    return RequestFeatures(request.prompt_tokens, keys=tuple(keys))
+    return RequestFeatures(request.prompt_tokens, request.max_tokens, tuple(keys))
 
 
 def _key(ids: tuple[int, ...]) -> int:

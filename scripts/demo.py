@@ -32,6 +32,8 @@ from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.emulate import EmulationSettings
 from balanceroute.proxy.live.config import ProxyConfig
 from balanceroute.proxy.live.configure import make_config
+from balanceroute.proxy.replay.body import Api
+from balanceroute.proxy.replay.limits import with_limits
 from balanceroute.proxy.replay.workload import plan
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
@@ -50,6 +52,10 @@ FIGURES = (
 # Runs like these are chaotic: a moment's difference moves everything that comes after it. So each
 # simulated run has prefills longer by this than the one before, and the prediction is their mean.
 STAGGER_NS = 500_000
+
+# Of the prompts' words and the clients' limits, which replay and simulator draw alike.
+SEED = 0
+API = Api.COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +119,17 @@ class Setup:
         }
 
     def planned(self) -> list[TraceRequest]:
-        """Return the requests that are replayed."""
+        """Return the requests as the replay sends them, with the limits that it draws."""
+        chosen = plan(read_trace(self.trace), skip=self.skip, count=self.requests)
         return [
             TraceRequest(
-                request.arrival_ns, request.prompt_tokens, request.output_tokens, request.hash_ids
+                request.arrival_ns,
+                request.prompt_tokens,
+                request.answer_tokens,
+                request.hash_ids,
+                request.max_tokens,
             )
-            for request in plan(read_trace(self.trace), skip=self.skip, count=self.requests)
+            for request in with_limits(chosen, seed=SEED, api=API)
         ]
 
 
@@ -193,6 +204,7 @@ def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> boo
         *["--target", url, "--emulation", fleet, "--trace", str(setup.trace)],
         *["--skip", str(setup.skip), "--requests", str(setup.requests)],
         *["--concurrency", str(setup.concurrency), "--time-scale", str(setup.time_scale)],
+        *["--lengths", "hidden", "--api", API.value, "--seed", str(SEED)],
         *["--stop-at-last-arrival", "--label", policy, "--json", str(folder / "replay.json")],
     ]
     with (folder / "replay.txt").open("wb") as table:

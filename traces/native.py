@@ -1,7 +1,8 @@
 """The native format: one JSON object a line, and the only one that is also written.
 
 `{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
-the time in seconds and `hash_ids` optional. Other keys are ignored. Written times have nine digits,
+the time in seconds and `hash_ids` optional, as is `max_tokens`, the limit that the client set (null
+for none). Other keys are ignored. Written times have nine digits,
 so that a trace survives being written and read to the nanosecond.
 """
 
@@ -40,11 +41,13 @@ def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
     for line in lines:
         entry = decode_object(line)
         arrival_s, prompt_tokens, output_tokens = (required(entry, key) for key in KEYS)
+        limit = entry.get("max_tokens")
         yield TraceRequest(
             arrival_ns=nanoseconds_from_json("arrival_s", arrival_s, unit_ns=NS_PER_S),
             prompt_tokens=tokens_from_json("prompt_tokens", prompt_tokens),
             output_tokens=tokens_from_json("output_tokens", output_tokens),
             hash_ids=hash_ids_from_json("hash_ids", entry.get("hash_ids", [])),
+            max_tokens=None if limit is None else tokens_from_json("max_tokens", limit),
         )
 
 
@@ -79,4 +82,6 @@ def _encoded(request: TraceRequest) -> bytes:
     )
     if request.hash_ids:
         fields += f', "hash_ids": {json.dumps(request.hash_ids)}'
+    if request.max_tokens is not None:
+        fields += f', "max_tokens": {request.max_tokens}'
     return f"{{{fields}}}\n".encode("ascii")

@@ -9,6 +9,7 @@ Rules:
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -65,15 +66,7 @@ def read_trace(
             raise MalformedLineError("the trace holds no request")
     requests.sort(key=lambda request: request.arrival_ns)
     start_ns = requests[0].arrival_ns
-    return [
-        TraceRequest(
-            arrival_ns=request.arrival_ns - start_ns,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens,
-            hash_ids=request.hash_ids,
-        )
-        for request in requests
-    ]
+    return [replace(request, arrival_ns=request.arrival_ns - start_ns) for request in requests]
 
 
 def detect_format(path: str | PathLike[str]) -> str:

@@ -40,12 +40,14 @@ class TraceRequest:
         output_tokens: Length of the answer; 0 marks a request that failed when it was recorded.
         hash_ids: One id per prefix block of the prompt, equal ids for equal prefixes; empty if the
             trace does not record them.
+        max_tokens: The limit that the client set; None if it set none, or the trace does not record it.
     """
 
     arrival_ns: int
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges, so that an invalid record cannot exist.
@@ -58,6 +60,7 @@ class TraceRequest:
             ("arrival_ns", self.arrival_ns, MAX_ARRIVAL_NS),
             ("prompt_tokens", self.prompt_tokens, MAX_TOKENS),
             ("output_tokens", self.output_tokens, MAX_TOKENS),
+            ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, MAX_TOKENS),
         ):
             # Not isinstance: a bool is an int to isinstance, and never a length.
             if type(value) is not int:

@@ -20,6 +20,7 @@ from balanceroute.proxy.cli.past_flags import (
     check_source,
     read_past,
     source_of,
+    warn_of_limits,
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
@@ -109,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             learn=not arguments.frozen,
             progress=lambda name, share: bar.show(f"judging {name}", share),
         )
+    warn_of_limits(judged)
     title = f"{source_of(arguments)}: {len(judged):,} requests"
     print_judgements(
         judgements,

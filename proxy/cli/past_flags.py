@@ -1,6 +1,7 @@
 """Flags that say which requests of the past to learn from or to judge on."""
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from balanceroute.predictors import PastRequest
 
 # The range of every number.
@@ -70,6 +73,20 @@ class Past:
 
     skipped: "list[PastRequest]"
     chosen: "list[PastRequest]"
+
+
+def warn_of_limits(past: "Sequence[PastRequest]") -> None:
+    """Say on standard error if most requests ended where their `max_tokens` ended them.
+
+    Predictors know that limit in advance, so such requests tell nothing of how long answers are, and
+    every score on them is near perfect.
+    """
+    cut = sum(request.output_tokens == request.features.max_tokens for request in past)
+    if 2 * cut > len(past):
+        sys.stderr.write(
+            f"balanceroute: warning: {cut:,} of {len(past):,} requests ended at their max_tokens: "
+            "these ends are the clients' limits, which every predictor is told in advance\n"
+        )
 
 
 def read_past(arguments: argparse.Namespace) -> Past:

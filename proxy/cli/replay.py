@@ -22,8 +22,9 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import replay
 from balanceroute.proxy.replay.figures import STEADY_STATE
+from balanceroute.proxy.replay.limits import with_limits
 from balanceroute.proxy.replay.report import print_report, write_json, write_requests
-from balanceroute.proxy.replay.settings import ReplaySettings
+from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.sharegpt import BYTES_PER_TOKEN, read_exchanges, with_exchanges
 from balanceroute.proxy.replay.target import parse_target
 from balanceroute.proxy.replay.workload import plan
@@ -97,7 +98,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "rate given or reported is the target's",
     )
     group.add_argument(
-        "--emulation", metavar="URL", help="the emulated fleet whose own figures to report"
+        "--emulation",
+        metavar="URL",
+        help="any engine of the emulated fleet behind the target: it is told the lengths of the "
+        "answers, and its own figures are reported",
     )
 
 
@@ -119,7 +123,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sharegpt", type=Path, metavar="FILE", help="prompts and output lengths of conversations"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts' words")
+    group.add_argument(
+        "--lengths",
+        choices=[one.value for one in Lengths],
+        help="how engines learn how long answers are: hidden from the target (takes --emulation), "
+        "max_tokens as clients set it; or as max_tokens with ignore_eos, which tells predictors "
+        "the answer (default: hidden with --emulation, max-tokens without)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the prompts' words, and of limits"
+    )
     group.add_argument(
         "--stop-at-last-arrival",
         action="store_true",
@@ -141,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     for flag, path in (("--json", arguments.json), ("--requests-json", arguments.requests_json)):
         _check_output(flag, path)
-    requests, notes = _workload(arguments)
+    requests, notes = _workload(arguments, settings)
     _allow_open_files()
     result = _replay(settings, requests)
     if settings.time_scale != 1:
@@ -186,8 +199,17 @@ def _settings(arguments: argparse.Namespace) -> ReplaySettings:
         seed=arguments.seed,
         request_ids=f"replay-{secrets.token_hex(4)}",
         emulation=arguments.emulation,
+        lengths=_lengths(arguments),
         drain=not arguments.stop_at_last_arrival,
     )
+
+
+def _lengths(arguments: argparse.Namespace) -> Lengths:
+    if arguments.lengths is None:
+        return Lengths.MAX_TOKENS if arguments.emulation is None else Lengths.HIDDEN
+    if arguments.lengths == Lengths.HIDDEN.value and arguments.emulation is None:
+        raise ConfigError("--lengths hidden: needs --emulation, for who is to tell the lengths")
+    return Lengths(arguments.lengths)
 
 
 def _api_key(path: Path) -> str:
@@ -198,7 +220,9 @@ def _api_key(path: Path) -> str:
     return key.decode()
 
 
-def _workload(arguments: argparse.Namespace) -> "tuple[list[PlannedRequest], list[str]]":
+def _workload(
+    arguments: argparse.Namespace, settings: ReplaySettings
+) -> "tuple[list[PlannedRequest], list[str]]":
     """Return the requests, and what the report must say about them."""
     trace = read_trace(arguments.trace, arguments.format)
     limits = {
@@ -216,6 +240,18 @@ def _workload(arguments: argparse.Namespace) -> "tuple[list[PlannedRequest], lis
             f"Prompts are of {arguments.sharegpt.name}; lengths asked are estimates, a token for "
             f"every {BYTES_PER_TOKEN} bytes."
         )
+    if settings.lengths is Lengths.MAX_TOKENS:
+        notes.append(
+            "Every request's max_tokens is the length of its answer: the target's predictors, if it "
+            "has any, were told what they are to predict."
+        )
+        return requests, notes
+    requests = with_limits(requests, seed=settings.seed, api=settings.api)
+    cut = sum(request.answer_tokens < request.output_tokens for request in requests)
+    notes.append(
+        "Lengths were told to the emulated engines alone; max_tokens is drawn as clients set it, and "
+        f"cuts {cut:,} of {len(requests):,} answers."
+    )
     return requests, notes
 
 
@@ -310,6 +346,7 @@ def _config(
         del chosen[name]
     rate = 1.0 if arguments.rate is None else arguments.rate
     return chosen | {
+        "lengths": _lengths(arguments).value,
         "trace": str(arguments.trace),
         "sharegpt": None if arguments.sharegpt is None else str(arguments.sharegpt),
         "rate": rate if arguments.concurrency is None else None,

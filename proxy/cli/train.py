@@ -22,6 +22,7 @@ from balanceroute.proxy.cli.past_flags import (
     check_source,
     read_past,
     source_of,
+    warn_of_limits,
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
@@ -90,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     state = predictor.state()
     files.write_state(arguments.out, state)
     size = arguments.out.stat().st_size + sum(len(text.encode()) for text in state.texts.values())
+    warn_of_limits(past)
     _print_facts(arguments, past, trained_s=trained_s, size=size)
     if judged is not None:
         _print_held_out(arguments, *judged)

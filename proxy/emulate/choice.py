@@ -53,6 +53,8 @@ class Choice:
         max_tokens: Its limit.
         mean_tokens: Mean length of a text that ends by itself.
         eos_first: Whether the first token is to end it, whatever the request says.
+        length: Tokens of the text, the one that ends it included, whatever the request says but for
+            its limit; None for the model to decide.
         partial_utf8: Probability that a token's text shows with the next one's.
         merged_outputs: Probability that a token shows in one event with the next.
         emitted: Tokens so far, the one that ends it included.
@@ -71,6 +73,7 @@ class Choice:
     max_tokens: int
     mean_tokens: float
     eos_first: bool = False
+    length: int | None = None
     partial_utf8: float = 0.0
     merged_outputs: float = 0.0
     emitted: int = 0
@@ -130,8 +133,12 @@ class Choice:
     def next_token(self) -> int:
         """Say the next token of a plain choice; return its id, or EOS."""
         self.emitted += 1
-        may_end = not self.request.ignore_eos and self.emitted > self.request.min_tokens
-        token = EOS if self.eos_first else self.sampler.next(may_end=may_end)
+        request = self.request
+        may_end = (
+            self.length is None and not request.ignore_eos and self.emitted > request.min_tokens
+        )
+        ends = self.eos_first or self.emitted == self.length
+        token = EOS if ends else self.sampler.next(may_end=may_end)
         self.token_ids.append(EOS_ID if token == EOS else token)
         if token == EOS:
             self.finish_reason = "stop"

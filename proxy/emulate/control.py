@@ -6,6 +6,7 @@ POST /emulation/stats/reset
 GET  /emulation/faults
 POST /emulation/faults         {"engine": "decode/3", "hang": true}
 POST /emulation/faults/clear   {"engine": "all"}
+POST /emulation/lengths        {"replay-1-0": 120, "replay-1-1": 7}
 POST /emulation/kill           {"engine": "prefill/0"}
 POST /emulation/restore        {"engine": "prefill/0"}
 """
@@ -64,6 +65,8 @@ class FleetControl:
                 return {"engines": fleet.faults.set(values.pop("engine", "all"), **values)}
             case "POST", "faults/clear":
                 return {"engines": fleet.faults.clear(_values(body).get("engine", "all"))}
+            case "POST", "lengths":
+                return {"lengths": fleet.lengths.add(_values(body))}
             case "POST", "kill":
                 # Not now: this may be the engine that has to answer.
                 engine = fleet.engine(_values(body).get("engine"))

@@ -228,10 +228,14 @@ class Engine:
 
     def done(self, exchange: Exchange) -> None:
         """Count a request that left."""
-        counters = self.counters[self.exchanges.pop(exchange).rank]
+        call = self.exchanges.pop(exchange)
+        counters = self.counters[call.rank]
         _count(exchange, counters)
         for sequence in exchange.sequences:
-            counters.finished[sequence.choice.finish_reason or "abort"] += 1
+            choice = sequence.choice
+            counters.finished[choice.finish_reason or "abort"] += 1
+            if choice.stop_reason == "recomputed":
+                self._hub.lengths.handed_back(call.name, choice.emitted)
 
 
 def _count(exchange: Exchange, counters: RankCounters) -> None:

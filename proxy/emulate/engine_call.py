@@ -33,6 +33,11 @@ class EngineCall:
         return self.exchange.request.kv or {}
 
     @property
+    def name(self) -> str:
+        """The client's `X-Request-Id`."""
+        return self.request_id.partition("-")[2]
+
+    @property
     def remote_decode(self) -> bool:
         """Whether a decoder will want the KV cache."""
         return self.kv.get("do_remote_decode") is True

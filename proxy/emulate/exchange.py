@@ -49,7 +49,8 @@ class TokenSequence:
     @property
     def tokens_left(self) -> int:
         """The most tokens that may still come."""
-        return self.choice.max_tokens - self.choice.emitted
+        choice = self.choice
+        return min(choice.max_tokens, choice.length or choice.max_tokens) - choice.emitted
 
     def advance(self) -> bool:
         """Say the next token; return whether it was the last."""

@@ -12,6 +12,7 @@ from balanceroute.proxy.emulate.engine import Engine, EngineRole, Work
 from balanceroute.proxy.emulate.fault_board import FaultBoard
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.leases import LeaseEnd
+from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefiller import Prefiller
 from balanceroute.proxy.emulate.settings import Connector, DpMode, EmulationSettings
@@ -98,6 +99,11 @@ class EmulatedFleet:
         """URLs of the prefillers' bootstrap servers, if the connector has them."""
         urls = [engine.bootstrap_url for engine in self.engines[: self.settings.prefillers]]
         return [url for url in urls if url]
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of the answers to named requests."""
+        return self._hub.lengths
 
     @property
     def idle(self) -> bool:

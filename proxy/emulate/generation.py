@@ -108,7 +108,7 @@ class Generation:
             name = header.decode("latin-1")
         elif isinstance(given, str):
             name = given
-        self._begin(wanted, reply, f"{'chatcmpl' if chat else 'cmpl'}-{name}", rank)
+        self._begin(wanted, reply, name, rank)
 
     def _rank(self, request: "Request") -> int:
         """Return the rank that a request names, or the least busy one.
@@ -125,9 +125,18 @@ class Generation:
             raise bad_request(f"data_parallel_rank {rank} is out of range [0, {ranks}).")
         return rank
 
-    def _begin(self, wanted: GenerationRequest, reply: "Reply", request_id: str, rank: int) -> None:
+    def _length(self, wanted: GenerationRequest, name: str) -> int | None:
+        length = self._hub.lengths.of(name)
+        if length is not None and (wanted.kv or {}).get("do_remote_decode") is True:
+            # Decode says the answer; what a prefill says of it must not end it.
+            return max(wanted.max_tokens) + 1
+        return length
+
+    def _begin(self, wanted: GenerationRequest, reply: "Reply", name: str, rank: int) -> None:
         engine, hub = self._engine, self._hub
         settings, faults = hub.settings, engine.faults
+        request_id = f"{'chatcmpl' if wanted.chat else 'cmpl'}-{name}"
+        length = self._length(wanted, name)
         head = AnswerHead(
             request_id,
             hub.unix_s,
@@ -147,6 +156,7 @@ class Generation:
                 wanted.max_tokens[number],
                 settings.mean_output_tokens,
                 eos_first=eos_first,
+                length=length,
                 partial_utf8=settings.partial_utf8,
                 merged_outputs=settings.merged_outputs,
             )

@@ -11,6 +11,7 @@ from balanceroute.proxy.emulate.barrier import Barrier
 from balanceroute.proxy.emulate.connectors import KvSource
 from balanceroute.proxy.emulate.decoder import Poster
 from balanceroute.proxy.emulate.leases import LeaseBook
+from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.settings import EmulationSettings
 
 
@@ -35,6 +36,7 @@ class Hub:
         sources: The prefillers, dead ones included.
         poster: Reaches the metaserver.
         control: Answers what is under `/emulation`.
+        lengths: Of the answers to named requests.
     """
 
     settings: EmulationSettings
@@ -45,6 +47,7 @@ class Hub:
     control: Control
     book: LeaseBook = field(default_factory=LeaseBook)
     sources: list[KvSource] = field(default_factory=list)
+    lengths: Lengths = field(default_factory=Lengths)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _date: tuple[int, bytes] = (-1, b"")
 

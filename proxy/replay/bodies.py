@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from balanceroute.proxy.replay.body import Api, request_body
 from balanceroute.proxy.replay.prompts import PromptBuilder
+from balanceroute.proxy.replay.settings import Lengths
 from balanceroute.proxy.replay.workload import PlannedRequest
 
 # Enough for a burst of arrivals, in no more memory than a few of the longest prompts need.
@@ -23,6 +24,7 @@ class BodyQueue:
         prompts: Builds their prompts.
         api: The endpoint.
         model: The model's name.
+        lengths: How the engines learn the answers' lengths.
         loop: The running loop.
     """
 
@@ -33,12 +35,14 @@ class BodyQueue:
         *,
         api: Api,
         model: str,
+        lengths: Lengths,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._requests = requests
         self._prompts = prompts
         self._api = api
         self._model = model
+        self._hidden = lengths is Lengths.HIDDEN
         self._loop = loop
         self._ready: deque[bytes] = deque()
         self._bytes = 0
@@ -84,7 +88,8 @@ class BodyQueue:
             self._api,
             model=self._model,
             prompt=self._prompts.build(request),
-            output_tokens=request.output_tokens,
+            max_tokens=request.max_tokens if self._hidden else request.output_tokens,
+            ignore_eos=not self._hidden,
         )
         self._bytes += len(body)
         return body

@@ -1,4 +1,4 @@
-"""The body of a replayed request: a streamed answer of exactly the recorded number of tokens."""
+"""The body of a replayed request, which asks for a streamed answer."""
 
 import json
 from enum import Enum
@@ -16,16 +16,17 @@ class Api(Enum):
         return "/v1/chat/completions" if self is Api.CHAT else "/v1/completions"
 
 
-def request_body(api: Api, *, model: str, prompt: str, output_tokens: int) -> bytes:
+def request_body(
+    api: Api, *, model: str, prompt: str, max_tokens: int | None, ignore_eos: bool
+) -> bytes:
     """Return the body of one request.
-
-    `ignore_eos` is vLLM's: with it the answer ends at `max_tokens` and nowhere else.
 
     Args:
         api: The endpoint.
         model: The model's name.
         prompt: The prompt, or the one message of the user.
-        output_tokens: Length of the answer.
+        max_tokens: Limit of the answer; None for none.
+        ignore_eos: vLLM's: the answer ends at `max_tokens` and nowhere else.
     """
     given: dict[str, object] = (
         {"messages": [{"role": "user", "content": prompt}]}
@@ -33,11 +34,10 @@ def request_body(api: Api, *, model: str, prompt: str, output_tokens: int) -> by
         else {"prompt": prompt}
     )
     body = {"model": model} | given
-    body |= {
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    body["temperature"] = 0
+    if ignore_eos:
+        body["ignore_eos"] = True
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(body, separators=(",", ":")).encode()

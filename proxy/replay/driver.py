@@ -19,7 +19,7 @@ from balanceroute.proxy.replay.fleet import FleetFigures, FleetProbe
 from balanceroute.proxy.replay.prompts import PromptBuilder
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
-from balanceroute.proxy.replay.settings import ReplaySettings
+from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.target import Target, first_model, parse_target
 from balanceroute.proxy.replay.workload import PlannedRequest, due_s
 from balanceroute.proxy.wire.client import Endpoint
@@ -96,6 +96,7 @@ async def replay(
         WireError: Neither answers at the beginning.
     """
     assert requests, "nothing to replay"
+    assert settings.emulation is not None or settings.lengths is not Lengths.HIDDEN
     target = parse_target("--target", settings.target)
     probe = None if settings.emulation is None else FleetProbe(settings.emulation)
     headers: Headers = []
@@ -105,6 +106,10 @@ async def replay(
         try:
             if probe is not None:
                 await probe.reset()
+                if settings.lengths is Lengths.HIDDEN:
+                    await probe.tell_lengths(
+                        {_name(settings, request): request.output_tokens for request in requests}
+                    )
             model = settings.model or await first_model(endpoint, target, headers)
             run = _Run(
                 settings,
@@ -119,6 +124,10 @@ async def replay(
         finally:
             if probe is not None:
                 probe.close()
+
+
+def _name(settings: ReplaySettings, request: PlannedRequest) -> str:
+    return f"{settings.request_ids}-{request.number}"
 
 
 class _Run:
@@ -149,7 +158,12 @@ class _Run:
         self._loop = loop
         self._recorder = Recorder(len(requests))
         self._bodies = BodyQueue(
-            requests, PromptBuilder(settings.seed), api=settings.api, model=model, loop=loop
+            requests,
+            PromptBuilder(settings.seed),
+            api=settings.api,
+            model=model,
+            lengths=settings.lengths,
+            loop=loop,
         )
         self._running: dict[int, Exchange] = {}
         self._clock_ns = clock_ns or (lambda: round(1e9 * loop.time()))
@@ -251,11 +265,10 @@ class _Run:
             clock_ns=self._clock_ns,
             on_over=lambda: self._ended(place),
         )
-        name = f"{self._settings.request_ids}-{request.number}"
         exchange.start(
             self._endpoint,
             self._path,
-            [*self._headers, (b"x-request-id", name.encode())],
+            [*self._headers, (b"x-request-id", _name(self._settings, request).encode())],
             body,
             timeout_s=self._settings.timeout_s / self._settings.time_scale,
         )

@@ -55,7 +55,7 @@ class ReplayFigures:
         send_late_ms_p99: How late requests were sent: the replay's own fault.
         prompt_tokens_asked: Words of the prompts of requests that finished.
         prompt_tokens: The engines' count of them; None unless they told it for every request.
-        output_tokens_asked: Recorded output of requests that finished.
+        output_tokens_asked: Recorded output, cut at the limits, of requests that finished.
         output_tokens: The engines' count of it.
         wrong_lengths: Finished requests with more or less output than asked.
         uneven_events: Finished requests with another number of token events than tokens.
@@ -143,9 +143,9 @@ def derive(
         send_late_ms_p99=late[2],
         prompt_tokens_asked=sum(sample.request.prompt_tokens for sample in complete),
         prompt_tokens=_sum_of_known([sample.prompt_tokens for sample in complete]),
-        output_tokens_asked=sum(sample.request.output_tokens for sample in complete),
+        output_tokens_asked=sum(sample.request.answer_tokens for sample in complete),
         output_tokens=sum(sample.output_tokens for sample in complete),
-        wrong_lengths=sum(s.output_tokens != s.request.output_tokens for s in complete),
+        wrong_lengths=sum(s.output_tokens != s.request.answer_tokens for s in complete),
         uneven_events=sum(sample.events != sample.output_tokens for sample in complete),
     )
 

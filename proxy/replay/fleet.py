@@ -1,9 +1,14 @@
 """An emulated fleet's own figures: what only the ranks know, such as who waited at the barrier."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 
 from balanceroute.proxy.replay.target import TargetError, call_json, parse_target
+
+# In one call: half a megabyte.
+LENGTHS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class FleetFigures:
 
 
 class FleetProbe:
-    """Resets and reads the figures of an emulated fleet.
+    """Resets and reads the figures of an emulated fleet, and tells it the lengths of answers.
 
     Args:
         url: Of any server of the fleet.
@@ -50,6 +55,21 @@ class FleetProbe:
             WireError: There is no answer.
         """
         await call_json(self._endpoint, self._target, "POST", "/emulation/stats/reset", [])
+
+    async def tell_lengths(self, lengths: Mapping[str, int]) -> None:
+        """Tell how many tokens the answers have, by the requests' ids.
+
+        Raises:
+            TargetError: The server is not of an emulated fleet that takes lengths.
+            WireError: There is no answer.
+        """
+        names = list(lengths)
+        for start in range(0, len(names), LENGTHS_AT_ONCE):
+            some = {name: lengths[name] for name in names[start : start + LENGTHS_AT_ONCE]}
+            body = json.dumps(some).encode()
+            await call_json(
+                self._endpoint, self._target, "POST", "/emulation/lengths", [], body=body
+            )
 
     async def read(self) -> FleetFigures:
         """Return the figures since the last reset.

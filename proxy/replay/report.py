@@ -142,7 +142,7 @@ def _row(sample: Sample, start_ns: int, time_scale: float) -> dict[str, object]:
         "e2e_s": seconds(sample.e2e_ns),
         "prompt_tokens_asked": request.prompt_tokens,
         "prompt_tokens": sample.prompt_tokens,
-        "output_tokens_asked": request.output_tokens,
+        "output_tokens_asked": request.answer_tokens,
         "output_tokens": sample.output_tokens if sample.finished else None,
         "token_events": sample.events,
         "cancelled": sample.cancelled,

@@ -1,8 +1,22 @@
 """The settings of a replay."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from balanceroute.proxy.replay.body import Api
+
+
+class Lengths(Enum):
+    """How the engines learn how long an answer is to be.
+
+    HIDDEN: Emulated engines are told apart from the requests, so that whatever is between them and
+        the replay learns a length when the answer ends. `max_tokens` is the request's own limit.
+    MAX_TOKENS: As `max_tokens`, with `ignore_eos`. Any vLLM can do that; the target is told the
+        length of every answer in advance.
+    """
+
+    HIDDEN = "hidden"
+    MAX_TOKENS = "max-tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,7 @@ class ReplaySettings:
         request_ids: What the ids of the requests begin with; clients at work at the same time need
             different ones.
         emulation: URL of an emulated fleet whose own figures are read; None for none.
+        lengths: How the engines learn the answers' lengths; HIDDEN needs `emulation`.
         drain: Whether to wait for every answer. Else the replay ends when its last request is sent,
             which is when the window of the figures closes, and gives up what runs then.
     """
@@ -38,4 +53,5 @@ class ReplaySettings:
     seed: int = 0
     request_ids: str = "replay"
     emulation: str | None = None
+    lengths: Lengths = Lengths.MAX_TOKENS
     drain: bool = True

@@ -82,7 +82,13 @@ def parse_target(flag: str, url: str) -> Target:
 
 
 async def call_json(
-    endpoint: Endpoint, target: Target, method: str, path: str, headers: Headers
+    endpoint: Endpoint,
+    target: Target,
+    method: str,
+    path: str,
+    headers: Headers,
+    *,
+    body: bytes = b"",
 ) -> object:
     """Return the JSON value that a path answers.
 
@@ -95,7 +101,7 @@ async def call_json(
         method.encode(),
         target.path(path),
         headers,
-        b"",
+        body,
         timeout_s=_FETCH_TIMEOUT_S,
         max_bytes=_FETCH_BYTES,
     )

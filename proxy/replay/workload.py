@@ -16,9 +16,10 @@ class PlannedRequest:
         number: Its place in the whole trace, from 0; it decides the prompt's words.
         arrival_ns: When it arrives in the trace.
         prompt_tokens: Length of the prompt, at least 1.
-        output_tokens: Length of the answer, at least 1.
+        output_tokens: Length of the answer if nothing cuts it, at least 1.
         hash_ids: Ids of the prompt's blocks; empty if the trace has none.
         text: The prompt itself, where it is given; None to build it from words.
+        max_tokens: The limit that the client sets, where lengths are hidden; None for none.
     """
 
     number: int
@@ -27,6 +28,12 @@ class PlannedRequest:
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     text: str | None = None
+    max_tokens: int | None = None
+
+    @property
+    def answer_tokens(self) -> int:
+        """Return the length of the answer, cut at the limit."""
+        return _capped(self.output_tokens, self.max_tokens)
 
 
 def plan(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean, stdev
 
 from balanceroute.predictors import NoPrediction
+from balanceroute.predictors.capped import Capped
 from balanceroute.proxy.core.policies import PREDICTING, Ingredients, PolicySettings, make_policy
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
@@ -87,7 +88,8 @@ def make_simulation(
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
     # The others ask nothing, and training takes its time.
-    predictor = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
+    asked = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
+    predictor = Capped(asked)  # As in the proxy.
     parts = Ingredients(
         deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
     )

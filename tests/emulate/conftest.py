@@ -204,19 +204,26 @@ class Lab:
         values: Mapping[str, Any],
         engine: str = "prefill/0",
         params: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
     ) -> Exchanged:
         """Send the prefill leg of a request, as a proxy forms it."""
         body = {key: value for key, value in values.items() if key not in ("stream_options", "n")}
         body |= {"stream": False, "max_tokens": 1, "min_tokens": 1}
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
-        return await self.post(engine, path, body | {"kv_transfer_params": params or REMOTE_DECODE})
+        body |= {"kv_transfer_params": params or REMOTE_DECODE}
+        name = None if request_id is None else {"X-Request-Id": request_id}
+        return await self.post(engine, path, body, name)
 
     async def prefilled(
-        self, path: str, values: Mapping[str, Any], engine: str = "prefill/0"
+        self,
+        path: str,
+        values: Mapping[str, Any],
+        engine: str = "prefill/0",
+        request_id: str | None = None,
     ) -> dict[str, Any]:
         """Return a request's decode leg, once its prefill is done."""
-        answer = await self.prefill(path, values, engine)
+        answer = await self.prefill(path, values, engine, request_id=request_id)
         assert answer.status == 200, answer.body
         return {**values, "kv_transfer_params": answer.json["kv_transfer_params"]}
 

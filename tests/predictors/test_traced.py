@@ -37,3 +37,8 @@ def test_features_know_nothing_of_the_output() -> None:
 def test_past_requests_ended_after_their_last_token_and_failed_ones_are_left_out() -> None:
     (past,) = past_requests([request(1), request(1, output_tokens=0)], token_s=0.1)
     assert (past.arrival_s, past.finished_s, past.output_tokens) == (2.0, 2.5, 5)
+
+
+def test_the_clients_limit_is_known() -> None:
+    assert features_of(request(1)).max_tokens is None
+    assert features_of(replace(request(1), max_tokens=512)).max_tokens == 512

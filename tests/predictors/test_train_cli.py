@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -416,3 +417,21 @@ def test_pictures_are_written_where_told(tmp_path: Path) -> None:
     assert main([*EVALUATE, "--skip", "200", "--plots", str(folder)]) == 0
     pictures = sorted(path.name for path in folder.iterdir())
     assert pictures == ["mae_by_age.png", "reliability.png", "roc.png"]
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize(("share", "warned"), [(0.4, False), (0.6, True)])
+def test_ends_that_are_the_clients_limits_are_warned_of(
+    command: str, share: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finding usability-H1: a log of a replay made every predictor look perfect, without a word."""
+    requests = [
+        replace(one, max_tokens=one.output_tokens if i < share * 400 else 400)
+        for i, one in enumerate(traced())
+    ]
+    write_native("cut.jsonl", requests)
+    words = {"train": ["train", "survival", "--out", "new.json"], "evaluate": ["evaluate"]}
+    assert main([*words[command], "--trace", "cut.jsonl"]) == 0
+    error = capsys.readouterr().err
+    assert ("240 of 400 requests ended at their max_tokens" in error) is warned
+    assert bool(error) is warned

@@ -10,12 +10,17 @@ from balanceroute.proxy.replay import bodies
 from balanceroute.proxy.replay.bodies import BodyQueue
 from balanceroute.proxy.replay.body import Api, request_body
 from balanceroute.proxy.replay.prompts import PromptBuilder
+from balanceroute.proxy.replay.settings import Lengths
 from balanceroute.proxy.replay.workload import PlannedRequest
 
 REQUESTS = [PlannedRequest(number, 0, 10 + number, 5) for number in range(200)]
 EXPECTED = [
     request_body(
-        Api.COMPLETIONS, model="m", prompt=PromptBuilder(0).build(request), output_tokens=5
+        Api.COMPLETIONS,
+        model="m",
+        prompt=PromptBuilder(0).build(request),
+        max_tokens=5,
+        ignore_eos=True,
     )
     for request in REQUESTS
 ]
@@ -37,7 +42,12 @@ def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> N
     async def main() -> None:
         prompts = Counting(0)
         queue = BodyQueue(
-            REQUESTS, prompts, api=Api.COMPLETIONS, model="m", loop=asyncio.get_running_loop()
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            loop=asyncio.get_running_loop(),
         )
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -54,15 +64,27 @@ def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> N
         (Api.CHAT, {"messages": [{"role": "user", "content": "t1 é"}]}),
     ],
 )
-def test_a_body_asks_for_a_stream_of_exactly_the_recorded_length(
-    api: Api, prompt: dict[str, object]
+@pytest.mark.parametrize(
+    ("limit", "ignore_eos", "asked"),
+    [
+        (7, True, {"max_tokens": 7, "ignore_eos": True}),
+        (7, False, {"max_tokens": 7}),
+        (None, False, {}),
+    ],
+)
+def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
+    api: Api,
+    prompt: dict[str, object],
+    limit: int | None,
+    ignore_eos: bool,
+    asked: dict[str, object],
 ) -> None:
-    assert json.loads(request_body(api, model="m", prompt="t1 é", output_tokens=7)) == {
+    body = request_body(api, model="m", prompt="t1 é", max_tokens=limit, ignore_eos=ignore_eos)
+    assert json.loads(body) == {
         "model": "m",
         **prompt,
-        "max_tokens": 7,
+        **asked,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -107,7 +129,12 @@ def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         prompts = Counting(0)
         queue = BodyQueue(
-            REQUESTS, prompts, api=Api.COMPLETIONS, model="m", loop=asyncio.get_running_loop()
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            loop=asyncio.get_running_loop(),
         )
         for _ in range(9):
             await asyncio.sleep(0)
@@ -124,7 +151,12 @@ def test_what_is_taken_is_built_again_ahead() -> None:
     async def main() -> None:
         prompts = Counting(0)
         queue = BodyQueue(
-            REQUESTS, prompts, api=Api.COMPLETIONS, model="m", loop=asyncio.get_running_loop()
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            loop=asyncio.get_running_loop(),
         )
         for _ in range(300):
             await asyncio.sleep(0)
@@ -142,7 +174,12 @@ def test_a_closed_queue_builds_nothing_more() -> None:
     async def main() -> None:
         prompts = Counting(0)
         queue = BodyQueue(
-            REQUESTS, prompts, api=Api.COMPLETIONS, model="m", loop=asyncio.get_running_loop()
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            loop=asyncio.get_running_loop(),
         )
         queue.close()
         for _ in range(9):

@@ -16,7 +16,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay import driver
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.fleet import FleetFigures
-from balanceroute.proxy.replay.settings import ReplaySettings
+from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.proxy.wire.messages import Request
 from balanceroute.proxy.wire.server import Reply, Server
@@ -125,6 +125,7 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
         (["--api", "embeddings"], "argument --api: invalid choice: 'embeddings'"),
         (["--format", "parquet"], "argument --format: invalid choice: 'parquet'"),
         (["--target", "127.0.0.1:8000"], "--target: '127.0.0.1:8000' is not of the form"),
+        (["--lengths", "hidden"], "--lengths hidden: needs --emulation"),
         (["--emulation", "fleet"], "--emulation: 'fleet' is not of the form"),
         (["--trace", "absent"], "absent:0: No such file or directory"),
         (["--sharegpt", "absent"], "No such file or directory: 'absent'"),
@@ -269,7 +270,10 @@ def test_the_fleets_figures_are_in_the_report(
     serve(whole)
     arguments = ["--emulation", "http://127.0.0.1:9", "--time-scale", "10", "--json", "out.json"]
     assert main([*NOWHERE, *arguments]) == 0
-    assert "The target runs 10 times faster than real time" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "The target runs 10 times faster than real time" in out
+    assert "Lengths were told to the emulated engines alone" in out
+    assert json.loads(Path("out.json").read_text())["config"]["lengths"] == "hidden"
     (row,) = json.loads(Path("out.json").read_text())["results"]
     assert (row["idle_fraction"], row["mean_imbalance_tokens"], row["steps"]) == (0.25, 99.0, 7)
 
@@ -321,6 +325,7 @@ def test_the_flags_reach_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         seed=9,
         request_ids=settings.request_ids,
         emulation="http://h:9",
+        lengths=Lengths.HIDDEN,
         drain=False,
     )
     assert [(r.number, r.prompt_tokens, r.output_tokens) for r in requests] == [

@@ -151,3 +151,16 @@ def test_progress_is_told_after_every_run_in_order() -> None:
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown policy 'psychic'; known: random, "):
         experiment(["psychic"])
+
+
+def test_predictors_know_the_limits_of_a_trace_as_they_do_in_the_proxy() -> None:
+    def figures(trace: Sequence[TraceRequest], name: str) -> list[object]:
+        workloads = split(trace, segments=1, backlog=6)
+        return repeatable(
+            run_experiment(DEPLOYMENT, workloads, ["br-h"], SETTINGS, FORECASTS[name])
+        )
+
+    limited = [replace(one, max_tokens=one.output_tokens) for one in TRACE]
+    oracle = figures(TRACE, "oracle")
+    assert figures(limited, "none") == oracle
+    assert figures(TRACE, "none") != oracle

@@ -15,6 +15,7 @@ REQUESTS = st.builds(
     prompt_tokens=st.integers(0, MAX_TOKENS),
     output_tokens=st.integers(0, MAX_TOKENS),
     hash_ids=st.lists(st.integers(), max_size=5).map(tuple),
+    max_tokens=st.none() | st.integers(0, MAX_TOKENS),
 )
 
 
@@ -35,6 +36,7 @@ def test_a_trace_survives_being_written_and_read(
             request.prompt_tokens,
             request.output_tokens,
             request.hash_ids,
+            request.max_tokens,
         )
         for request in sorted(requests, key=lambda request: request.arrival_ns)
     ]
