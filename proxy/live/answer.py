@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 # What of an engine's response head may reach a client. The rest is the connection's own business, or
 # nobody's.
 _PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+_MAX_ERROR_BYTES = 65_536
+_MAX_WORDS = 200
 _RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
 _CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)\d+')
 # A count of more digits is a lie.
@@ -29,6 +31,19 @@ def is_error(body: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(message, dict) and isinstance(message.get("error"), dict)
+
+
+def error_words(body: bytes) -> str:
+    """Return what an API's error answer says of its reason, cut for a log; empty if it says nothing."""
+    if len(body) > _MAX_ERROR_BYTES:
+        return ""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    error = message.get("error") if isinstance(message, dict) else None
+    words = error.get("message") if isinstance(error, dict) else None
+    return words[:_MAX_WORDS] if isinstance(words, str) else ""
 
 
 def is_whole(body: bytes) -> bool:

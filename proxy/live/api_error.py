@@ -1,9 +1,12 @@
-"""Errors in the shape that OpenAI clients understand and vLLM uses.
+"""Errors in the shape that the clients of an API understand.
 
-Shape: {"error": {"message", "type", "param", "code"}}, as vLLM 0.32 answers.
+OpenAI's: {"error": {"message", "type", "param", "code"}}, as vLLM 0.32 answers. Anthropic's, for
+/v1/messages: {"type": "error", "error": {"type", "message"}}, with the types of
+https://docs.anthropic.com/en/api/errors. In a stream their events are named `error`.
 """
 
 import json
+from typing import Final
 
 _TYPES = {
     400: "BadRequestError",
@@ -25,20 +28,48 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC: Final = "/v1/messages"
+_NAMED_EVENTS: Final = (_ANTHROPIC, "/v1/responses")
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
-def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
-    """Return the JSON body of an error answer."""
+def error_body(status: int, message: str, *, param: str | None = None, endpoint: str = "") -> bytes:
+    """Return the JSON body of an error answer.
+
+    Args:
+        status: Of the answer.
+        message: For the client.
+        param: The member of the request that is at fault; Anthropic's shape has no place for it.
+        endpoint: The path asked for, which decides the shape.
+    """
+    if endpoint.startswith(_ANTHROPIC):
+        kind = _ANTHROPIC_TYPES.get(
+            status, "invalid_request_error" if status < 500 else "api_error"
+        )
+        return _dump({"type": "error", "error": {"type": kind, "message": message}})
     error = {
         "message": message,
         "type": _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError"),
         "param": param,
         "code": status,
     }
-    return json.dumps({"error": error}, separators=(",", ":")).encode()
+    return _dump({"error": error})
 
 
-def error_event(status: int, message: str) -> bytes:
+def error_event(status: int, message: str, *, endpoint: str = "") -> bytes:
     """Return the error as a server-sent event, for a stream that has begun."""
-    return b"data: " + error_body(status, message) + b"\n\n"
+    name = b"event: error\n" if endpoint.startswith(_NAMED_EVENTS) else b""
+    return name + b"data: " + error_body(status, message, endpoint=endpoint) + b"\n\n"
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -63,13 +63,13 @@ class ClientAnswer:
     def fail(self, status: int, reason: str, *, retry_after_s: int | None = None) -> None:
         """Send an error: as an answer, or at the end of a stream that then breaks off."""
         if self.opened:
-            self.reply.write(error_event(status, reason))
+            self.reply.write(error_event(status, reason, endpoint=self._record.endpoint))
             self.reply.abort()
             return
         headers = list(JSON_HEADERS)
         if retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % retry_after_s))
-        self.send(status, headers, error_body(status, reason))
+        self.send(status, headers, error_body(status, reason, endpoint=self._record.endpoint))
 
     def forget(self) -> None:
         """Listen to the client no more."""

@@ -18,12 +18,15 @@ from balanceroute.proxy.live.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.pass_through import PassThrough
 from balanceroute.proxy.live.passed_body import engine_body
 from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.refusals import Refusals
 from balanceroute.proxy.live.request_head import (
     BadRequestIdError,
+    api_key_id,
     check_json_body,
     client_request_id,
     engine_headers,
     is_authorised,
+    user_agent,
 )
 from balanceroute.proxy.live.responses_state import refuse_state
 from balanceroute.proxy.live.routes import Handling, Media, Route, find
@@ -43,6 +46,8 @@ _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Of a hand-off: ids and addresses of the blocks of one prompt.
 _HAND_OFF_BYTES = 1 << 20
 _NOT_FOUND = Rejection(404, "Not Found")
+_BAD_HAND_OFF = Rejection(400, "the hand-off must be a JSON object of moderate depth")
+_BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 _UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 
 
@@ -94,6 +99,9 @@ class Gateway:
         self._log = log
         self._settings = settings
         self._unix_s = unix_s
+        self.refusals = Refusals(
+            metrics=metrics, log=log, unique=driver.unique, clock=driver.clock, unix_s=unix_s
+        )
         self.pass_through = PassThrough(instances, driver.legs)
 
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
@@ -129,26 +137,36 @@ class Gateway:
         try:
             given_id = client_request_id(request.headers)
         except BadRequestIdError:
-            _error(reply, 400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
+            self._reject(request, reply, _BAD_REQUEST_ID)
             return
-        request_id = given_id or self._driver.unique()
+        record = RequestRecord(
+            given_id or self._driver.unique(),
+            route.path,
+            round(self._driver.clock() * 1e9),
+            self._unix_s(),
+            peer=request.peer,
+            api_key_id=api_key_id(request.headers) if self._settings.api_keys else "",
+            user_agent=user_agent(request.headers),
+        )
         if route.handling is Handling.GENERATION:
-            self._generate(request, reply, request_id)
-            return
+            self._generate(request, reply, record)
+        else:
+            self._pass_through(route, request, reply, record)
+
+    def _pass_through(
+        self, route: Route, request: "Request", reply: "Reply", record: RequestRecord
+    ) -> None:
         try:
             body = engine_body(route, request.body)
         except BodyError as error:
-            _error(
-                reply, 400, str(error), [(b"x-request-id", request_id.encode())], param=error.param
-            )
+            self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        headers = self._headers(request, request_id, route.media)
-        self.pass_through(replace(request, body=body), reply, headers, request_id)
+        headers = self._headers(request, record.request_id, route.media)
+        self.pass_through(replace(request, body=body), reply, headers, record.request_id)
 
-    def _generate(self, request: "Request", reply: "Reply", request_id: str) -> None:
+    def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         driver = self._driver
         api = _GENERATION[request.path]
-        record = RequestRecord(request_id, api.value, round(driver.clock() * 1e9), self._unix_s())
         try:
             body = RequestBody(request.body)
             refuse_state(api, body)
@@ -174,7 +192,7 @@ class Gateway:
             driver.submit(
                 shape=shape,
                 body=body,
-                headers=self._headers(request, driver.engine_id(request_id)),
+                headers=self._headers(request, driver.engine_id(record.request_id)),
                 reply=reply,
                 record=record,
             )
@@ -195,14 +213,14 @@ class Gateway:
     def _hand_off(self, request: "Request", reply: "Reply") -> None:
         awaited = self._awaited(request.path)
         if awaited is None:  # It was given up while the body came.
-            _error(reply, 404, "Not Found")
+            self._reject(request, reply, _NOT_FOUND)
             return
         try:
             params = json.loads(request.body)
         except (ValueError, RecursionError):
             params = None
         if not isinstance(params, dict) or is_deep(params):
-            _error(reply, 400, "the hand-off must be a JSON object of moderate depth")
+            self._reject(request, reply, _BAD_HAND_OFF)
         else:
             awaited.take(params)
             reply.send(200, JSON_HEADERS, b"{}")
@@ -215,6 +233,10 @@ class Gateway:
             engine_key=self._settings.engine_key,
             keep_key=self._settings.pass_authorization,
         )
+
+    def _reject(self, request: "Request", reply: "Reply", rejection: Rejection) -> None:
+        headers, body = self.refusals.render(rejection, request, request.peer)
+        reply.send(rejection.status, headers, body)
 
     def _refuse(
         self,
@@ -229,7 +251,7 @@ class Gateway:
         headers = [(b"x-request-id", record.request_id.encode())]
         if retry_s is not None:
             headers.append((b"retry-after", b"%d" % retry_s))
-        _error(reply, status, message, headers, param=param)
+        _error(reply, status, message, headers, param=param, endpoint=record.endpoint)
         record.status = status
         record.outcome = Outcome.REJECTED if retry_s is not None else Outcome.CLIENT_ERROR
         record.reason = message
@@ -238,20 +260,23 @@ class Gateway:
         self._log.request_ended(record)
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
+        request_id = (b"x-request-id", self._driver.unique().encode())
+        json_headers = [*JSON_HEADERS, request_id]
         if request.path in (b"/health", b"/ping"):
-            reply.send(200, [], b"")
+            reply.send(200, [request_id], b"")
         elif request.path == b"/ready":
             if self._instances.ready and not self._driver.draining:
-                reply.send(200, [], b"")
+                reply.send(200, [request_id], b"")
             else:
-                _error(reply, 503, "not ready", [(b"retry-after", b"1")])
+                _error(reply, 503, "not ready", [request_id, (b"retry-after", b"1")])
         elif request.path == b"/version":
-            reply.send(200, JSON_HEADERS, b'{"version":"%b"}' % __version__.encode())
+            reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
             load = len(self._driver.sessions) + self.pass_through.in_flight
-            reply.send(200, JSON_HEADERS, b'{"server_load":%d}' % load)
+            reply.send(200, json_headers, b'{"server_load":%d}' % load)
         else:
-            reply.send(200, [(b"content-type", CONTENT_TYPE.encode())], self._metrics.render())
+            page = self._metrics.render()
+            reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), request_id], page)
 
 
 def _error(
@@ -261,5 +286,7 @@ def _error(
     headers: "Headers | None" = None,
     *,
     param: str | None = None,
+    endpoint: str = "",
 ) -> None:
-    reply.send(status, JSON_HEADERS + (headers or []), error_body(status, message, param=param))
+    body = error_body(status, message, param=param, endpoint=endpoint)
+    reply.send(status, JSON_HEADERS + (headers or []), body)

@@ -21,25 +21,14 @@ from balanceroute.proxy.live.histogram import Histogram
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.metrics_of_state import StateCollector
 from balanceroute.proxy.live.record import Outcome, RequestRecord
+from balanceroute.proxy.live.routes import ROUTES
 from balanceroute.proxy.live.snapshot import Snapshot
+from balanceroute.proxy.live.target import Fault
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
 """The `content-type` of the page."""
 
-ENDPOINTS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/models",
-        "/health",
-        "/ready",
-        "/version",
-        "/tokenize",
-        "/detokenize",
-    }
-)
+ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
 """The values of the label `endpoint`, besides `other`."""
 
 OTHER = "other"
@@ -48,6 +37,7 @@ OTHER = "other"
 MAX_MODELS = 32
 MAX_STAGES = 8
 MAX_REASONS = 32
+MAX_STATUSES = 32
 
 _NS_PER_S = 1e9
 _REQUEST_BOUNDS_S = (
@@ -147,6 +137,7 @@ class Metrics:
         self._stage_label = _CappedLabel(MAX_STAGES)
         self._leg_label = _CappedLabel(MAX_REASONS)
         self._reason_label = _CappedLabel(MAX_REASONS)
+        self._status_label = _CappedLabel(MAX_STATUSES)
         self._create_counters()
         self._create_histograms()
         self._registry.register(StateCollector(snapshot, log_lines_dropped))
@@ -158,7 +149,9 @@ class Metrics:
             return Counter(f"balanceroute_{name}", documentation, labels, registry=self._registry)
 
         self._requests = counter(
-            "requests", "Requests ended, by how they ended.", "endpoint", "model", "outcome"
+            "requests",
+            "Requests ended or refused, by how; status 0 if no answer was begun.",
+            *("endpoint", "model", "outcome", "status"),
         )
         self._cached_tokens = counter(
             "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
@@ -190,6 +183,18 @@ class Metrics:
             "wrong. vLLM's NIXL connector tells.",
         )
         self._quarantines = counter("quarantines", "Times an engine was quarantined.", "role")
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Make the samples whose labels are known: an alert sees no data in one that is absent."""
+        for role in Role:
+            self._quarantines.labels(role.value)
+            self._scrape_failures.labels(role.value)
+        for leg in ("prefill", "decode"):
+            for fault in Fault:
+                self._retries.labels(self._leg_label(leg), self._reason_label(fault.value))
+        for outcome in ("ok", "failed"):
+            self._state_saves.labels(outcome)
 
     def _create_histograms(self) -> None:
         self._histograms = collector = _HistogramCollector()
@@ -223,6 +228,11 @@ class Metrics:
         )
         self._pool = histogram(
             "request_pool_time_seconds", "Time prefilled and unbound.", _REQUEST_BOUNDS_S
+        )
+        self._transfer = histogram(
+            "request_transfer_time_seconds",
+            "Binding to a rank to the first token: KV transfer and first step, streams alone.",
+            _REQUEST_BOUNDS_S,
         )
         self._prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS_BOUNDS
@@ -267,6 +277,7 @@ class Metrics:
             # A client can invent model names without end, but not make an engine answer for one.
             self._model_label(record.model, learn=ended_well),
             outcome.value,
+            self._status_label(str(record.status)),
         ).inc()
         if ended_well:
             self._e2e.observe((record.ended_ns - record.arrived_ns) / _NS_PER_S)
@@ -282,6 +293,8 @@ class Metrics:
             gaps = record.output_tokens / record.choices - 1
             if ended_well and gaps > 0:
                 self._tpot.observe((record.ended_ns - record.first_token_ns) / _NS_PER_S / gaps)
+        if record.transfer_ns is not None:
+            self._transfer.observe(record.transfer_ns / _NS_PER_S)
         if record.prompt_tokens:
             self._prompt_tokens.observe(record.prompt_tokens)
             self._output_tokens.observe(record.output_tokens)

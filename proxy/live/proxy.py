@@ -215,6 +215,7 @@ class Proxy:
         if self._keeper is not None:
             await self._keeper.close()
         self.roster.close()
+        self.gateway.refusals.log.report()
         for server in (self.server, self.admin):
             if server is not None:
                 server.close()
@@ -271,7 +272,10 @@ class Proxy:
         )
         self.gateway = gateway
         self.server = Server(
-            gateway, limits=config.listen.limits, refuse=_refuse, admit=gateway.admit
+            gateway,
+            limits=config.listen.limits,
+            refuse=gateway.refusals.render,
+            admit=gateway.admit,
         )
         tls = None
         if config.listen.tls_cert is not None and config.listen.tls_key is not None:

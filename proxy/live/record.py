@@ -8,10 +8,11 @@ class Outcome(Enum):
     """How a request ended; every request ends in exactly one of these."""
 
     OK = "ok"
-    CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours, or 501.
+    CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours, or 501 or 505.
     REJECTED = "rejected"  # Refused before any work: the queue is full, or the proxy drains.
     EXPIRED = "expired"  # Waited longer than it may.
     UPSTREAM_ERROR = "upstream_error"  # The engines failed and no retry was left.
+    INTERNAL_ERROR = "internal_error"  # The proxy failed.
     CANCELLED = "cancelled"  # The client left.
 
 
@@ -21,7 +22,7 @@ class RequestRecord:
 
     Attributes:
         request_id: The client's X-Request-Id, or ours.
-        endpoint: The path, for example /v1/chat/completions.
+        endpoint: The path, for example /v1/chat/completions; empty if none could be read.
         model: The `model` of the body, cut to 128 characters.
         stream: Whether the client asked for a stream.
         arrived_unix_s: Wall-clock time of arrival, for the log alone.
@@ -40,6 +41,10 @@ class RequestRecord:
         prompt_estimate: Prompt tokens as the scheduler took them to be when the request came; 0 if
             it was refused before.
         keys: See `prompt_keys`; empty if nobody asked for them.
+        peer: The client's address and port.
+        api_key_id: Names the API key that the client gave (`request_head.api_key_id`); empty if none
+            was asked for.
+        user_agent: The client's own word, cut to 128 characters.
     """
 
     request_id: str
@@ -70,3 +75,17 @@ class RequestRecord:
     max_tokens: int | None = None
     prompt_estimate: int = 0
     keys: tuple[int, ...] = ()
+    peer: str = ""
+    api_key_id: str = ""
+    user_agent: str = ""
+
+    @property
+    def transfer_ns(self) -> int | None:
+        """Time from the binding to the first token: the transfer of the KV cache and the first step.
+
+        None if there was no such transfer, or if the first token came on an earlier binding.
+        """
+        begin_ns, end_ns = self.admitted_ns, self.first_token_ns
+        if self.prefilled_ns is None or begin_ns is None or end_ns is None or end_ns < begin_ns:
+            return None
+        return end_ns - begin_ns

@@ -6,6 +6,7 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 
 import re
 from collections.abc import Collection, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.credentials import Secret, matches_any
@@ -19,6 +20,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 # Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
 _NO_CODING = frozenset({b"", b"identity"})
+_ID_DIGITS = 8
+_MAX_USER_AGENT = 128
 _PASSED = frozenset({b"traceparent", b"tracestate", b"user-agent"})
 
 
@@ -49,6 +52,26 @@ def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:
     if scheme.lower() != b"bearer":
         return False
     return matches_any(keys, token.strip())
+
+
+def api_key_id(headers: "Headers") -> str:
+    """Return what names the given API key in logs: the first 8 hexadecimal digits of its SHA-256.
+
+    That is short enough to say nothing of a random key, and the same in every proxy and after every
+    restart.
+    """
+    for name, value in headers:
+        if name == b"authorization":
+            return sha256(value.partition(b" ")[2].strip()).hexdigest()[:_ID_DIGITS]
+    return ""
+
+
+def user_agent(headers: "Headers") -> str:
+    """Return the client's own word of what it is, cut for a log."""
+    for name, value in headers:
+        if name == b"user-agent":
+            return value[:_MAX_USER_AGENT].decode("latin-1")
+    return ""
 
 
 def check_json_body(headers: "Headers") -> Rejection | None:

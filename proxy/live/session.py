@@ -25,6 +25,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.live.answer import (
     counts_of,
+    error_words,
     is_error,
     is_recomputed,
     is_whole,
@@ -676,10 +677,12 @@ class Session:
     def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
         """Give the client an engine's own refusal."""
         outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.UPSTREAM_ERROR
-        reason = f"the engine answered {status}"
+        words = error_words(body)
+        reason = f"the engine answered {status}" + (f": {words}" if words else "")
         if status == 404 and self.shape.api in _OPTIONAL and not is_error(body):
             status, reason = 501, f"no engine serves {self.shape.api.value}"
-            headers, body = JSON_HEADERS, error_body(status, reason)
+            headers = JSON_HEADERS
+            body = error_body(status, reason, endpoint=self.record.endpoint)
         self._answer.send(status, headers, body)
         self._host.feed(RequestFailed(self.number))
         self._end(outcome, status, reason)

@@ -7,6 +7,7 @@ import pytest
 
 from balanceroute.proxy.live.answer import (
     counts_of,
+    error_words,
     is_recomputed,
     passable_headers,
     with_cached_tokens,
@@ -100,3 +101,21 @@ def test_cached_tokens_are_those_of_the_prefill() -> None:
 def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str], bytes]) -> None:
     for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
         assert with_cached_tokens(body_of(name), 5) == body_of(name)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":{"message":"max_tokens is 0","code":400}}', "max_tokens is 0"),
+        (b'{"type":"error","error":{"type":"x","message":"no"}}', "no"),
+        (b'{"error":{"message":"' + b"x" * 1000 + b'"}}', "x" * 200),
+        (b'{"error":{"message":"' + b"x" * 70_000 + b'"}}', ""),
+        (b'{"error":{"message":7}}', ""),
+        (b'{"error":"no"}', ""),
+        (b"[" * 10_000, ""),
+        (b"<html>", ""),
+        (b"", ""),
+    ],
+)
+def test_an_engines_own_words_are_kept_for_the_log(body: bytes, words: str) -> None:
+    assert error_words(body) == words

@@ -43,3 +43,28 @@ def test_an_error_event_is_one_event_whatever_the_message() -> None:
     event = error_event(502, message)
     assert EventScanner().feed(event) == [event]
     assert json.loads(event_data(event))["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_anthropics_errors_have_their_own_shape(status: int, kind: str) -> None:
+    expected = {"type": "error", "error": {"type": kind, "message": "no"}}
+    body = error_body(status, "no", param="x", endpoint="/v1/messages")
+    assert json.loads(body) == expected
+    event = error_event(status, "no", endpoint="/v1/messages")
+    assert event == b"event: error\ndata: " + body + b"\n\n"
+
+
+def test_an_error_event_of_the_responses_api_has_a_name() -> None:
+    event = error_event(502, "no", endpoint="/v1/responses")
+    assert event == b"event: error\ndata: " + error_body(502, "no") + b"\n\n"

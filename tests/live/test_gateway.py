@@ -43,8 +43,12 @@ def is_error(exchanged: "Exchanged", status: int) -> str:
     assert exchanged.status == status, exchanged.body
     assert exchanged.header(b"content-type") == b"application/json"
     error = exchanged.json["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["code"] == status
+    if "type" in exchanged.json:  # Anthropic's shape.
+        assert exchanged.json.keys() == {"type", "error"}
+        assert error.keys() == {"message", "type"}
+    else:
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["code"] == status
     message = error["message"]
     assert isinstance(message, str)
     assert message
@@ -293,8 +297,13 @@ def test_metrics_are_a_page_that_prometheus_reads(play: "Play") -> None:
             for family in text_string_to_metric_families(page.body.decode())
             for sample in family.samples
         }
-        for outcome, model in (("ok", "tiny"), ("client_error", "other")):
-            labels = (("endpoint", COMPLETIONS), ("model", model), ("outcome", outcome))
+        for outcome, model, status in (("ok", "tiny", "200"), ("client_error", "other", "400")):
+            labels = (
+                ("endpoint", COMPLETIONS),
+                ("model", model),
+                ("outcome", outcome),
+                ("status", status),
+            )
             assert values["balanceroute_requests_total", labels] == 1
 
     play(scenario)

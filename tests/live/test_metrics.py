@@ -20,11 +20,13 @@ from balanceroute.proxy.live.metrics import (
     MAX_MODELS,
     MAX_REASONS,
     MAX_STAGES,
+    MAX_STATUSES,
     Metrics,
 )
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.shadow import PredictorScores
 from balanceroute.proxy.live.snapshot import PrefillerState, RankState, Snapshot
+from balanceroute.proxy.live.target import Fault
 
 MS = 1_000_000
 SCORES = PredictorScores(
@@ -128,7 +130,7 @@ def labels_seen(subject: Metrics, name: str, label: str) -> set[str]:
 def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
     subject = metrics()
     subject.request_ended(RECORD)
-    labels = {"endpoint": "/v1/chat/completions", "model": "m", "outcome": "ok"}
+    labels = {"endpoint": RECORD.endpoint, "model": "m", "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1
     for name, sum_expected in {
         "time_to_first_token_seconds": 0.1,
@@ -137,6 +139,7 @@ def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
         "request_queue_time_seconds": 0.01,
         "request_prefill_time_seconds": 0.04,
         "request_pool_time_seconds": 0.005,
+        "request_transfer_time_seconds": 0.045,
         "request_prompt_tokens": 100,
         "request_output_tokens": 11,
     }.items():
@@ -301,6 +304,23 @@ def test_invented_models_do_not_take_the_place_of_real_ones() -> None:
     assert labels_seen(subject, "requests_total", "model") == {"m", "other"}
 
 
+def test_statuses_past_the_cap_are_other() -> None:
+    subject = metrics()
+    for status in range(200, 600):
+        subject.request_ended(replace(RECORD, status=status))
+    assert len(labels_seen(subject, "requests_total", "status")) == MAX_STATUSES + 1
+
+
+def test_counters_whose_labels_are_known_begin_at_zero() -> None:
+    subject = metrics()
+    for role in Role:
+        assert value(subject, "quarantines_total", role=role.value) == 0
+        assert value(subject, "scrape_failures_total", role=role.value) == 0
+    for leg in ("prefill", "decode"):
+        for fault in Fault:
+            assert value(subject, "retries_total", leg=leg, reason=fault.value) == 0
+
+
 def test_stages_and_reasons_are_capped() -> None:
     subject = metrics()
     for number in range(100):
@@ -382,7 +402,7 @@ def test_hostile_label_values_cannot_leave_their_quotes() -> None:
     subject = metrics(replace(SNAPSHOT, ranks=ranks))
     subject.request_ended(replace(RECORD, model=hostile))
     assert value(subject, "rank_kv_tokens", rank="0", name=hostile) == 4000
-    labels = {"endpoint": RECORD.endpoint, "model": hostile, "outcome": "ok"}
+    labels = {"endpoint": RECORD.endpoint, "model": hostile, "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1
 
 

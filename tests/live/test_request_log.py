@@ -39,6 +39,9 @@ RECORD = RequestRecord(
     max_tokens=50,
     prompt_estimate=90,
     keys=(255, (1 << 64) - 1),
+    peer="10.0.0.1:5000",
+    api_key_id="0a1b2c3d",
+    user_agent="curl/8",
 )
 
 
@@ -83,15 +86,35 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "max_tokens": 50,
         "prompt_estimate": 90,
         "keys": ["00000000000000ff", "ffffffffffffffff"],
+        "transfer_s": 0.045,
+        "peer": "10.0.0.1:5000",
+        "api_key_id": "0a1b2c3d",
+        "user_agent": "curl/8",
+        "time": "2026-11-21T03:03:23.723457+00:00",
+        "level": "info",
+        "message": "request ended",
     }
 
 
 def test_what_never_happened_is_null() -> None:
     record = RequestRecord("r", "/v1/completions", 0, 0.0, outcome=Outcome.CANCELLED)
     line = fields_of(record)
-    for name in ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens"):
+    nothing = ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens")
+    for name in (*nothing, "pool_s", "itl_max_s", "transfer_s"):
         assert line[name] is None
     assert line["keys"] == []
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_the_level_says_whose_fault_it_was(outcome: Outcome) -> None:
+    quiet = {Outcome.OK, Outcome.CLIENT_ERROR, Outcome.CANCELLED}
+    level = fields_of(replace(RECORD, outcome=outcome))["level"]
+    assert level == ("info" if outcome in quiet else "warning")
+
+
+def test_a_first_token_of_an_earlier_binding_tells_no_transfer() -> None:
+    assert fields_of(replace(RECORD, admitted_ns=1200 * MS))["transfer_s"] is None
+    assert fields_of(replace(RECORD, prefilled_ns=None))["transfer_s"] is None
 
 
 def test_every_field_of_a_record_is_in_the_line() -> None:
