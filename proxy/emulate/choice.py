@@ -91,11 +91,19 @@ class Choice:
     _held_back: int = 0  # Characters that might turn out to begin a stop string.
 
     def __post_init__(self) -> None:
+        self.begin(self.prompt)
+
+    def begin(self, read: Prompt) -> None:
+        """Begin to say what follows a prompt.
+
+        Args:
+            read: Whose KV cache it is; another prompt's after a misread.
+        """
         request = self.request
         key = request.sampling + (self.index % request.n).to_bytes(4, "little")
-        self.sampler = Sampler(self.prompt.packed, key, self.mean_tokens)
+        self.sampler = Sampler(read.packed, key, self.mean_tokens)
         if not self.eos_first:
-            self.script = tool_script(request, self.prompt, key)
+            self.script = tool_script(request, read, key)
         self.plain = self.script is None and not (
             request.stop or request.stop_token_ids or request.logprobs
         )

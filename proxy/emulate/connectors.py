@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from balanceroute.proxy.emulate.leases import Lease, LeaseBook
+from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
 from balanceroute.proxy.emulate.settings import Connector
 
 # A decoder that cannot reach the named prefiller says so after this time.
@@ -70,11 +70,24 @@ class AskMetaserver:
     url: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The decoder reads blocks as they are now, which are not the prompt's any more.
+
+    Attributes:
+        engine_id: Whose blocks.
+        end: How the lease ended that was named; None if it is held, or was never granted.
+    """
+
+    engine_id: str
+    end: LeaseEnd | None
+
+
 class Hang:
     """The decoder waits for ever."""
 
 
-Claim = Lease | Failure | Await | AskMetaserver | Hang
+Claim = Lease | Failure | Stale | Await | AskMetaserver | Hang
 
 
 def claim(
@@ -120,7 +133,7 @@ def prefill_answer(
                 "tp_size": 1,
                 "dcp_size": 1,
                 "pp_size": 1,
-                "remote_num_tokens": lease.prompt_tokens,
+                "remote_num_tokens": len(lease.prompt.tokens),
                 "remote_blocks_expiry_time": None,
                 "transfer_mode": "pull",
                 "remote_prefill_cached_tokens": 0,
@@ -197,6 +210,8 @@ def alien_params(params: dict[str, object]) -> dict[str, object]:
     }
 
 
+# vLLM's NIXL and vllm-ascend's Mooncake read the blocks that are named. Neither asks whether they are
+# still, or ever were, those of the request; only the engine's id is looked at.
 def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook) -> Claim:
     needed = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id")
     if any(params.get(key) is None for key in (*needed, "remote_block_ids")):
@@ -205,10 +220,13 @@ def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseB
     source = next((one for one in sources if (one.host, one.side_port) == address), None)
     if source is None:
         return Failure(CONNECT_TIMEOUT_S)
-    lease = book.find(str(params["remote_engine_id"]), str(params["remote_request_id"]))
-    if not source.alive or params["remote_engine_id"] != source.engine_id or lease is None:
+    engine_id, name = str(params["remote_engine_id"]), str(params["remote_request_id"])
+    lease = book.find(engine_id, name)
+    if not source.alive or engine_id != source.engine_id:
         return Failure()
-    return lease if params["remote_block_ids"] == [lease.blocks] else Failure()
+    if lease is None or params["remote_block_ids"] != [lease.blocks]:
+        return Stale(engine_id, book.end_of(engine_id, name))
+    return lease
 
 
 def _claim_mooncake(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:

@@ -15,13 +15,16 @@ from balanceroute.proxy.emulate.connectors import (
     Hang,
     KvPeer,
     KvSource,
+    Stale,
     claim,
     metaserver_params,
 )
 from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
-from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
+from balanceroute.proxy.emulate.faults import AfterPull
+from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd, Misread
+from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
 
 
@@ -127,6 +130,8 @@ class Decoder:
         match claim(self._settings.connector, call.kv, self._sources, self._book):
             case Lease() as lease:
                 self._pull(arrival, lease)
+            case Stale(engine_id, end):
+                self._pull_stale(arrival, engine_id, end)
             case Failure(after_s):
                 self._wait(arrival, 1e9 * after_s, call.exchange.fail)
             case Await(engine_id, name):
@@ -168,18 +173,29 @@ class Decoder:
         arrival.forget = None
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
-        if len(prompt.tokens) != lease.prompt_tokens:
+        if len(prompt.tokens) != len(lease.prompt.tokens):
             # vLLM: `assert num_decode_blocks <= len(prefill_group)`, which ends the process.
             exchange.fail(internal_error(ENGINE_DEAD))
             self._loop.call_soon(self._die)
             return
-        if prompt.digest != lease.digest:
-            exchange.fail()
-            return
+        if prompt.digest != lease.prompt.digest:
+            self._misread(arrival, lease.prompt, None)
         lease.pulling = True
         arrival.lease = lease
-        transfer_ns = self._settings.transfer_ns(lease.prompt_tokens)
+        transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._pulled, arrival, lease))
+
+    def _pull_stale(self, arrival: _Arrival, engine_id: str, end: LeaseEnd | None) -> None:
+        """Read blocks that are somebody else's now: nothing says so."""
+        prompt = arrival.call.exchange.request.prompts[arrival.number]
+        self._misread(arrival, self._book.stale(engine_id, prompt), end)
+        transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
+        self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
+
+    def _misread(self, arrival: _Arrival, prompt: Prompt, end: LeaseEnd | None) -> None:
+        self._book.misreads.append(Misread(arrival.call.request_id, end))
+        for sequence in arrival.call.exchange.sequences_of(arrival.number):
+            sequence.misread(prompt)
 
     def _pulled(self, arrival: _Arrival, lease: Lease) -> None:
         arrival.lease = None
@@ -187,8 +203,32 @@ class Decoder:
             arrival.call.exchange.fail()
             return
         self._book.finish(lease, LeaseEnd.PULLED)
-        self._counters[arrival.call.rank].pulled_tokens += lease.prompt_tokens
-        self._join(arrival)
+        self._arrived(arrival)
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        """Go on with the KV cache here and the prefiller's blocks free, but without a token yet."""
+        exchange = arrival.call.exchange
+        prompt = exchange.request.prompts[arrival.number]
+        self._counters[arrival.call.rank].pulled_tokens += len(prompt.tokens)
+        if exchange.faults.after_pull is None:
+            self._join(arrival)
+        else:
+            self._wait(
+                arrival, 1e9 * exchange.faults.after_pull_s, partial(self._fail_after_pull, arrival)
+            )
+
+    def _fail_after_pull(self, arrival: _Arrival) -> None:
+        exchange = arrival.call.exchange
+        match exchange.faults.after_pull:
+            case AfterPull.RESET:
+                exchange.abandon()
+                exchange.reply.abort()
+            case AfterPull.ERROR:
+                exchange.fail()
+            case AfterPull.DEATH:
+                self._loop.call_soon(self._die)
+            case AfterPull.SILENCE | None:
+                pass
 
     def _cancel(self, arrival: _Arrival, crashed: bool) -> None:
         del self._arrivals[arrival]

@@ -182,6 +182,17 @@ class Engine:
         self.held.clear()
         self._hub.book.lose(self.engine_id)
 
+    def lose_process(self) -> None:
+        """End one of several processes behind this URL; the others take new connections.
+
+        As a pod behind a service, or an engine that is started again at once: its connections are reset
+        and its requests are gone, but whoever connects again finds an engine that works.
+        """
+        for exchange in list(self.exchanges):
+            exchange.abandon(crashed=True)
+        self._main.drop_connections()
+        self.held.clear()
+
     async def _serve(self, application: Application, port: int) -> Server:
         limits = ServerLimits(idle_timeout_s=self._hub.settings.keep_alive_s)
         server = Server(application, limits=limits)

@@ -8,7 +8,7 @@ from balanceroute.proxy.emulate.api_error import ApiError, internal_error
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.malformed import malformed_write
-from balanceroute.proxy.emulate.request import GenerationRequest
+from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS
 from balanceroute.proxy.emulate.tokens import SAYINGS
 
@@ -38,8 +38,17 @@ class TokenSequence:
         self.on_drop: Callable[[TokenSequence], None] | None = None
         self.late: Delta | None = None
         self._exchange = exchange
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        exchange, choice = self._exchange, self.choice
         fast = choice.plain and not exchange.faults.by_token
         self._event = exchange.format.plain(choice) if fast else None
+
+    def misread(self, prompt: Prompt) -> None:
+        """Say what follows another prompt, whose KV cache was read by mistake; nothing was said yet."""
+        self.choice.begin(prompt)
+        self._choose_path()
 
     @property
     def kv_tokens(self) -> int:

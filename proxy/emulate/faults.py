@@ -8,6 +8,19 @@ from typing import Any
 from balanceroute.proxy.core.errors import ConfigError
 
 
+class AfterPull(Enum):
+    """What becomes of a request between the pull of its KV cache and its first token.
+
+    The head of a stream is out by then; of another answer there is no byte. The prefiller's blocks are
+    free and may be another prompt's.
+    """
+
+    RESET = "reset"  # The connection is reset; the engine goes on, and takes new ones.
+    ERROR = "error"  # A stream's first event is an error; another answer is a 500.
+    DEATH = "death"  # The engine dies.
+    SILENCE = "silence"
+
+
 class MalformedStream(Enum):
     """What is wrong with the events of a stream. Some are odd, but valid."""
 
@@ -69,6 +82,8 @@ class Faults:
         eos_first: Probability that the first token ends the text, whatever `min_tokens` says.
         drop_kv_params: Probability that a prefill answer has no `kv_transfer_params`.
         alien_kv_params: Probability that it has those of somebody else.
+        after_pull: What becomes of requests whose KV cache has been pulled.
+        after_pull_s: Emulated time from the pull to that.
         lease_s: Lease of prefilled KV caches in place of the fleet's setting.
         malformed: What is wrong with streams.
         malformed_answer: What is wrong with other answers.
@@ -99,6 +114,8 @@ class Faults:
     eos_first: float = 0.0
     drop_kv_params: float = 0.0
     alien_kv_params: float = 0.0
+    after_pull: AfterPull | None = None
+    after_pull_s: float = 0.0
     lease_s: float | None = None
     malformed: MalformedStream | None = None
     malformed_answer: MalformedAnswer | None = None
@@ -111,7 +128,7 @@ class Faults:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} is {value}, must be from 0 to 1")
-        for name in ("retry_after_s", "delay_s", "trickle_s", "slow_scrape_s", *TOKEN_FAULTS):
+        for name in (*_TIMES, *TOKEN_FAULTS):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:
                 raise ConfigError(f"{name} is {value}, must be from 0 to 1e+09")
@@ -156,7 +173,9 @@ _PROBABILITIES = (
     "drop_kv_params",
     "alien_kv_params",
 )
+_TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_s")
 _WORDS: Mapping[str, type[Enum]] = {
+    "after_pull": AfterPull,
     "malformed": MalformedStream,
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,

@@ -11,7 +11,7 @@ from balanceroute.proxy.emulate.decoder import Decoder
 from balanceroute.proxy.emulate.engine import Engine, EngineRole, Work
 from balanceroute.proxy.emulate.fault_board import FaultBoard
 from balanceroute.proxy.emulate.hub import Hub
-from balanceroute.proxy.emulate.leases import LeaseEnd
+from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefiller import Prefiller
@@ -156,6 +156,11 @@ class EmulatedFleet:
         await self._poster.close()
         await asyncio.sleep(0)  # Lost connections are reported in the next round.
 
+    @property
+    def misreads(self) -> list[Misread]:
+        """Requests that were answered with another prompt's KV cache."""
+        return self._hub.book.misreads
+
     def stats(self) -> dict[str, Any]:
         """Return what the fleet did since the last reset, and what it holds now."""
         barrier, book = self._hub.barrier, self._hub.book
@@ -187,6 +192,7 @@ class EmulatedFleet:
             "held_blocks": [self._prefillers[engine].pool.used for engine in prefillers],
             "leases": {end.value: book.ends[end] for end in LeaseEnd} | {"held": book.held},
             "misses": {end.value: book.misses[end] for end in LeaseEnd},
+            "misreads": len(book.misreads),
             "connections": [engine.connections for engine in self.engines],
             "idle": self.idle,
         }
@@ -201,6 +207,7 @@ class EmulatedFleet:
         self._hub.barrier.counters = StepCounters()
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()
+        self._hub.book.misreads.clear()
 
     def _roles(self) -> list[EngineRole]:
         settings = self.settings

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from balanceroute.proxy.emulate.request import Prompt
+
 _ENDED_KNOWN = 4096
+# What blocks hold that nobody wrote lately.
+_NOISE = Prompt([0], None)
 
 
 class LeaseEnd(Enum):
@@ -72,8 +76,7 @@ class Lease:
     Attributes:
         prefiller: The engine id of whoever computed it.
         key: What a decode rank must name to get it: an engine id and a request or transfer id.
-        digest: Identifies the prompt.
-        prompt_tokens: The prompt's length.
+        prompt: The prompt.
         blocks: Its blocks.
         end: How it ended; None while it is held.
         pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
@@ -83,14 +86,26 @@ class Lease:
 
     prefiller: str
     key: tuple[str, str]
-    digest: bytes
-    prompt_tokens: int
+    prompt: Prompt
     blocks: list[int]
     pool: BlockPool
     end: LeaseEnd | None = None
     pulling: bool = False
     overdue: bool = False
     timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Misread:
+    """A request that was answered with the KV cache of another prompt.
+
+    Attributes:
+        request_id: The id of its answer.
+        end: How the lease ended that it named; None if that is held, or was never granted.
+    """
+
+    request_id: str
+    end: LeaseEnd | None
 
 
 @dataclass(slots=True)
@@ -100,10 +115,14 @@ class LeaseBook:
     Attributes:
         ends: How many ended how.
         misses: How often a decode rank asked for one that had ended, by that end.
+        misreads: Who was answered with another prompt's KV cache.
     """
 
     ends: Counter[LeaseEnd] = field(default_factory=Counter)
     misses: Counter[LeaseEnd] = field(default_factory=Counter)
+    misreads: list[Misread] = field(default_factory=list)
+    # The last two different prompts that each prefiller computed, the later one last.
+    _written: dict[str, list[Prompt]] = field(default_factory=dict)
     _held: dict[Lease, None] = field(default_factory=dict)
     _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
     # The last ones that ended, the earliest first.
@@ -123,6 +142,7 @@ class LeaseBook:
     def grant(self, lease: Lease, expires_s: float) -> None:
         """Hold a lease until it is pulled, or until `expires_s` on the event loop's clock."""
         self._held[lease] = None
+        self._wrote(lease.prefiller, lease.prompt)
         # Under a transfer id that is used twice, the older blocks are unreachable: they expire.
         self._by_key[lease.key] = lease
         loop = asyncio.get_running_loop()
@@ -140,11 +160,31 @@ class LeaseBook:
 
     def find(self, engine_id: str, name: str) -> Lease | None:
         """Return a lease that can still be pulled."""
-        key = (engine_id, name)
-        lease = self._by_key.get(key)
-        if lease is None and key in self._ended:
-            self.misses[self._ended[key]] += 1
+        lease = self._by_key.get((engine_id, name))
+        end = self.end_of(engine_id, name)
+        if end is not None:
+            self.misses[end] += 1
         return None if lease is None or lease.pulling else lease
+
+    def end_of(self, engine_id: str, name: str) -> LeaseEnd | None:
+        """Return how a lease ended; None if it is held, or unknown."""
+        key = (engine_id, name)
+        return None if key in self._by_key else self._ended.get(key)
+
+    def stale(self, engine_id: str, prompt: Prompt) -> Prompt:
+        """Return whose KV cache a decode rank reads in blocks that are not its prompt's any more.
+
+        Real blocks may stay right for a while. Here they never do: who relies on that would be found out
+        too seldom.
+        """
+        for other in reversed(self._written.get(engine_id, [])):
+            if other.digest != prompt.digest:
+                return other
+        return _NOISE
+
+    def _wrote(self, engine_id: str, prompt: Prompt) -> None:
+        before = [one for one in self._written.get(engine_id, []) if one.digest != prompt.digest]
+        self._written[engine_id] = [*before[-1:], prompt]
 
     def await_grant(
         self, engine_id: str, name: str, wake: Callable[[Lease], None]
@@ -186,6 +226,7 @@ class LeaseBook:
 
     def lose(self, engine_id: str) -> None:
         """End all leases of a prefiller that died."""
+        self._written.pop(engine_id, None)
         for lease in [one for one in self._held if one.prefiller == engine_id]:
             self.finish(lease, LeaseEnd.LOST)
 

@@ -115,8 +115,7 @@ class Prefiller:
         if exchange.request.n > 1:
             internal_id = f"{choice.index % exchange.request.n}_{internal_id}"
         key = lease_key(settings.connector, source, call.kv, internal_id)
-        prompt = choice.prompt
-        lease = Lease(source.engine_id, key, prompt.digest, len(prompt.tokens), blocks, self.pool)
+        lease = Lease(source.engine_id, key, choice.prompt, blocks, self.pool)
         lease_s = exchange.faults.lease_s or settings.lease_s
         self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
         if settings.connector is Connector.LAYERWISE and not lease.pulling:

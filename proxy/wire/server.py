@@ -121,6 +121,10 @@ class Server:
     def close(self) -> None:
         """Abort everything now. The connections are gone in the loop's next round; see `drain`."""
         self.stop_accepting()
+        self.drop_connections()
+
+    def drop_connections(self) -> None:
+        """Abort every connection; new ones are accepted as before."""
         if self._service is not None:
             for connection in list(self._service.connections):
                 connection.drop()
