@@ -14,6 +14,7 @@ from balanceroute.proxy.chaos.judge import Judge, contradictions
 from balanceroute.proxy.chaos.oracle import Oracle
 from balanceroute.proxy.chaos.plan import Plan, Weather
 from balanceroute.proxy.chaos.world import World
+from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.instances import Role
 
 if TYPE_CHECKING:
@@ -90,11 +91,7 @@ def audit_proxy(world: World) -> list[str]:
 def audit_leases(plan: Plan, world: World) -> list[str]:
     """Return what decode ranks asked for although it was not there any more, through no fault."""
     misses = world.fleet.stats()["misses"]
-    # An engine that takes its time over a request may find a lease ended that held when it was sent.
-    slow = any(
-        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not _SLOWING.isdisjoint(one.changes)
-        for one in plan.injections
-    )
+    slow = _is_slow(plan)
     killed = any(one.act is Act.KILL and one.role is Role.PREFILL for one in plan.injections)
     found = []
     if misses["expired"] and not slow:
@@ -104,6 +101,28 @@ def audit_leases(plan: Plan, world: World) -> list[str]:
     if (misses["pulled"] or misses["released"]) and plan.weather is Weather.CALM:
         found.append(f"lease: a KV cache was asked for twice: {misses}")
     return found
+
+
+def _is_slow(plan: Plan) -> bool:
+    """Return whether an engine may find a lease ended that held when its request was sent."""
+    return any(
+        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not _SLOWING.isdisjoint(one.changes)
+        for one in plan.injections
+    )
+
+
+def _is_excused(misread: Misread, plan: Plan) -> bool:
+    return misread.end is LeaseEnd.EXPIRED and _is_slow(plan)
+
+
+def audit_misreads(plan: Plan, world: World) -> list[str]:
+    """Return who was answered with another prompt's KV cache. Nobody may be, whatever goes wrong."""
+    return [
+        f"misread: {one.request_id} was answered with another prompt's KV cache: its own lease was "
+        f"{'held' if one.end is None else one.end.value}"
+        for one in world.fleet.misreads
+        if not _is_excused(one, plan)
+    ]
 
 
 def audit_metrics(world: World) -> list[str]:
@@ -160,7 +179,9 @@ async def audit_answers(
     for record in world.ended:
         records.setdefault(record.request_id, []).append(record)
     names = Counter(request.request_id for client in clients for request in client.visit.requests)
-    judge = Judge(plan, oracle)
+    misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
+    excused = {one.request_id.partition("-")[2] for one in misreads}
+    judge = Judge(plan, oracle, excused)
     found = []
     for client in clients:
         answers = zip(client.visit.requests, client.answers, strict=True)

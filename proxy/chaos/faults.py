@@ -11,7 +11,12 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from balanceroute.proxy.chaos.meddler import Meddling
-from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
+from balanceroute.proxy.emulate.faults import (
+    AfterPull,
+    MalformedAnswer,
+    MalformedScrape,
+    MalformedStream,
+)
 from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.virtual.link import Connect, Link
@@ -28,6 +33,7 @@ class Act(Enum):
 
     BOARD = "board"  # `changes` are faults of the emulated engine.
     KILL = "kill"
+    PROCESS = "process"  # Connections and requests are gone; the URL serves on.
     SILENCE = "silence"
     LINK = "link"
     MEDDLE = "meddle"
@@ -72,6 +78,7 @@ class Injection:
 _WEIGHTS = {
     Act.BOARD: 60,
     Act.KILL: 8,
+    Act.PROCESS: 6,
     Act.SILENCE: 5,
     Act.LINK: 12,
     Act.MEDDLE: 10,
@@ -91,6 +98,13 @@ def _after_tokens(name: str) -> Draw:
 
 def _always(**changes: Any) -> Draw:
     return lambda _: changes
+
+
+def _after_pull(rng: random.Random) -> dict[str, Any]:
+    return {
+        "after_pull": rng.choice(list(AfterPull)),
+        "after_pull_s": rng.choice([0.0, 0.02, 0.5]),
+    }
 
 
 _BOTH: tuple[tuple[str, Draw], ...] = (
@@ -126,6 +140,8 @@ _DECODE: tuple[tuple[str, Draw], ...] = (
     ("stalls", _after_tokens("stall_after_tokens")),
     ("sends an error event", _after_tokens("error_event_after_tokens")),
     ("sends malformed events", lambda rng: {"malformed": _malformation(rng)}),
+    # Twice: the KV cache is gone by then, and nothing that the proxy sees says so.
+    *2 * (("fails after the pull", _after_pull),),
 )
 _RECOMPUTED = ("hands requests back", _after_tokens("recomputed_after_tokens"))
 
@@ -229,6 +245,8 @@ def _draw(
             return Injection("policy changes", act, *when, policy=rng.choice(policies))
         case Act.KILL:
             return Injection("is killed", act, *when)
+        case Act.PROCESS:
+            return Injection("loses a process", act, *when)
         case Act.SILENCE:
             return Injection("goes silent", act, *when)
         case Act.DRAIN:

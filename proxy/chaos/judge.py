@@ -1,7 +1,7 @@
 """What became of one client's request, and whether that may be."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,12 @@ class Judge:
     Args:
         plan: What was to happen: it decides what may have gone wrong.
         oracle: Knows the right answers.
+        excused: Requests whose answer is another prompt's for a reason that no proxy can see.
     """
 
-    def __init__(self, plan: Plan, oracle: Oracle) -> None:
+    def __init__(self, plan: Plan, oracle: Oracle, excused: Collection[str] = ()) -> None:
         self._plan = plan
+        self._excused = excused
         self._oracle = oracle
         changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]
         self._spoilt = {one["malformed"] for one in changes if "malformed" in one} - set(_WHOLE)
@@ -87,7 +89,9 @@ class Judge:
             return Verdict("open", ["its answer has not begun"] if not client.left else [])
         name = received.header(b"x-request-id").decode()
         misnamed = [] if name == request.request_id else [f"its answer is named {name!r}"]
-        if received.status == 200:
+        if received.status == 200 and request.request_id in self._excused:
+            verdict = Verdict("misread by a slow engine", [])
+        elif received.status == 200:
             verdict = await self._judge_answer(client, request, received, reworded=reworded)
         else:
             verdict = await self._judge_refusal(client, request, received)

@@ -157,7 +157,8 @@ def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
         "policy": rng.choice(_POLICIES),
         "predictor": rng.choice(["none", "survival", "exact-match"]),
         "count_tokens": "usage" if odd else rng.choice(["usage", "events"]),
-        "batch": engines.batch_limit,
+        # Where the proxy believes in more slots than there are, ranks hold what they have pulled.
+        "batch": engines.batch_limit * rng.choice([1, 1, 1, 2]),
         "rank_kv_tokens": rng.choice([None, engines.rank_kv_tokens]),
         "prefiller_kv_tokens": rng.choice([None, engines.prefiller_kv_tokens]),
         "probe_limit": rng.choice([None, None, 2]),

@@ -8,7 +8,7 @@ from balanceroute.proxy.chaos.faults import Act, Injection
 from balanceroute.proxy.chaos.meddler import Meddler
 from balanceroute.proxy.chaos.world import World
 from balanceroute.proxy.emulate.engine import Engine
-from balanceroute.proxy.emulate.faults import Faults
+from balanceroute.proxy.emulate.faults import AfterPull, Faults
 from balanceroute.proxy.live.admin import ConflictError
 
 _NO_FAULTS = Faults()
@@ -83,6 +83,8 @@ class Saboteur:
                 world.fleet.faults.set(engine.name, **injection.changes)
             case Act.KILL:
                 world.fleet.kill(engine.name)
+            case Act.PROCESS:
+                engine.lose_process()
             case Act.SILENCE:
                 network.silence(engine.host, engine.port)
             case Act.LINK:
@@ -102,6 +104,8 @@ class Saboteur:
             case Act.BOARD:
                 usual = {name: getattr(_NO_FAULTS, name) for name in injection.changes}
                 world.fleet.faults.set(engine.name, **usual)
+                if injection.changes.get("after_pull") is AfterPull.DEATH:
+                    self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
             case Act.KILL:
                 self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
             case Act.SILENCE:
@@ -112,7 +116,7 @@ class Saboteur:
                 self._meddlers[engine].meddling = None
             case Act.DRAIN:
                 self._tasks.append(world.loop.create_task(self._take_back(injection)))
-            case Act.POLICY:
+            case Act.POLICY | Act.PROCESS:
                 pass
 
     async def _take_back(self, injection: Injection) -> None:

@@ -14,6 +14,7 @@ from balanceroute.proxy.chaos.audit import (
     audit_answers,
     audit_leases,
     audit_metrics,
+    audit_misreads,
     audit_proxy,
     audit_rest,
     audit_retries,
@@ -203,6 +204,7 @@ class Trial:
         await asyncio.sleep(engines.lease_s + _IDLE_S)
         self._report.violations += audit_rest(world)
         self._report.violations += audit_leases(self._plan, world)
+        self._report.violations += audit_misreads(self._plan, world)
         if self._plan.shutdown_s is None:
             after = await take_census(world)
             self._report.violations += after.beyond(before)
@@ -303,6 +305,7 @@ class Trial:
         for kind in ("leases", "misses"):
             for end, count in stats[kind].items():
                 counters[f"{kind} {end}"] += count
+        counters["misreads"] += stats["misreads"]
         report.virtual_s = self._loop.time() - self._begin_s
         network = self._loop.network
         world.journal.write("network", network.bytes_sent, network.bytes_delivered)

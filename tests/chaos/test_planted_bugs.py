@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.live.api_error import error_event
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.driver import Driver
+from balanceroute.proxy.live.failures import Failure, Leg, Next, Rule, triage
 from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.session import Session
 from balanceroute.proxy.live.stream_leg import StreamLeg
+from balanceroute.proxy.wire.client import Call
 from balanceroute.proxy.wire.messages import Headers
 
 REQUESTS = 30
@@ -151,7 +154,29 @@ def a_lease_never_lapses(patch: Patch) -> None:
     patch.setattr(Pool, "lapsed", lambda *_: list[RequestId]())
 
 
-@bug("abort: ", seed=14)
+@bug("misread: ")
+def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
+    """Finding C2: a rank that broke off had pulled it, and its blocks are another prompt's by now."""
+
+    def offer_again(leg: Leg, failure: Failure, **known: Any) -> Rule:
+        rule = triage(leg, failure, **known)
+        return replace(rule, then=Next.OTHER_RANK) if rule.then is Next.NEW_KV else rule
+
+    patch.setattr("balanceroute.proxy.live.session.triage", offer_again)
+
+
+@bug("misread: ")
+def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
+    """Finding C3: the engine had done its work when the connection was lost."""
+    init: Any = Call.__init__
+
+    def repeatable(self: Call, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "repeatable": True})
+
+    patch.setattr(Call, "__init__", repeatable)
+
+
+@bug("abort: ", seed=85)
 def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
     patch.setattr(Session, "drop_leg", lambda _: None)
 
