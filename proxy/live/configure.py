@@ -119,6 +119,8 @@ def _listen(values: Values) -> ListenConfig:
             idle_timeout_s=values.get(flags.KEEP_ALIVE_TIMEOUT_S),
             write_timeout_s=values.get(flags.WRITE_TIMEOUT_S),
             write_buffer_bytes=values.get(flags.WRITE_BUFFER_BYTES),
+            connections=values.get(flags.CONNECTION_LIMIT),
+            connections_per_peer=values.get(flags.PEER_CONNECTION_LIMIT),
         ),
     )
 

@@ -359,6 +359,22 @@ QUARANTINE_FAILURES = integer(
     most=10**6,
 )
 
+CONNECTION_LIMIT = optional_integer(
+    "connection_limit",
+    "a third of the file descriptors left",
+    "connections of clients; beyond it idle ones are closed for newcomers, and then newcomers get 503",
+    word="auto",
+    least=1,
+    most=10**6,
+)
+PEER_CONNECTION_LIMIT = optional_integer(
+    "peer_connection_limit",
+    "none",
+    "connections of one client address; beyond it newcomers get 429",
+    word="none",
+    least=1,
+    most=10**6,
+)
 BODY_LIMIT_BYTES = integer(
     "body_limit_bytes", 64 * _MIB, "size of a request's body", least=1, most=1 << 40
 )
@@ -476,6 +492,8 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         QUARANTINE_FAILURES,
     ),
     "limits of an exchange": (
+        CONNECTION_LIMIT,
+        PEER_CONNECTION_LIMIT,
         BODY_LIMIT_BYTES,
         HEADER_LIMIT_BYTES,
         HEADER_LIMIT,

@@ -123,6 +123,7 @@ class Metrics:
         snapshot: Callable[[], Snapshot],
         *,
         log_lines_dropped: Callable[[], int] = lambda: 0,
+        descriptor_shortages: Callable[[], int] = lambda: 0,
         process: bool = True,
     ) -> None:
         """Start at zero.
@@ -130,6 +131,7 @@ class Metrics:
         Args:
             snapshot: Gives the state to export; called once a page.
             log_lines_dropped: Lines that the logs had to drop since start.
+            descriptor_shortages: How often no file descriptor was left.
             process: Whether to export the process's own CPU time, memory and open files too.
         """
         self._registry = CollectorRegistry()
@@ -140,7 +142,13 @@ class Metrics:
         self._status_label = _CappedLabel(MAX_STATUSES)
         self._create_counters()
         self._create_histograms()
-        self._registry.register(StateCollector(snapshot, log_lines_dropped))
+        self._registry.register(
+            StateCollector(
+                snapshot,
+                log_lines_dropped=log_lines_dropped,
+                descriptor_shortages=descriptor_shortages,
+            )
+        )
         if process:
             ProcessCollector(registry=self._registry)
 

@@ -53,6 +53,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
+        "evicted_connections",
+        "Idle client connections closed for a newcomer.",
+        attrgetter("evicted_connections"),
+    ),
+    (
         "predictor_rows_judged",
         "Predictions that came true or not, of each predictor.",
         attrgetter("rows_judged"),
@@ -103,10 +108,21 @@ class StateCollector(Collector):
     """Exports one snapshot whenever the page is rendered."""
 
     def __init__(
-        self, snapshot: Callable[[], Snapshot], log_lines_dropped: Callable[[], int]
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        log_lines_dropped: Callable[[], int],
+        descriptor_shortages: Callable[[], int],
     ) -> None:
         self._snapshot = snapshot
-        self._log_lines_dropped = log_lines_dropped
+        self._process_counters = (
+            ("log_lines_dropped", "Log lines dropped.", log_lines_dropped),
+            (
+                "descriptor_shortages",
+                "Seconds at which no file descriptor was left.",
+                descriptor_shortages,
+            ),
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Take a snapshot and yield what it says."""
@@ -133,8 +149,16 @@ class StateCollector(Collector):
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS:
             yield _family("counter", name, documentation, [{}], [state_value(state)])
-        dropped = self._log_lines_dropped()
-        yield _family("counter", "log_lines_dropped", "Log lines dropped.", [{}], [dropped])
+        rejected = state.rejected_connections
+        yield _family(
+            "counter",
+            "rejected_connections",
+            "Client connections that were not served.",
+            [{"reason": reason} for reason in rejected],
+            list(rejected.values()),
+        )
+        for name, documentation, count in self._process_counters:
+            yield _family("counter", name, documentation, [{}], [count()])
         built = {
             "version": __version__,
             "python": platform.python_version(),

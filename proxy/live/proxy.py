@@ -64,6 +64,7 @@ _log = logging.getLogger(__name__)
 # Pages of metrics longer than this are not read.
 _PAGE_BYTES = 4 << 20
 _IDENTITY_INTERVAL_S = 1.0
+_ADMIN_CONNECTIONS = 16
 
 
 class Fetcher(Protocol):
@@ -89,6 +90,7 @@ class Environment:
         unix_s: Wall-clock time, for logs alone.
         stopwatch: Seconds of real time, for the cost of decisions.
         log_lines_dropped: Lines the logs had to drop.
+        descriptor_shortages: How often no file descriptor was left.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
         in_thread: Runs what may wait for a disk.
     """
@@ -99,6 +101,7 @@ class Environment:
     unix_s: Callable[[], float]
     stopwatch: Callable[[], float]
     log_lines_dropped: Callable[[], int] = lambda: 0
+    descriptor_shortages: Callable[[], int] = lambda: 0
     write_loads: Callable[[bytes], object] | None = None
     in_thread: InThread = asyncio.to_thread
 
@@ -123,6 +126,7 @@ class Proxy:
         self.metrics = Metrics(
             lambda: self.snapshot(requests=False),
             log_lines_dropped=environment.log_lines_dropped,
+            descriptor_shortages=environment.descriptor_shortages,
         )
         self._keeper: StateKeeper | None = None
         self._predictors = self._make_predictors()
@@ -229,7 +233,7 @@ class Proxy:
             predictor=predictor_name(self.config.scheduling.predictor),
             predictors=self._predictors.scores(),
             rows_judged=self._predictors.judged,
-            client_connections=self.server.connections,
+            server=self.server,
             engine_connections=sum(e.connections for e in self.roster.endpoints.values()),
             requests=requests,
         )
@@ -238,6 +242,11 @@ class Proxy:
     def ready(self) -> bool:
         """Whether a request would be taken now."""
         return self.instances.ready and not self.driver.draining
+
+    def listening(self) -> list[int]:
+        """Return the descriptors of the listening sockets."""
+        servers = [self.server] if self.admin is None else [self.server, self.admin]
+        return [number for server in servers for number in server.listening]
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on.
@@ -292,7 +301,11 @@ class Proxy:
                 config=config.redacted(),
                 token=config.admin.token,
             )
-            self.admin = Server(self._pages, limits=config.listen.limits, refuse=_refuse)
+            # Few and its own: it answers when the public listener is full.
+            limits = replace(
+                config.listen.limits, connections=_ADMIN_CONNECTIONS, connections_per_peer=None
+            )
+            self.admin = Server(self._pages, limits=limits, refuse=_refuse)
             await self.admin.start(config.admin.host, config.admin.port)
 
     def _make_driver(self) -> Driver:

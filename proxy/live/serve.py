@@ -7,12 +7,14 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
 from balanceroute.proxy.live.http_client import make_http_client
 from balanceroute.proxy.live.httpx_fetcher import HttpxFetcher
 from balanceroute.proxy.live.line_writer import LineWriter
@@ -22,6 +24,8 @@ from balanceroute.proxy.live.request_log import RequestLog
 from balanceroute.proxy.live.tls import engine_context
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.credentials import Secret
     from balanceroute.proxy.live.record import RequestRecord
@@ -56,6 +60,8 @@ async def _serve(config: "ProxyConfig") -> int:
     # Without a sink too: Python itself would write warnings to standard error.
     write = _discard if writer is None else writer.write
     set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
+    descriptors = raise_limit()
+    config = _bounded(config, descriptors)
     loads = None if config.log.loads is None else LineWriter(config.log.loads)
     writers = [one for one in (writer, loads) if one is not None]
 
@@ -83,25 +89,18 @@ async def _serve(config: "ProxyConfig") -> int:
         unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
         stopwatch=time.perf_counter,
         log_lines_dropped=lambda: sum(one.dropped for one in writers),
+        descriptor_shortages=lambda: watch.shortages,
         write_loads=None if loads is None else loads.write,
     )
     proxy = Proxy(config, environment)
+    watch = DescriptorWatch(proxy.listening)
     try:
         await proxy.start()
         _settle_garbage_collector()
-        _announce(proxy)
-        # A proxy that no longer looks after its engines must not go on.
-        watch = asyncio.create_task(proxy.watch())
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((watch, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if watch.done():
-            watch.result()
+        _announce(proxy, descriptors)
+        await _until(stop, (proxy.watch(), watch.run()))
         _log.info("draining")
-        drain = asyncio.create_task(proxy.drain())
-        cut = asyncio.create_task(now.wait())
-        await asyncio.wait((drain, cut), return_when=asyncio.FIRST_COMPLETED)
-        for task in (drain, cut):
-            task.cancel()
+        await _until(now, (proxy.drain(),))
         await proxy.close()
     finally:
         await fetcher.aclose()
@@ -110,7 +109,39 @@ async def _serve(config: "ProxyConfig") -> int:
     return 0
 
 
-def _announce(proxy: Proxy) -> None:
+async def _until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None], ...]") -> None:
+    """Work until something happens or a work is over; raise what made it fail.
+
+    A proxy that no longer looks after its engines and listeners must not go on.
+    """
+    tasks = [asyncio.create_task(one) for one in (event.wait(), *works)]
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _bounded(config: "ProxyConfig", descriptors: int) -> "ProxyConfig":
+    """Return the configuration with as many connections as there are descriptors for."""
+    fleet, listen = config.fleet, config.listen
+    engines = len(fleet.prefill) + sum(max(1, len(one.ranks)) for one in fleet.decode)
+    enough = connections_for(descriptors, engines)
+    limit = listen.limits.connections
+    if limit is None:
+        limits = replace(listen.limits, connections=enough)
+        return replace(config, listen=replace(listen, limits=limits))
+    if limit > enough:
+        fields = {"limit": limit, "descriptors": descriptors, "enough_for": enough}
+        _log.warning(
+            "the connection limit is beyond what the descriptors are enough for",
+            extra={"fields": fields},
+        )
+    return config
+
+
+def _announce(proxy: Proxy, descriptors: int) -> None:
     config = proxy.config
     scheme = "http" if config.listen.tls_cert is None else "https"
     line = f"listening on {scheme}://{config.listen.host}:{proxy.server.port}"
@@ -126,6 +157,8 @@ def _announce(proxy: Proxy) -> None:
                 "prefillers": len(proxy.instances.prefillers),
                 "ranks": len(proxy.instances.ranks),
                 "policy": config.scheduling.policy,
+                "descriptors": descriptors,
+                "connection_limit": config.listen.limits.connections,
             }
         },
     )

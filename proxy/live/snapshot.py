@@ -69,4 +69,6 @@ class Snapshot:
     draining: bool
     rows_judged: int  # Predictions that came true or not.
     predictors: list[PredictorScores]  # The one in use first, then its shadows.
+    rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
+    evicted_connections: int = 0  # Idle ones, for a newcomer.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

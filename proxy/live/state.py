@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.driver import Driver
     from balanceroute.proxy.live.roster import Roster
     from balanceroute.proxy.live.shadow import PredictorScores
+    from balanceroute.proxy.wire.server import Server
 
 
 def take_snapshot(
@@ -20,7 +21,7 @@ def take_snapshot(
     predictor: str,
     predictors: "list[PredictorScores]",
     rows_judged: int,
-    client_connections: int,
+    server: "Server",
     engine_connections: int,
     requests: bool,
 ) -> Snapshot:
@@ -44,7 +45,9 @@ def take_snapshot(
         step_s=driver.steps.step_s,
         idle_tokens=driver.idle_tokens,
         capacity_tokens=driver.capacity_tokens,
-        client_connections=client_connections,
+        client_connections=server.connections,
+        rejected_connections=server.limit.rejected,
+        evicted_connections=server.limit.evicted,
         engine_connections=engine_connections,
         draining=driver.draining,
         rows_judged=rows_judged,

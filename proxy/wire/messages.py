@@ -91,6 +91,9 @@ class ServerLimits:
             client that cancels closes its socket, which arrives as the same FIN, and the engine must
             stop at once. So by default a FIN during a request counts as leaving, as in nginx
             (`proxy_ignore_client_abort off`) and in every ASGI server.
+        connections: At a time; see `ConnectionLimit` for those beyond. With TLS a connection counts
+            when its handshake is over. None for no bound.
+        connections_per_peer: The same, of one address.
     """
 
     header_bytes: int = 32_768
@@ -104,6 +107,8 @@ class ServerLimits:
     write_timeout_s: float = 60.0
     write_buffer_bytes: int = 65_536
     half_close: bool = False
+    connections: int | None = None
+    connections_per_peer: int | None = None
 
 
 class WireFault(Enum):

@@ -4,6 +4,7 @@ import asyncio
 import json
 from ssl import SSLContext
 
+from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application, Reply
@@ -61,7 +62,8 @@ class Server:
             host: An address or a name; all of its addresses are listened on.
             port: 0 for a free one.
             ssl: For TLS.
-            backlog: Connections that the kernel completes before they are accepted.
+            backlog: Connections that the kernel completes before they are accepted; not more than
+                are served, since all of them are accepted at once.
 
         Raises:
             OSError: The address cannot be bound.
@@ -69,6 +71,8 @@ class Server:
         assert self._service is None, "already started"
         loop = asyncio.get_running_loop()
         service = Service(loop, self._application, self._limits, self._refuse, self._admit)
+        if self._limits.connections is not None:
+            backlog = min(backlog, self._limits.connections)
         # A handshake is to the sweep what a head is, but asyncio keeps its time.
         handshake_s = None if ssl is None else self._limits.header_timeout_s
         self._listener = await loop.create_server(
@@ -96,6 +100,17 @@ class Server:
     def connections(self) -> int:
         """Open connections."""
         return 0 if self._service is None else len(self._service.connections)
+
+    @property
+    def limit(self) -> ConnectionLimit:
+        """Counts the connections that were not served."""
+        assert self._service is not None, "not started"
+        return self._service.limit
+
+    @property
+    def listening(self) -> list[int]:
+        """The descriptors of the listening sockets; empty once nothing more is accepted."""
+        return [] if self._listener is None else [s.fileno() for s in self._listener.sockets]
 
     def stop_accepting(self) -> None:
         """Close the listeners and idle connections; the others close after their present answer."""

@@ -44,6 +44,7 @@ class _Stage(Enum):
     HEAD = auto()  # Between requests, or reading a head.
     BODY = auto()
     ANSWER = auto()  # The application has the request.
+    REJECTED = auto()  # One connection too many: wait for what it asks, to answer that.
     LINGER = auto()  # Refused: drop what still comes.
     CLOSING = auto()  # Flushing, or gone.
 
@@ -70,6 +71,7 @@ class ServerConnection(asyncio.Protocol):
         "_head",
         "_idle_since_s",
         "_in_head",
+        "_is_served",
         "_peer",
         "_progress_s",
         "_reading",
@@ -89,6 +91,7 @@ class ServerConnection(asyncio.Protocol):
         # The connection's life.
         self._service = service
         self._peer = ""
+        self._is_served = True
         self._stage = _Stage.HEAD
         self._buffer = b""  # Not parsed yet.
         self._eof = False
@@ -122,13 +125,19 @@ class ServerConnection(asyncio.Protocol):
         service = self._service
         self._transport.set_write_buffer_limits(high=service.limits.write_buffer_bytes)
         address = transport.get_extra_info("peername")
+        host = ""
         if address:
             host, port = address[:2]
             self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._idle_since_s = service.loop.time()
         self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
         self.closes_after_answer = service.stopping  # It was accepted just before.
-        service.add(self)
+        self._is_served = service.add(self, host)
+        if not self._is_served:
+            self._stage = _Stage.REJECTED
+            self.deadline_s = self._idle_since_s + _LINGER_S
+            if service.limit.rejection(self) is None:
+                self._abort()
 
     def data_received(self, data: bytes) -> None:
         """Take the next bytes from the client."""
@@ -147,6 +156,8 @@ class ServerConnection(asyncio.Protocol):
                 if len(self._buffer) > self._service.limits.header_bytes:
                     self._transport.pause_reading()
                     self._reading = False
+            case _Stage.REJECTED:
+                self._refuse_connection()
             case _Stage.LINGER | _Stage.CLOSING:
                 pass
 
@@ -168,7 +179,7 @@ class ServerConnection(asyncio.Protocol):
         """Forget the connection."""
         self._stage = _Stage.CLOSING
         self._buffer = b""
-        self._service.remove(self)
+        self._service.remove(self, served=self._is_served)
         self._lose_client()
 
     def pause_writing(self) -> None:
@@ -231,6 +242,20 @@ class ServerConnection(asyncio.Protocol):
         else:
             self.closes_after_answer = True
 
+    @property
+    def idle_since_s(self) -> float | None:
+        """See `Evictable`."""
+        if self._stage is not _Stage.HEAD or self._buffer:
+            return None
+        return None if self._transport.get_write_buffer_size() else self._idle_since_s
+
+    def evict(self) -> bool:
+        """Close if idle; return whether it was closed."""
+        if self.idle_since_s is None:
+            return False
+        self._close()
+        return True
+
     def drop(self) -> None:
         """Abort now, and tell the reply."""
         self._abort()
@@ -254,6 +279,8 @@ class ServerConnection(asyncio.Protocol):
                 self.deadline_s = self._body_since_s + limits.body_timeout_s + earned_s
                 if self.deadline_s <= now_s:
                     self._refuse(Rejection(408, "the request's body did not arrive in time"))
+            case _Stage.REJECTED:
+                self._refuse_connection()
             case _Stage.LINGER if not self._transport.get_write_buffer_size():
                 self._abort()
             case _Stage.ANSWER | _Stage.LINGER | _Stage.CLOSING:
@@ -409,6 +436,11 @@ class ServerConnection(asyncio.Protocol):
             % (STATUS_LINES[rejection.status], encode_fields(headers), len(body), body)
         )
         self._linger()
+
+    def _refuse_connection(self) -> None:
+        rejection = self._service.limit.rejection(self)
+        assert rejection is not None
+        self._refuse(rejection)
 
     def _linger(self) -> None:
         self._stage = _Stage.LINGER

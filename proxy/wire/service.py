@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
 from balanceroute.proxy.wire.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
@@ -17,7 +18,7 @@ It is told the head, if it could be read, and the client's address.
 """
 
 
-class Member(Protocol):
+class Member(Evictable, Protocol):
     """One of the connections.
 
     Attributes:
@@ -43,6 +44,7 @@ class Service:
     the deadlines are worth. It rests while there is no connection.
 
     Attributes:
+        limit: Who of those that come is served.
         connections: The open ones, in order of arrival (a set's order differs from run to run).
         stopping: Every connection closes after its present answer.
         on_empty: Called when the last connection is gone.
@@ -61,6 +63,9 @@ class Service:
         self.admit = admit
         self.limits = limits
         self.refuse = refuse
+        self.limit = ConnectionLimit(
+            limits.connections, limits.connections_per_peer, clock=loop.time
+        )
         self.connections: dict[Member, None] = {}
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None
@@ -73,15 +78,18 @@ class Service:
         self._sweep_s = min(1.0, shortest_s / 4)
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: Member) -> None:
-        """Count a new connection."""
+    def add(self, connection: Member, host: str) -> bool:
+        """Count a new connection; return whether it is served."""
+        is_served = self.limit.take(connection, host, self.connections)
         self.connections[connection] = None
         if self._timer is None:
             self._timer = self.loop.call_later(self._sweep_s, self._sweep)
+        return is_served
 
-    def remove(self, connection: Member) -> None:
+    def remove(self, connection: Member, *, served: bool) -> None:
         """Forget a connection that is lost."""
-        self.connections.pop(connection, None)
+        del self.connections[connection]
+        self.limit.leave(connection, served=served)
         if self.connections:
             return
         if self._timer is not None:

@@ -148,6 +148,8 @@ SAMPLES: dict[str, object] = {
     "scrape_interval_s": 4.0,
     "scrape_timeout_s": 4.25,
     "quarantine_failures": 5,
+    "connection_limit": 70,
+    "peer_connection_limit": 7,
     "body_limit_bytes": 1_000,
     "header_limit_bytes": 2_000,
     "header_limit": 30,
@@ -163,7 +165,12 @@ SAMPLES: dict[str, object] = {
     "load_log_interval_s": 0.75,
 }
 # How to ask for the defaults that are None; "auto" for the others.
-WORDS = {"rank_kv_tokens": "none", "probe_limit": "none", "prefiller_kv_tokens": "none"}
+WORDS = {
+    "peer_connection_limit": "none",
+    "rank_kv_tokens": "none",
+    "probe_limit": "none",
+    "prefiller_kv_tokens": "none",
+}
 FILES = {
     "tls_cert",
     "tls_key",
@@ -234,6 +241,8 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         idle_timeout_s=3.75,
         write_timeout_s=4.75,
         write_buffer_bytes=5_000,
+        connections=70,
+        connections_per_peer=7,
     )
     assert config.admin == AdminConfig("127.0.0.2", 9001, None)
     assert config.scheduling.settings == PolicySettings(

@@ -117,10 +117,14 @@ async def serving(
     decode: list[str],
     *flags: str,
     context: ssl.SSLContext | None = None,
+    descriptors: int | None = None,
 ) -> AsyncIterator[Served]:
-    """Serve before some engines."""
+    """Serve before some engines, with at most so many file descriptors."""
     words = ["--prefill", *prefill, "--decode", *decode, "--port", "0", "--admin-port", "0"]
+    limited = [] if descriptors is None else ["sh", "-c", 'ulimit -n "$0"; exec "$@"']
+    limited += [] if descriptors is None else [str(descriptors)]
     process = await asyncio.create_subprocess_exec(
+        *limited,
         *command(*words, "--log", "none", *flags),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -307,6 +311,82 @@ def test_a_second_sigterm_cuts_it_truthfully(make_exchanged: "MakeExchanged") ->
                 await asyncio.sleep(0)
 
     play(main())
+
+
+UPLOAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+    b"Expect: 100-continue\r\n\r\n"
+)
+
+
+def samples(page: bytes, family: str) -> dict[str, float]:
+    """Return the samples of a family on a page of metrics, by their labels."""
+    lines = [line.decode().removeprefix(family) for line in page.split(b"\n")]
+    found = [line.rpartition(" ") for line in lines if line.startswith(("{", " "))]
+    return {labels: float(value) for labels, _, value in found}
+
+
+def test_it_serves_and_says_so_when_more_connect_than_it_has_descriptors_for(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    """Finding H5: 70 silent connections at 64 descriptors closed both ports, without a word."""
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(
+                make_exchanged,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *("--log", str(log)),
+                descriptors=64,
+            ) as served,
+        ):
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 2_000})
+            await exchange.until_events(1)
+            silent = []
+            for _ in range(10):
+                silent += [await asyncio.open_connection(HOST, served.ports()[0]) for _ in range(7)]
+                # Not more at a time than the kernel keeps for the proxy.
+                assert (await served.admin.get("/health")).status == 200
+            # Who asks something is served, in the place of one that does not.
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            busy = []
+            while True:
+                reader, writer = await asyncio.open_connection(HOST, served.ports()[0])
+                writer.write(UPLOAD)
+                line = await reader.readline()
+                if line != b"HTTP/1.1 100 Continue\r\n":
+                    break
+                busy.append(writer)
+            assert line == b"HTTP/1.1 503 Service Unavailable\r\n"
+            assert b"too many connections" in await reader.read()
+            writer.close()
+            # The admin listener has a share of its own.
+            for page in ("/health", "/ready"):
+                assert (await served.admin.get(page)).status == 200
+            metrics = (await served.admin.get("/metrics")).body
+            rejected = samples(metrics, "balanceroute_rejected_connections_total")
+            assert rejected == {'{reason="limit"}': 1, '{reason="peer"}': 0}
+            assert samples(metrics, "balanceroute_evicted_connections_total")[""] > 60
+            assert samples(metrics, "balanceroute_descriptor_shortages_total") == {"": 0}
+            assert exchange.status == 200
+            await exchange.end()
+            assert exchange.done
+            for writer in (*busy, *(writer for _, writer in silent)):
+                writer.close()
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (serving_line,) = [line for line in lines if line.get("message") == "serving"]
+    assert (serving_line["descriptors"], serving_line["connection_limit"]) == (64, 10)
+    told = [line for line in lines if "connections were rejected" in line.get("message", "")]
+    assert [(line["level"], line["reason"], line["count"]) for line in told] == [
+        ("warning", "limit", 1)
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
