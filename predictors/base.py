@@ -18,7 +18,8 @@ class RequestFeatures:
 
     Attributes:
         prompt_tokens: Length of its prompt.
-        max_tokens: The most tokens that each of its sequences may emit; None if there is no bound.
+        max_tokens: The most tokens that each of its sequences may emit, below 2**31; None if there
+            is no bound.
         keys: What recurring requests have in common, as 64-bit hashes, the most specific first: the
             whole request, then ever shorter beginnings of its prompt. Empty if unknown.
     """

@@ -7,6 +7,7 @@ tokenises differently from its prefill body kills a vLLM decode engine, so nothi
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ class RequestBody:
     __slots__ = ("_ascii", "_places", "_text", "_view", "values")
 
     def __init__(self, data: bytes) -> None:
+        data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
         try:
             self._text = data.decode()
         except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.body import is_deep
+from balanceroute.proxy.live.numeric_members import integer
 from balanceroute.proxy.live.shape import Api
 
 # With the least value that an engine takes.
@@ -84,9 +85,10 @@ def _remaining(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict
             limit = _COMPLETION_TOKENS
         if limit is None:
             continue
-        if type(limit) is not int:
+        number = integer(limit)
+        if number is None:
             raise CannotResumeError(f"{name} is no integer")
-        members[name] = max(least, limit - emitted_tokens)
+        members[name] = max(least, number - emitted_tokens)
     return members
 
 

@@ -7,9 +7,10 @@ that only the engine which computes the prompt can give, or that one KV cache ca
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeGuard
+from typing import Any
 
 from balanceroute.proxy.live.body import BodyError, RequestBody
+from balanceroute.proxy.live.numeric_members import check_priority, count, flag, integer
 
 # Never taken from a client: they steer KV transfer or engine-internal routing.
 INTERNAL_FIELDS = frozenset(
@@ -52,12 +53,11 @@ class Shape:
         api: The endpoint.
         model: The `model` member, "" if it is absent.
         stream: Whether the client wants a stream.
-        sequences: How many answers the engine decodes at a time. `best_of` adds none: vLLM has not
-            taken it since its engine V1.
+        sequences: How many answers the engine decodes at a time.
         direct: Whether the decode rank has to compute the prompt itself.
         prompt_tokens: Exact for token ids; else None.
         prompt_characters: Length of the prompt's text, if `prompt_tokens` is None.
-        max_tokens: The limit of the answer, None if there is none.
+        max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
     """
 
     api: Api
@@ -83,25 +83,25 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     model = values.get("model")
     if model is not None and not isinstance(model, str):
         raise BodyError("model must be a string", "model")
-    stream = values.get("stream")
-    if stream is not None and not isinstance(stream, bool):
+    stream = False if values.get("stream") is None else flag(values["stream"])
+    if stream is None:
         raise BodyError("stream must be true or false", "stream")
-    _count(values, "best_of", max_sequences)
+    if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
+        check_priority(values)
     prompts, tokens = _prompts(values.get("prompt")) if api is Api.COMPLETIONS else (1, None)
-    sequences = _count(values, "n", max_sequences) * prompts
+    sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     _check_extra_arguments(values.get("vllm_xargs"))
-    limit = _limit(values)
     return Shape(
         api=api,
         model=model or "",
-        stream=bool(stream),
+        stream=stream,
         sequences=sequences,
         direct=_needs_one_engine(api, values, sequences),
         prompt_tokens=tokens,
         prompt_characters=max(body.text_length(PROMPT_MEMBER[api]), 1),
-        max_tokens=limit if _is_count(limit, 1) else None,
+        max_tokens=count(_limit(values), 1),
     )
 
 
@@ -113,17 +113,13 @@ PROMPT_MEMBER = {
 }
 
 
-def _count(values: dict[str, Any], key: str, most: int) -> int:
-    value = values.get(key)
-    if value is None:
+def _answers(n: object, most: int) -> int:
+    if n is None:
         return 1
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise BodyError(f"{key} must be an integer from 1 to {most}", key)
-    return value
-
-
-def _is_count(value: object, least: int) -> TypeGuard[int]:
-    return type(value) is int and value >= least
+    number = integer(n)
+    if number is None or not 1 <= number <= most:
+        raise BodyError(f"n must be an integer from 1 to {most}", "n")
+    return number
 
 
 def _check_extra_arguments(extra: object) -> None:
@@ -170,9 +166,13 @@ def _needs_one_engine(api: Api, values: dict[str, Any], sequences: int) -> bool:
         return True
     # -1 cuts the prompt to what max_tokens leaves of the context, so the legs would differ in it.
     truncate = values.get("truncate_prompt_tokens")
-    if truncate is not None and not _is_count(truncate, 0):
+    if truncate is not None and count(truncate, 0) is None:
         return True
     # The prefill leg replaces these, so a bad value would be found out only after a prefill.
+    limit, least_wanted = count(_limit(values), 1), count(values.get("min_tokens"), 0)
+    if limit is not None and least_wanted is not None and least_wanted > limit:
+        return True
     return not all(
-        values.get(name) is None or _is_count(values[name], least) for name, least in _REPLACED
+        values.get(name) is None or count(values[name], least) is not None
+        for name, least in _REPLACED
     )

@@ -50,6 +50,8 @@ def test_an_ordinary_request_takes_the_pd_path() -> None:
         {"max_tokens": None, "min_tokens": None, "n": None, "stream": None},
         {"min_tokens": 0},
         {"max_tokens": 10**30},
+        {"max_tokens": "5", "min_tokens": 5.0, "n": 1.0, "truncate_prompt_tokens": "7"},
+        {"best_of": 200, "priority": -(2**63)},
         {"truncate_prompt_tokens": 100},
         {"tools": [{}], "tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
@@ -78,13 +80,14 @@ def test_what_one_kv_cache_can_carry_takes_the_pd_path(members: dict[str, object
         # Engines refuse these, but a prefill leg would not find it out.
         {"max_tokens": 0},
         {"max_tokens": -1},
-        {"max_tokens": 1.0},
-        {"max_tokens": "5"},
-        {"max_tokens": True},
+        {"max_tokens": 1.5},
+        {"max_tokens": "five"},
+        {"max_tokens": []},
         {"max_completion_tokens": 0},
         {"max_completion_tokens": 5, "max_tokens": 0},
         {"min_tokens": -1},
         {"min_tokens": "a"},
+        {"min_tokens": 6, "max_tokens": 5},
         # Cut to what max_tokens leaves, which is not the same on both legs.
         {"truncate_prompt_tokens": -1},
         {"truncate_prompt_tokens": "-1"},
@@ -107,8 +110,8 @@ def test_the_limit_of_a_chat_is_the_newer_member() -> None:
     assert chat(max_tokens=9, max_completion_tokens=4).max_tokens == 4
     assert chat(max_tokens=9, max_completion_tokens=None).max_tokens == 9
     assert chat().max_tokens is None
-    assert chat(max_tokens="9").max_tokens is None
-    assert chat(max_tokens=True).max_tokens is None
+    assert chat(max_tokens="9").max_tokens == 9
+    assert chat(max_tokens="nine").max_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -151,10 +154,32 @@ def test_an_absent_prompt_is_for_the_engine_to_refuse() -> None:
     assert (shape.model, shape.prompt_characters) == ("", 1)
 
 
-@pytest.mark.parametrize("value", [0, -1, 9, 10**6, 1.0, "2", True, [], {}])
-@pytest.mark.parametrize("name", ["n", "best_of"])
-def test_a_number_of_answers_out_of_range_is_refused(name: str, value: object) -> None:
-    assert refused_param(**{name: value}) == name
+@pytest.mark.parametrize("value", [0, -1, 9, 10**6, 10**400, 1.5, 1e300, "two", False, [], {}])
+def test_a_number_of_answers_out_of_range_is_refused(value: object) -> None:
+    assert refused_param(n=value) == "n"
+
+
+@pytest.mark.parametrize(("value", "answers"), [("2", 2), (2.0, 2), (" +2.0 ", 2), (True, 1)])
+def test_a_number_of_answers_is_read_as_vllm_reads_it(value: object, answers: int) -> None:
+    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    assert completion(n=value).sequences == answers
+
+
+@pytest.mark.parametrize("limit", [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_limit_that_is_calculated_with_is_bounded(name: str, limit: int) -> None:
+    """Finding C1: beyond 64 bits it ended every decision of the scheduler."""
+    assert completion(**{name: limit}).max_tokens == 2**31 - 1
+    assert chat(**{name: str(limit)}).max_tokens == 2**31 - 1
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400, 1.5, "high", None, [], {}])
+def test_a_priority_that_vllm_refuses_is_refused(value: object) -> None:
+    assert refused_param(priority=value) == "priority"
+
+
+def test_anthropics_messages_have_no_priority_to_refuse() -> None:
+    assert shape_of(Api.MESSAGES, model="m", messages=MESSAGES, priority="high").model == "m"
 
 
 def test_more_answers_than_allowed_are_refused_however_they_come_about() -> None:
@@ -163,9 +188,17 @@ def test_more_answers_than_allowed_are_refused_however_they_come_about() -> None
     assert completion(prompt=["a"] * 8).sequences == 8
 
 
-@pytest.mark.parametrize("value", [0, 1, "true", [], {}])
-def test_a_stream_flag_that_parsers_could_read_differently_is_refused(value: object) -> None:
+@pytest.mark.parametrize("value", [2, -1, 0.5, "", " true", "maybe", [], {}])
+def test_a_stream_flag_that_vllm_refuses_is_refused(value: object) -> None:
     assert refused_param(stream=value) == "stream"
+
+
+@pytest.mark.parametrize(
+    ("value", "stream"), [("false", False), ("True", True), (0, False), (1.0, True), ("off", False)]
+)
+def test_a_stream_flag_is_read_as_vllm_reads_it(value: object, stream: bool) -> None:
+    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    assert completion(stream=value).stream is stream
 
 
 @pytest.mark.parametrize("value", [0, True, [], {}])
