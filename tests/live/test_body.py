@@ -160,7 +160,6 @@ def strictly_read(data: bytes) -> dict[str, Any]:
         '{"a\n": 1}',
         '{"\\x": 1}',
         '{"\\ud8": 1}',
-        '\ufeff{"a": 1}',
         '{"a": 1}\0',
         '{"a":\xa01}',
         '{"a": 1 /* no */}',
