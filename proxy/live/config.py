@@ -111,6 +111,7 @@ class SchedulingConfig:
         pool_limit: Requests in prefill or in the pool; None for the most of four windows, one per
             rank and two per prefiller. It is shallow because what it holds has leases.
         queue_limit: Requests that may wait before prefill.
+        single_engine_limit: Requests that one prefiller answers alone at a time.
         queue_ttl_s: Wait before prefill after which a request is given up.
         pool_ttl_s: Wait in the pool after which an entry is given up.
         pool_deadline_s: Wait in the pool after which an entry goes first.
@@ -130,6 +131,7 @@ class SchedulingConfig:
     prefiller_utilisation_limit: float
     pool_limit: int | None
     queue_limit: int
+    single_engine_limit: int
     queue_ttl_s: float
     pool_ttl_s: float | None
     pool_deadline_s: float | None

@@ -217,6 +217,7 @@ def _scheduling(values: Values, lease_s: float | None) -> SchedulingConfig:
         prefiller_utilisation_limit=values.get(flags.PREFILLER_UTILISATION_LIMIT),
         pool_limit=values.get(flags.POOL_LIMIT),
         queue_limit=values.get(flags.QUEUE_LIMIT),
+        single_engine_limit=values.get(flags.SINGLE_ENGINE_LIMIT),
         queue_ttl_s=values.get(flags.QUEUE_TTL_S),
         pool_ttl_s=_finite(values.get(flags.POOL_TTL_S)),
         pool_deadline_s=_finite(deadline_s),

@@ -206,6 +206,14 @@ QUEUE_LIMIT = integer(
     least=1,
     most=10**6,
 )
+SINGLE_ENGINE_LIMIT = integer(
+    "single_engine_limit",
+    64,
+    "requests that one prefiller answers alone at a time (embeddings, scores, tokens, lists of models); "
+    "further ones wait, up to the queue limit",
+    least=1,
+    most=10**6,
+)
 LEASE_S = optional_number(
     "lease_s",
     "the connector's",
@@ -464,6 +472,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         PREFILLER_UTILISATION_LIMIT,
         POOL_LIMIT,
         QUEUE_LIMIT,
+        SINGLE_ENGINE_LIMIT,
         LEASE_S,
         LEASE_MARGIN_S,
         ON_MISSING_KV,

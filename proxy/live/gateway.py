@@ -15,7 +15,7 @@ from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.credentials import Secret
 from balanceroute.proxy.live.instances import Instances
 from balanceroute.proxy.live.metrics import CONTENT_TYPE
-from balanceroute.proxy.live.pass_through import PassThrough
+from balanceroute.proxy.live.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.passed_body import engine_body
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.refusals import Refusals
@@ -60,12 +60,14 @@ class GatewaySettings:
         engine_key: Bearer token for the engines; None for none.
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
+        pass_through: How many requests are taken that one engine answers alone.
     """
 
     api_keys: tuple[Secret, ...] = ()
     engine_key: Secret | None = None
     pass_authorization: bool = True
     max_sequences: int = 128
+    pass_through: PassThroughLimits = PassThroughLimits()  # noqa: RUF009 - it is frozen.
 
 
 class Gateway:
@@ -102,7 +104,9 @@ class Gateway:
         self.refusals = Refusals(
             metrics=metrics, log=log, unique=driver.unique, clock=driver.clock, unix_s=unix_s
         )
-        self.pass_through = PassThrough(instances, driver.legs)
+        self.pass_through = PassThrough(
+            instances, driver, metrics=metrics, log=log, limits=settings.pass_through
+        )
 
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
@@ -162,7 +166,7 @@ class Gateway:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
         headers = self._headers(request, record.request_id, route.media)
-        self.pass_through(replace(request, body=body), reply, headers, record.request_id)
+        self.pass_through(replace(request, body=body), reply, headers, record)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         driver = self._driver

@@ -198,7 +198,7 @@ class Metrics:
         for role in Role:
             self._quarantines.labels(role.value)
             self._scrape_failures.labels(role.value)
-        for leg in ("prefill", "decode"):
+        for leg in ("prefill", "decode", "single_engine"):
             for fault in Fault:
                 self._retries.labels(self._leg_label(leg), self._reason_label(fault.value))
         for outcome in ("ok", "failed"):
@@ -242,6 +242,11 @@ class Metrics:
             "Binding to a rank to the first token: KV transfer and first step, streams alone.",
             _REQUEST_BOUNDS_S,
         )
+        self._single = histogram(
+            "single_engine_request_duration_seconds",
+            "Arrival to the end of requests that one engine answers alone, however they ended.",
+            _REQUEST_BOUNDS_S,
+        )
         self._prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS_BOUNDS
         )
@@ -269,6 +274,11 @@ class Metrics:
         self.observe_itl = self._itl.observe
         self._registry.register(collector)
 
+    def passed_through(self, record: RequestRecord) -> None:
+        """Count a request that one engine answered alone, which no histogram of generation takes."""
+        self._count(record)
+        self._single.observe((record.ended_ns - record.arrived_ns) / _NS_PER_S)
+
     def request_ended(self, record: RequestRecord) -> None:
         """Count a request that has ended.
 
@@ -277,16 +287,8 @@ class Metrics:
         Args:
             record: The request, with its outcome set.
         """
-        outcome = record.outcome
-        assert outcome is not None
-        ended_well = outcome is Outcome.OK
-        self._requests.labels(
-            record.endpoint if record.endpoint in ENDPOINTS else OTHER,
-            # A client can invent model names without end, but not make an engine answer for one.
-            self._model_label(record.model, learn=ended_well),
-            outcome.value,
-            self._status_label(str(record.status)),
-        ).inc()
+        ended_well = record.outcome is Outcome.OK
+        self._count(record)
         if ended_well:
             self._e2e.observe((record.ended_ns - record.arrived_ns) / _NS_PER_S)
         if record.prefill_started_ns is not None:
@@ -310,6 +312,17 @@ class Metrics:
         self._recomputes.inc(record.recomputes)
         self._lease_lapses.inc(record.lease_lapses)
         self._retried.inc(record.retries > 0)
+
+    def _count(self, record: RequestRecord) -> None:
+        outcome = record.outcome
+        assert outcome is not None
+        self._requests.labels(
+            record.endpoint if record.endpoint in ENDPOINTS else OTHER,
+            # A client can invent model names without end, but not make an engine answer for one.
+            self._model_label(record.model, learn=outcome is Outcome.OK),
+            outcome.value,
+            self._status_label(str(record.status)),
+        ).inc()
 
     def dispatched(self, stage: str, seconds: float) -> None:
         """Count one dispatch decision and the time it took."""

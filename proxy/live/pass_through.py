@@ -1,136 +1,171 @@
 """Requests that any single engine can answer: they go to a prefiller and back, as they are.
 
-Prefillers, because a decode rank that is busy with them would hold up the whole fleet's step.
+Prefillers, because a decode rank that is busy with them would hold up the whole fleet's step. Each
+prefiller works on so many of them at a time; the others wait here, so many of them, in order of arrival.
 """
 
-import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.answer import passable_headers
-from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.instances import Instances, Status
+from balanceroute.proxy.live.record import Outcome
+from balanceroute.proxy.live.retry_budget import RetryBudget
+from balanceroute.proxy.live.single_exchange import SingleExchange
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.driver import Driver, Log
     from balanceroute.proxy.live.instances import Prefiller
-    from balanceroute.proxy.live.leg_settings import LegSettings
-    from balanceroute.proxy.wire.client import Call
-    from balanceroute.proxy.wire.messages import Headers, Request, WireError
+    from balanceroute.proxy.live.metrics import Metrics
+    from balanceroute.proxy.live.record import RequestRecord
+    from balanceroute.proxy.live.target import Fault, Target
+    from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
 
 
+@dataclass(frozen=True, slots=True)
+class PassThroughLimits:
+    """How many requests are taken.
+
+    Attributes:
+        per_prefiller: Those that one prefiller works on at a time.
+        waiting: Those that wait for a prefiller, in the whole proxy.
+    """
+
+    per_prefiller: int = 64
+    waiting: int = 4096
+
+
 class PassThrough:
-    """Sends each request to the next prefiller that is up, and on to another if it does not answer.
+    """Sends each request to the prefiller that works on the fewest.
 
     Args:
         instances: The engines.
-        legs: Its prefill timeout bounds these requests too.
-
-    Attributes:
-        in_flight: Requests not answered yet.
+        driver: Knows the time limits, and reports to the health checks.
+        metrics: Counts the requests and their retries.
+        log: Gets a line for each.
+        limits: How many requests are taken.
     """
-
-    def __init__(self, instances: Instances, legs: "LegSettings") -> None:
-        self.in_flight = 0
-        self._instances = instances
-        self._legs = legs
-        self._turn = 0
-
-    def __call__(
-        self, request: "Request", reply: "Reply", headers: "Headers", request_id: str
-    ) -> None:
-        """Answer one request."""
-        _Exchange(self, request, reply, headers, request_id).send(tries=2)
-
-    def next_prefiller(self, other_than: "Prefiller | None") -> "Prefiller | None":
-        """Return the next prefiller that is up, in turn, another than the last if there is."""
-        up = [p for p in self._instances.prefillers if p.status is Status.UP]
-        up = [p for p in up if p is not other_than] or up
-        if not up:
-            return None
-        self._turn += 1
-        return up[self._turn % len(up)]
-
-    @property
-    def legs(self) -> "LegSettings":
-        """The time limits."""
-        return self._legs
-
-
-class _Exchange:
-    """One request and its answer."""
 
     def __init__(
         self,
-        owner: PassThrough,
-        request: "Request",
-        reply: "Reply",
-        headers: "Headers",
-        request_id: str,
+        instances: Instances,
+        driver: "Driver",
+        *,
+        metrics: "Metrics",
+        log: "Log",
+        limits: PassThroughLimits,
     ) -> None:
-        self._owner = owner
-        self._request = request
-        self._reply = reply
-        self._headers = headers
-        self._request_id = request_id.encode()
-        self._prefiller: Prefiller | None = None
-        self._call: Call | None = None
-        self._tries = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self.clock = driver.clock
+        self.call_later = driver.call_later
+        self.legs = driver.legs
+        self._instances = instances
+        self._driver = driver
+        self._metrics = metrics
+        self._log = log
+        self._limits = limits
+        self._retries = RetryBudget()
+        self._waiting: deque[SingleExchange] = deque()
+        self._running: dict[SingleExchange, Prefiller] = {}
+        self._busy: Counter[Prefiller] = Counter()
+        self._turn = 0
 
-    def send(self, *, tries: int) -> None:
-        """Send it to a prefiller, and to at most `tries - 1` more if it breaks off."""
-        prefiller = self._prefiller = self._owner.next_prefiller(self._prefiller)
-        if prefiller is None:
-            headers = [*JSON_HEADERS, (b"retry-after", b"1")]
-            self._answer(503, headers, error_body(503, "no prefiller is up"))
-            return
-        self._tries = tries - 1
-        self._owner.in_flight += 1
-        self._reply.on_closed = self._left
-        self._timer = asyncio.get_running_loop().call_later(
-            self._owner.legs.prefill_timeout_s, self._too_late
-        )
-        target = self._request.path
-        if self._request.query:
-            target += b"?" + self._request.query
-        self._call = prefiller.endpoint.request(
-            # vLLM's GET routes refuse HEAD; the reply leaves the body out.
-            b"GET" if self._request.method == b"HEAD" else self._request.method,
-            target,
-            self._headers,
-            self._request.body,
-            BufferedLeg(self._answered, self._broken, max_bytes=self._owner.legs.answer_bytes),
-        )
+    @property
+    def in_flight(self) -> int:
+        """Requests not answered yet."""
+        return len(self._running) + len(self._waiting)
 
-    def _left(self) -> None:
-        assert self._call is not None
-        self._call.abort()
-        self._done()
-
-    def _too_late(self) -> None:
-        self._left()
-        limit_s = self._owner.legs.prefill_timeout_s
-        self._answer(504, JSON_HEADERS, error_body(504, f"no answer within {limit_s:g} s"))
-
-    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        self._done()
-        self._answer(status, headers, body)
-
-    def _broken(self, error: "WireError") -> None:
-        self._done()
-        if self._tries:
-            self.send(tries=self._tries)
+    def __call__(
+        self, request: "Request", reply: "Reply", headers: "Headers", record: "RequestRecord"
+    ) -> None:
+        """Answer one request."""
+        self._retries.earn()
+        exchange = SingleExchange(self, request, reply, headers, record)
+        prefiller = self._free(None)
+        if self._driver.draining:
+            exchange.refuse(503, "the proxy is shutting down")
+        elif prefiller is not None:
+            self._start(exchange, prefiller)
+        elif not self._up():
+            exchange.refuse(503, "no prefiller is up")
+        elif len(self._waiting) >= self._limits.waiting:
+            exchange.refuse(429, f"{self._limits.waiting} requests wait for a prefiller already")
         else:
-            self._answer(502, JSON_HEADERS, error_body(502, f"the engine failed: {error}"))
+            self._waiting.append(exchange)
 
-    def _done(self) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-        self._owner.in_flight -= 1
-        self._reply.on_closed = None
+    def lost(self, target: "Target") -> None:
+        """Move what an engine that is quarantined has not begun to answer."""
+        for exchange, prefiller in list(self._running.items()):
+            if prefiller.target == target:
+                exchange.engine_lost()
 
-    def _answer(self, status: int, headers: "Headers", body: bytes) -> None:
-        self._reply.send(
-            status, [*passable_headers(headers), (b"x-request-id", self._request_id)], body
-        )
+    # What an exchange does.
+
+    def again(self, exchange: SingleExchange, fault: "Fault") -> bool:
+        """Send a request that failed to another prefiller; return whether there is one for it."""
+        failed = self._running[exchange]
+        other = self._free(failed)
+        if other is None or other is failed or not self._retries.spend():
+            return False
+        self._metrics.retry("single_engine", fault.value)
+        exchange.record.retries += 1
+        self._stop(exchange)
+        self._start(exchange, other)
+        return True
+
+    def failed(self, target: "Target", fault: "Fault", reason: str) -> None:
+        """Report a failure of an engine to the health checks."""
+        self._driver.leg_failed(target, fault, reason)
+
+    def succeeded(self, target: "Target") -> None:
+        """Report an answer of an engine to the health checks."""
+        self._driver.leg_succeeded(target)
+
+    def ended(self, exchange: SingleExchange, outcome: Outcome, reason: str) -> None:
+        """Note that a request is over, and begin the next one that waits."""
+        record = exchange.record
+        record.outcome, record.reason = outcome, reason
+        record.ended_ns = round(self.clock() * 1e9)
+        if exchange in self._running:
+            self._stop(exchange)
+        elif exchange in self._waiting:
+            self._waiting.remove(exchange)
+        self._metrics.passed_through(record)
+        self._log.request_ended(record)
+        self._begin_waiting()
+
+    # Turns.
+
+    def _begin_waiting(self) -> None:
+        while self._waiting:
+            prefiller = self._free(None)
+            if prefiller is not None:
+                self._start(self._waiting.popleft(), prefiller)
+            elif self._up():
+                return
+            else:
+                self._waiting.popleft().refuse(503, "no prefiller is up")
+
+    def _up(self) -> "list[Prefiller]":
+        return [p for p in self._instances.prefillers if p.status is Status.UP]
+
+    def _free(self, other_than: "Prefiller | None") -> "Prefiller | None":
+        """Return the prefiller that works on the fewest; equal ones take turns."""
+        free = [p for p in self._up() if self._busy[p] < self._limits.per_prefiller]
+        free = [p for p in free if p is not other_than] or free
+        if not free:
+            return None
+        self._turn += 1
+        first = self._turn % len(free)
+        return min(free[first:] + free[:first], key=self._busy.__getitem__)
+
+    def _start(self, exchange: SingleExchange, prefiller: "Prefiller") -> None:
+        self._running[exchange] = prefiller
+        self._busy[prefiller] += 1
+        exchange.send(prefiller)
+
+    def _stop(self, exchange: SingleExchange) -> None:
+        prefiller = self._running.pop(exchange)
+        self._busy[prefiller] -= 1
+        if not self._busy[prefiller]:
+            del self._busy[prefiller]

@@ -35,6 +35,7 @@ from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.load_log import LoadLog
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
+from balanceroute.proxy.live.pass_through import PassThroughLimits
 from balanceroute.proxy.live.predictor_set import PredictorSet
 from balanceroute.proxy.live.predictors import (
     InThread,
@@ -133,7 +134,7 @@ class Proxy:
         self.health = Health(
             config.health,
             fetch=self._fetcher.status,
-            on_change=self.roster.health_changed,
+            on_change=self._health_changed,
             clock=asyncio.get_running_loop().time,
             rng=environment.rng,
         )
@@ -276,6 +277,9 @@ class Proxy:
                 api_keys=config.listen.api_keys,
                 engine_key=config.fleet.key,
                 pass_authorization=config.pass_authorization,
+                pass_through=PassThroughLimits(
+                    config.scheduling.single_engine_limit, config.scheduling.queue_limit
+                ),
             ),
             unix_s=self._environment.unix_s,
         )
@@ -399,6 +403,11 @@ class Proxy:
         except MetricsPageError as error:
             raise FetchError(Fault.PROTOCOL, str(error)) from None
         return len(gauges.engines)
+
+    def _health_changed(self, target: Target, up: bool, reason: str) -> None:
+        self.roster.health_changed(target, up, reason)
+        if not up:
+            self.gateway.pass_through.lost(target)
 
     def _scrape_failed(self, target: Target, reason: str) -> None:
         self.metrics.scrape_failed(target.role)

@@ -116,6 +116,7 @@ SAMPLES: dict[str, object] = {
     "prefiller_utilisation_limit": 0.5,
     "pool_limit": 9,
     "queue_limit": 10,
+    "single_engine_limit": 12,
     "lease_s": 60.0,
     "lease_margin_s": 1.0,
     "on_missing_kv": "fail",
