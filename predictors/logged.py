@@ -21,11 +21,10 @@ from balanceroute.traces.fields import (
     tokens_from_json,
 )
 from balanceroute.traces.json_lines import decode_object, required
+from balanceroute.traces.native import is_of_the_process
 from balanceroute.traces.text_lines import text_lines
 
 _KEY = re.compile(r"[0-9a-f]{16}")
-# The process log may go to the same place; each of its lines has these.
-_OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})
 
 
 def read_log(path: str | PathLike[str]) -> list[PastRequest]:
@@ -53,7 +52,7 @@ def read_log(path: str | PathLike[str]) -> list[PastRequest]:
 def _request(line: str) -> PastRequest | None:
     """Return the request of a line, None if there is nothing to learn from it."""
     entry = decode_object(line)
-    if "arrival_s" not in entry and entry.keys() >= _OF_THE_PROCESS:
+    if is_of_the_process(entry):
         return None
     outcome = required(entry, "outcome")
     if not isinstance(outcome, str):

@@ -1,10 +1,11 @@
 """The command line: faults of the input end with status 2 and one clear line, never a traceback."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import PolicyResult, experiment
 from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.traces import read_trace, write_native
@@ -197,7 +199,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_simulation(
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("the simulation began")
 
-    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", too_late)
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", too_late)
     file = tmp_path / "file"
     file.write_text("mine")
     for arguments, words in (
@@ -297,7 +299,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         given.extend([*arguments, seed])
         raise ConfigError("seen enough")
 
-    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", stop)
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", stop)
     command = (
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
@@ -453,3 +455,49 @@ def test_a_process_with_a_bad_setting_exits_with_2() -> None:
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "balanceroute: --ranks is 0, must be from 1 to 10000\n"
+
+
+def test_an_interrupt_prints_the_policies_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finding usability-L10: an interrupted comparison printed nothing."""
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[PolicyResult]:
+        results = experiment(*arguments, **options)
+        yield next(results)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", interrupted)
+    out = tmp_path / "out.json"
+    command = [*SATURATED, "--policy", "fifo,jsq,br-0", "--json", str(out)]
+    assert main(command) == 130
+    text = unwrapped(capsys.readouterr().out)
+    assert "Interrupted before the end of jsq, br-0." in text
+    written = json.loads(out.read_text())
+    assert [row["policy"] for row in written["results"]] == ["fifo"]
+    assert written["config"]["interrupted"] is True
+    assert written["results"][0]["stderr"]["idle_fraction"] is None
+
+
+def test_an_output_that_cannot_be_written_is_named_and_not_left_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finding usability-L7: a full disk was told without the path, and an empty file stayed."""
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "out.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert main([*SATURATED, "--policy", "fifo", "--json", str(out)]) == 2
+    assert f"--json: {out}: No space left on device" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SATURATED, "--policy", "fifo", "--plots", str(tmp_path)]) == 0
+    named = capsys.readouterr().out.rpartition("Pictures: ")[2].strip().split(", ")
+    assert sorted(named) == sorted(str(path) for path in tmp_path.glob("*.png"))
+    assert named

@@ -136,7 +136,7 @@ def _locate(path: str | PathLike[str]) -> Path:
 def _topology(path: Path, document: dict[str, object]) -> Topology:
     keys = ("name", "model", "connector", "prefill", "decode", "proxy", "engines", "emulation")
     table = Table(path, "", document, keys)
-    name = table.required_text("name")
+    name = table.required_text("name") if "name" in table else path.stem
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
     connector = table.word("connector", CONNECTORS)

@@ -2,7 +2,8 @@
 
 `{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
 the time in seconds and `hash_ids` optional, as is `max_tokens`, the limit that the client set (null
-for none). Other keys are ignored. Written times have nine digits,
+for none). Other keys are ignored. The proxy's request log is such a file; lines of its process log in
+between are passed over. A request of several choices counts as one answer of all their tokens. Written times have nine digits,
 so that a trace survives being written and read to the nanosecond.
 """
 
@@ -22,11 +23,18 @@ from balanceroute.traces.json_lines import decode_object, keys_of, required
 from balanceroute.traces.record import TraceRequest
 
 KEYS = ("arrival_s", "prompt_tokens", "output_tokens")
+_OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})
 
 
 def recognises(first_line: str) -> bool:
     """Tell whether a file with this first line is a native trace, complete or not."""
-    return not keys_of(first_line).isdisjoint(KEYS)
+    keys = keys_of(first_line)
+    return not keys.isdisjoint(KEYS) or keys >= _OF_THE_PROCESS
+
+
+def is_of_the_process(entry: dict[str, object]) -> bool:
+    """Tell whether a line of the proxy's log is of its process log: it has no request."""
+    return "arrival_s" not in entry and entry.keys() >= _OF_THE_PROCESS
 
 
 def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
@@ -40,6 +48,8 @@ def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
     """
     for line in lines:
         entry = decode_object(line)
+        if is_of_the_process(entry):
+            continue
         arrival_s, prompt_tokens, output_tokens = (required(entry, key) for key in KEYS)
         limit = entry.get("max_tokens")
         yield TraceRequest(

@@ -13,6 +13,7 @@ from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
 from balanceroute.proxy.cli.numbers import check_numbers
+from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.past_flags import (
     BOUNDS,
     Past,
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = as_json(replay.rows, judgements, baseline=_BASELINE)
         report = {"config": _config(arguments), "results": results}
         text = json.dumps(report, indent=2, allow_nan=False)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_output("--json", arguments.json, text + "\n")
     if arguments.plots is not None:
         write_plots(
             replay.rows, judgements, arguments.plots, title=title, baselines=len(_BASELINES)
@@ -147,11 +148,8 @@ def _parts(past: Past, share: float) -> "tuple[list[PastRequest], list[PastReque
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Find out now, not after the replay, that its figures cannot be written."""
     out = arguments.json
+    check_output("--json", out)
     if out is not None:
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--json: {out.parent} is not a directory")
-        if out.is_dir():
-            raise ConfigError(f"--json: {out} is a directory")
         for path in (source_of(arguments), *arguments.model):
             if out.exists() and path.exists() and out.samefile(path):
                 raise ConfigError(f"--json: {out} is what is to be read")

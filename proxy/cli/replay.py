@@ -18,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.numbers import check_numbers
+from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import replay
 from balanceroute.proxy.replay.figures import STEADY_STATE
 from balanceroute.proxy.replay.limits import with_limits
-from balanceroute.proxy.replay.report import print_report, write_json, write_requests
+from balanceroute.proxy.replay.report import as_json, print_report, requests_as_json
 from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.sharegpt import BYTES_PER_TOKEN, read_exchanges, with_exchanges
 from balanceroute.proxy.replay.target import parse_target
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, _BOUNDS)
     settings = _settings(arguments)
     for flag, path in (("--json", arguments.json), ("--requests-json", arguments.requests_json)):
-        _check_output(flag, path)
+        check_output(flag, path)
     requests, notes = _workload(arguments, settings)
     _allow_open_files()
     result = _replay(settings, requests)
@@ -165,22 +166,13 @@ def run(arguments: argparse.Namespace) -> int:
     print_report(arguments.label, result, title=_title(arguments, requests, result), notes=notes)
     if arguments.json is not None:
         config = _config(arguments, requests, result)
-        write_json(arguments.json, config, arguments.label, result)
+        write_output("--json", arguments.json, as_json(config, arguments.label, result))
     if arguments.requests_json is not None:
-        write_requests(arguments.requests_json, result, time_scale=settings.time_scale)
+        text = requests_as_json(result, time_scale=settings.time_scale)
+        write_output("--requests-json", arguments.requests_json, text)
     if result.interrupted:
         return 130
     return 1 if result.faults else 0
-
-
-def _check_output(flag: str, path: Path | None) -> None:
-    """Find out now, not after the replay, that its figures cannot be written."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag}: {path.parent} is not a directory")
-    if path.is_dir():
-        raise ConfigError(f"{flag}: {path} is a directory")
 
 
 def _settings(arguments: argparse.Namespace) -> ReplaySettings:

@@ -12,16 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.numbers import check_numbers
+from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
+from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import run_experiment
+from balanceroute.proxy.sim.experiment import experiment
 from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
+from balanceroute.proxy.sim.hints import hints, unending
 from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.report import STEADY_STATE, print_table, write_json
+from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 from balanceroute.traces import FORMATS, read_trace
 
@@ -179,29 +182,40 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments)
     _check_outputs(arguments)
-    results = _simulate(arguments, deployment, workloads, policies, settings, forecast=forecast)
+    results: list[PolicyResult] = []
+    try:
+        _simulate(
+            arguments, deployment, workloads, policies, settings, forecast=forecast, results=results
+        )
+    except KeyboardInterrupt:
+        if not results:
+            raise
+    interrupted = len(results) < len(policies)
     title = _title(arguments, workloads)
-    caption = f"Steady state: {STEADY_STATE}."
+    notes = [f"Steady state: {STEADY_STATE}."]
     if len(workloads) > 1:
-        caption += f" Mean ± standard error of {len(workloads)} segments."
+        notes.append(f"Mean ± standard error of {len(workloads)} segments.")
     if dropped:
-        caption += f" {dropped} requests without output left out."
-    print_table(results, title=title, caption=caption)
+        notes.append(f"{dropped} requests without output left out.")
+    if interrupted:
+        notes.append(f"Interrupted before the end of {', '.join(policies[len(results) :])}.")
+    notes += hints(results, deployment, workloads)
+    print_table(results, title=title, caption=" ".join(notes))
     if arguments.json is not None:
         config = _config(arguments, policies, settings, workloads, dropped)
-        write_json(arguments.json, config, results)
+        config |= {"interrupted": interrupted}
+        write_output("--json", arguments.json, as_json(config, results))
     if arguments.plots is not None:
-        write_plots(results, arguments.plots, title=title)
-    return 0
+        pictures = write_plots(results, arguments.plots, title=title)
+        Console(soft_wrap=True).print(
+            f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False
+        )
+    return 130 if interrupted else 0
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Find out now, not after the simulation, that its figures cannot be written."""
-    if arguments.json is not None:
-        if not arguments.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json: {arguments.json.parent} is not a directory")
-        if arguments.json.is_dir():
-            raise ConfigError(f"--json: {arguments.json} is a directory")
+    check_output("--json", arguments.json)
     if arguments.plots is not None:
         require_matplotlib()
         try:
@@ -234,9 +248,14 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
 
 
 def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
-    trace = read_trace(arguments.trace, arguments.format)
+    with StageBar() as bar:
+        bar.show(f"reading {arguments.trace}")
+        trace = read_trace(arguments.trace, arguments.format)
     trace = trace[arguments.skip :][: arguments.requests]
     requests = playable(trace)
+    warning = unending(requests)
+    if warning is not None:
+        sys.stderr.write(f"balanceroute: warning: {arguments.trace}: {warning}\n")
     rate = arguments.rate
     if rate is None and arguments.backlog is None and arguments.concurrency is None:
         rate = 1.0
@@ -259,7 +278,9 @@ def _simulate(
     settings: "PolicySettings",
     *,
     forecast: "Forecast",
-) -> "list[PolicyResult]":
+    results: "list[PolicyResult]",
+) -> None:
+    """Add each policy's figures to `results` when it is through, so that an interrupt keeps them."""
     columns = (
         TextColumn("{task.description:12}"),
         BarColumn(),
@@ -273,15 +294,25 @@ def _simulate(
     ) as bar:
         total = len(policies) * sum(len(workload.requests) for workload in workloads)
         task = bar.add_task(policies[0], total=total)
-        return run_experiment(
+        unshown = 0
+
+        def progress(policy: str, finished: int) -> None:
+            nonlocal unshown
+            unshown += finished
+            if 1_000 * unshown >= total:  # To show every step would cost more than the steps.
+                bar.update(task, description=policy, advance=unshown)
+                unshown = 0
+
+        for result in experiment(
             deployment,
             workloads,
             policies,
             settings,
             forecast,
             seed=arguments.seed,
-            progress=lambda policy, done: bar.update(task, description=policy, advance=done),
-        )
+            progress=progress,
+        ):
+            results.append(result)
 
 
 def _title(arguments: argparse.Namespace, workloads: "Sequence[Workload]") -> str:

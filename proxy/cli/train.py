@@ -16,6 +16,7 @@ from balanceroute.predictors.questions import Replay, cut_in_time
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
 from balanceroute.proxy.cli.numbers import check_numbers
+from balanceroute.proxy.cli.outputs import check_output
 from balanceroute.proxy.cli.past_flags import (
     BOUNDS,
     add_past_flags,
@@ -100,10 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_out(path: Path) -> None:
     """Find out now, not after the training, that the predictor cannot be written."""
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {path.parent} is not a directory")
-    if path.is_dir():
-        raise ConfigError(f"--out: {path} is a directory")
+    check_output("--out", path)
     if path.exists():
         try:
             files.read_state(path)

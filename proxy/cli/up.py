@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -47,7 +50,7 @@ _READY_BYTES = 1 << 20
 
 
 class EngineProcessError(BalanceRouteError):
-    """The emulated engines did not start."""
+    """The emulated engines did not start, or ended before they were to."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -71,11 +74,44 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: A setting cannot be served.
         TopologyError: The topology cannot be used.
-        EngineProcessError: The engines did not start.
+        EngineProcessError: The engines did not start, or ended.
     """
     topology = read_topology(arguments.topology)
-    with emulated_engines(emulate_command(topology)) as engines:
-        return configure_and_serve(topology, flags_given(arguments) | engines)
+    with engine_process(emulate_command(topology)) as process:
+        engines = _addresses(_ready_line(process))
+        _greet(engines)
+        with _watched(process) as ended:
+            status = configure_and_serve(topology, flags_given(arguments) | engines)
+        if ended:
+            raise EngineProcessError(f"the emulated engines ended {ended[0]}")
+        return status
+
+
+def _greet(engines: "Mapping[str, object]") -> None:
+    """Say where the engines are: what wants their own figures needs to know."""
+    for role, urls in engines.items():
+        assert isinstance(urls, list)
+        sys.stderr.write(f"{role}: {' '.join(urls)}\n")
+
+
+@contextmanager
+def _watched(process: "subprocess.Popen[bytes]") -> Iterator[list[str]]:
+    """End this process's service if a process ends; yield where it is noted how that ended."""
+    ended: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        status = process.wait()
+        if over.is_set():
+            return
+        ended.append(f"with status {status}" if status >= 0 else f"by signal {-status}")
+        os.kill(os.getpid(), signal.SIGTERM)  # As if somebody stopped it: it drains.
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield ended
+    finally:
+        over.set()
 
 
 def emulate_command(topology: "Topology") -> list[str]:
@@ -109,11 +145,19 @@ def emulate_command(topology: "Topology") -> list[str]:
 def emulated_engines(command: Sequence[str]) -> Iterator[dict[str, object]]:
     """Run the engines; yield their addresses as `serve`'s flags.
 
-    The engines end when their standard input does, so that they never outlive this process, however
-    it ends. A session of their own keeps the terminal's Ctrl-C from ending them before the proxy.
-
     Raises:
         EngineProcessError: They did not start.
+    """
+    with engine_process(command) as process:
+        yield _addresses(_ready_line(process))
+
+
+@contextmanager
+def engine_process(command: Sequence[str]) -> "Iterator[subprocess.Popen[bytes]]":
+    """Run the engines until the context ends.
+
+    The engines end when their standard input does, so that they never outlive this process, however
+    it ends. A session of their own keeps the terminal's Ctrl-C from ending them before the proxy.
     """
     process = subprocess.Popen(  # noqa: S603 - this package's own command.
         command,
@@ -124,7 +168,7 @@ def emulated_engines(command: Sequence[str]) -> Iterator[dict[str, object]]:
         start_new_session=True,
     )
     try:
-        yield _addresses(_ready_line(process))
+        yield process
     finally:
         assert process.stdin is not None
         assert process.stdout is not None

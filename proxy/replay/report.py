@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -29,18 +28,13 @@ def as_json(config: Mapping[str, object], label: str, result: ReplayResult) -> s
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, config: Mapping[str, object], label: str, result: ReplayResult) -> None:
-    """Write the report to `path`."""
-    path.write_text(as_json(config, label, result), encoding="utf-8")
-
-
-def write_requests(path: Path, result: ReplayResult, *, time_scale: float) -> None:
-    """Write what happened to each request to `path`: a JSON list, one request a line."""
+def requests_as_json(result: ReplayResult, *, time_scale: float) -> str:
+    """Return what happened to each request: a JSON list, one request a line."""
     rows = [
         json.dumps(_row(sample, result.start_ns, time_scale), allow_nan=False)
         for sample in result.samples
     ]
-    path.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
+    return "[\n" + ",\n".join(rows) + "\n]\n"
 
 
 def print_report(label: str, result: ReplayResult, *, title: str, notes: Sequence[str]) -> None:

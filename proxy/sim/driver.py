@@ -81,6 +81,7 @@ class Simulation:
         policy: Who decides.
         predictor: Told of every request.
         on_event: Called with the time and each event and action, in order: the event log.
+        on_finished: Called with the number of requests that finished at the end of a step.
         clock_ns: Real time, for the cost of decisions.
     """
 
@@ -92,6 +93,7 @@ class Simulation:
         predictor: Predictor,
         *,
         on_event: Callable[[int, Event | Action], None] | None = None,
+        on_finished: Callable[[int], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         prefill = deployment.prefill
@@ -113,6 +115,7 @@ class Simulation:
         self._predictor = predictor
         self._prefill = prefill
         self._on_event = on_event
+        self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._loop = EventLoop()
         self._fleet = DecodeFleet(
@@ -252,3 +255,4 @@ class Simulation:
             self.recorder.recomputed()
         if finished or dropped:
             self._undecided = True
+            self._on_finished(len(finished))

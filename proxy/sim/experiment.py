@@ -6,8 +6,9 @@ error. Seeds derive from the experiment's seed, the segment and the policy alone
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import fmean, stdev
 
 from balanceroute.predictors import NoPrediction
@@ -28,7 +29,8 @@ class PolicyResult:
     Attributes:
         policy: Its name.
         mean: Of each of `METRICS` over the segments.
-        stderr: The standard error of each mean; 0 for a single segment.
+        stderr: The standard error of each mean; 0 for a single segment, which has none.
+        segments: How many runs the means are of.
         picture: Loads by step and rank in the first segment's steady state.
     """
 
@@ -36,6 +38,7 @@ class PolicyResult:
     mean: dict[str, float]
     stderr: dict[str, float]
     picture: list[list[int]]
+    segments: int = 1
 
 
 def run_experiment(
@@ -48,28 +51,49 @@ def run_experiment(
     seed: int = 0,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
 ) -> list[PolicyResult]:
-    """Run every policy on every workload, in order.
+    """Run every policy on every workload, in order; see `experiment`."""
+    return list(
+        experiment(
+            deployment, workloads, policies, settings, forecast, seed=seed, progress=progress
+        )
+    )
 
-    `progress` is told the policy and the number of requests after each run.
+
+def experiment(
+    deployment: Deployment,
+    workloads: Sequence[Workload],
+    policies: Sequence[str],
+    settings: PolicySettings,
+    forecast: Forecast,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, int], None] = lambda _policy, _requests: None,
+) -> Iterator[PolicyResult]:
+    """Run every policy on every workload; yield each policy's figures when it is through.
+
+    `progress` is told the policy and the number of requests that finished, step by step.
 
     Raises:
         ConfigError: A policy is unknown, a predictor cannot be made, or a workload is too short for a
             steady state.
     """
-    results: list[PolicyResult] = []
     for policy in policies:
         runs: list[RunMetrics] = []
         picture: list[list[int]] = []
         for segment, workload in enumerate(workloads):
             simulation = make_simulation(
-                deployment, workload, policy, settings, forecast, seed=f"{seed}/{segment}/{policy}"
+                deployment,
+                workload,
+                policy,
+                settings,
+                forecast,
+                seed=f"{seed}/{segment}/{policy}",
+                on_finished=partial(progress, policy),
             )
             recorder = simulation.run()
             runs.append(recorder.metrics())
             picture = picture or recorder.picture
-            progress(policy, len(workload.requests))
-        results.append(_summarise(policy, runs, picture))
-    return results
+        yield _summarise(policy, runs, picture)
 
 
 def make_simulation(
@@ -80,6 +104,7 @@ def make_simulation(
     forecast: Forecast,
     *,
     seed: str,
+    on_finished: Callable[[int], None] = lambda _: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Simulation:
     """Return one run, ready to go.
@@ -94,7 +119,12 @@ def make_simulation(
         deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
     )
     return Simulation(
-        deployment, workload, make_policy(policy, parts), predictor, clock_ns=clock_ns
+        deployment,
+        workload,
+        make_policy(policy, parts),
+        predictor,
+        on_finished=on_finished,
+        clock_ns=clock_ns,
     )
 
 
@@ -105,4 +135,4 @@ def _summarise(policy: str, runs: Sequence[RunMetrics], picture: list[list[int]]
         values = [float(getattr(run, name)) for run in runs]
         mean[name] = fmean(values)
         stderr[name] = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return PolicyResult(policy, mean, stderr, picture)
+    return PolicyResult(policy, mean, stderr, picture, len(runs))

@@ -35,6 +35,7 @@ class RunMetrics:
     recomputes: float
     dispatch_us_p50: float
     dispatch_us_p99: float
+    mean_running: float
 
 
 @dataclass(slots=True)
@@ -147,6 +148,7 @@ class Recorder:
             recomputes=self._recomputes,
             dispatch_us_p50=float(dispatch[0]),
             dispatch_us_p99=float(dispatch[1]),
+            mean_running=self._tokens / self._steps,
         )
 
     @property

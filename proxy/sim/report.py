@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
@@ -18,19 +17,21 @@ STEADY_STATE = "from a tenth of the requests finished to the last arrival"
 
 
 def as_json(config: Mapping[str, object], results: Sequence[PolicyResult]) -> str:
-    """Return the report as JSON text; figures are means over the segments."""
+    """Return the report as JSON text; figures are means over the segments.
+
+    A single segment has no standard errors: null.
+    """
     rows = [
         {"policy": result.policy}
         | {name: result.mean[name] for name in METRICS}
-        | {"stderr": {name: result.stderr[name] for name in METRICS}}
+        | {
+            "stderr": {
+                name: result.stderr[name] if result.segments > 1 else None for name in METRICS
+            }
+        }
         for result in results
     ]
     return json.dumps({"config": dict(config), "results": rows}, indent=2, allow_nan=False) + "\n"
-
-
-def write_json(path: Path, config: Mapping[str, object], results: Sequence[PolicyResult]) -> None:
-    """Write the report to `path`."""
-    path.write_text(as_json(config, results), encoding="utf-8")
 
 
 def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) -> None:
@@ -50,7 +51,7 @@ def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) ->
 def make_table(
     results: Sequence[PolicyResult], *, title: str, caption: str, narrow: bool = False
 ) -> Table:
-    """Return the table; `x` compares output with the first policy's.
+    """Return the table; `x` is the output over that of the first policy.
 
     A narrow one has no standard errors, and leaves out the figures that others stand in for.
     """
@@ -64,7 +65,7 @@ def make_table(
         ("imbalance\ntokens", True, lambda r: cell(r, "mean_imbalance_tokens", 0)),
         ("idle\n%", True, lambda r: cell(r, "idle_fraction", 1, 100)),
         ("output\ntokens/s", True, lambda r: cell(r, "output_tokens_per_s", 0)),
-        ("\nx", True, lambda r: f"{r.mean['output_tokens_per_s'] / base:.2f}"),
+        (f"x\n{results[0].policy}", True, lambda r: f"{r.mean['output_tokens_per_s'] / base:.2f}"),
         ("TPOT ms\np50", False, lambda r: cell(r, "tpot_ms_p50", 1)),
         ("TPOT ms\np95", True, lambda r: cell(r, "tpot_ms_p95", 1)),
         ("wait s\np50", True, lambda r: cell(r, "pool_wait_s_p50", 2)),

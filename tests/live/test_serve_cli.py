@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -300,6 +301,35 @@ def test_up_finds_the_bootstrap_servers_of_its_engines(
     fake(FAKE.replace(READY, ready))
     assert main(["up", write(tmp_path, f'connector = "mooncake"\n{EMULATED}')]) == 0
     assert [str(server.bootstrap) for server in served[0].fleet.prefill] == ["http://b:9"]
+
+
+def test_up_ends_with_the_reason_when_its_engines_do(
+    fake: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Finding usability-M2: it served on for ever in front of nothing."""
+    note = fake(FAKE)
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+
+    def serve(_: ProxyConfig) -> int:
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        told = signal.set_wakeup_fd(wake.fileno())
+        try:
+            os.kill(int(note.read_text()), signal.SIGKILL)
+            assert woken.recv(1) == bytes([signal.SIGTERM])
+        finally:
+            signal.set_wakeup_fd(told)
+            signal.signal(signal.SIGTERM, before)
+        return 0
+
+    use_serve(monkeypatch, serve)
+    with woken, wake:
+        assert main(["up", "emulated-2p8d"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["prefill: http://p", "decode: http://d:1 http://d:2"]
+    assert lines[2:] == ["balanceroute: the emulated engines ended by signal 9"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no port"), ConfigError("no")])

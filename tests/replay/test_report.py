@@ -12,7 +12,7 @@ from balanceroute.proxy.replay.driver import ReplayResult
 from balanceroute.proxy.replay.faults import Fault, count_faults
 from balanceroute.proxy.replay.figures import STEADY_STATE, WHOLE_RUN, ReplayFigures
 from balanceroute.proxy.replay.fleet import FleetFigures
-from balanceroute.proxy.replay.report import as_json, print_report, write_json, write_requests
+from balanceroute.proxy.replay.report import as_json, print_report, requests_as_json
 from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.proxy.sim.recorder import RunMetrics
@@ -145,12 +145,6 @@ def test_the_json_never_holds_what_is_not_json() -> None:
         as_json({"rate": float("nan")}, "x", result())
 
 
-def test_the_file_holds_the_json(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    write_json(path, {"trace": "é"}, "x", result())
-    assert path.read_text() == as_json({"trace": "é"}, "x", result())
-
-
 def test_the_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(result(fleet=FLEET), capsys)
     assert "a [title]" in text
@@ -225,9 +219,8 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
     failed = Sample(PlannedRequest(4, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
     failed.end_ns, failed.fault = 7 * MS, Fault("reset", "gone")
     given = dataclasses.replace(result(), samples=[done, failed], start_ns=5 * MS)
-    path = tmp_path / "requests.json"
-    write_requests(path, given, time_scale=10.0)
-    assert json.loads(path.read_text()) == [
+    text = requests_as_json(given, time_scale=10.0)
+    assert json.loads(text) == [
         {
             "number": 3,
             "due_s": 0.0,
@@ -259,4 +252,4 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
             "fault": {"kind": "reset", "message": "gone"},
         },
     ]
-    assert len(path.read_text().splitlines()) == 4
+    assert len(text.splitlines()) == 4

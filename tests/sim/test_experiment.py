@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 
@@ -15,6 +17,7 @@ from balanceroute.proxy.sim.experiment import (
     make_simulation,
     run_experiment,
 )
+from balanceroute.proxy.sim.experiment import experiment as experiments
 from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
 from balanceroute.proxy.sim.workload import split
 from balanceroute.traces import TraceRequest
@@ -135,7 +138,8 @@ def test_predictors_matter_to_br_h_alone() -> None:
     assert none[2] != survival[2] != oracle[2] != none[2]
 
 
-def test_progress_is_told_after_every_run_in_order() -> None:
+def test_progress_is_told_step_by_step_in_order() -> None:
+    """Finding usability-H5: it stood at 0 until a run ended."""
     told: list[tuple[str, int]] = []
     run_experiment(
         DEPLOYMENT,
@@ -145,7 +149,26 @@ def test_progress_is_told_after_every_run_in_order() -> None:
         SURVIVAL,
         progress=lambda policy, requests: told.append((policy, requests)),
     )
-    assert told == [("jsq", 80)] * 3 + [("br-0", 80)] * 3
+    assert [policy for policy, _ in groupby(told, key=itemgetter(0))] == ["jsq", "br-0"]
+    for policy in ("jsq", "br-0"):
+        steps = [finished for name, finished in told if name == policy]
+        assert sum(steps) == 240
+        assert max(steps) <= DEPLOYMENT.ranks * DEPLOYMENT.batch_limit
+
+
+def test_the_figures_of_a_policy_are_there_before_the_next_one_begins() -> None:
+    begun: list[str] = []
+    results = experiments(
+        DEPLOYMENT,
+        split(TRACE, segments=2, backlog=6),
+        ["jsq", "br-0"],
+        SETTINGS,
+        SURVIVAL,
+        progress=lambda policy, _: begun.append(policy),
+    )
+    assert next(results).policy == "jsq"
+    assert set(begun) == {"jsq"}
+    assert [result.policy for result in results] == ["br-0"]
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:

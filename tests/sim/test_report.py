@@ -2,13 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
-from balanceroute.proxy.sim.report import as_json, make_table, print_table, write_json
+from balanceroute.proxy.sim.report import as_json, make_table, print_table
 
 FIGURES = {
     "mean_imbalance_tokens": 12_345.6,
@@ -24,15 +23,19 @@ FIGURES = {
     "recomputes": 2.0,
     "dispatch_us_p50": 11.4,
     "dispatch_us_p99": 33.6,
+    "mean_running": 50.0,
 }
 
 
-def result(policy: str, *, scale: float = 1.0, error: float = 0.0) -> PolicyResult:
+def result(
+    policy: str, *, scale: float = 1.0, error: float = 0.0, segments: int = 2
+) -> PolicyResult:
     return PolicyResult(
         policy,
         mean={name: scale * value for name, value in FIGURES.items()},
         stderr={name: error * value for name, value in FIGURES.items()},
         picture=[[1, 2]],
+        segments=segments,
     )
 
 
@@ -67,6 +70,12 @@ def test_the_json_has_the_keys_of_the_contract() -> None:
     assert text.endswith("}\n")
 
 
+def test_a_single_segment_has_no_standard_errors() -> None:
+    """Finding usability-M7: they were 0."""
+    report = json.loads(as_json({}, [result("jsq", segments=1)]))
+    assert report["results"][0]["stderr"] == dict.fromkeys(FIGURES)
+
+
 def test_every_figure_of_a_run_is_reported() -> None:
     assert set(METRICS) == set(FIGURES)
 
@@ -75,13 +84,6 @@ def test_every_figure_of_a_run_is_reported() -> None:
 def test_the_json_never_holds_what_is_not_json(value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         as_json({"patience": value}, [])
-
-
-def test_the_file_holds_the_json_in_utf_8(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    config = {"trace": "übung.csv"}
-    write_json(path, config, [result("jsq")])
-    assert path.read_text(encoding="utf-8") == as_json(config, [result("jsq")])
 
 
 def test_the_table_has_a_row_for_each_policy_in_order() -> None:

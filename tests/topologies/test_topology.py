@@ -103,7 +103,6 @@ def test_every_connector_can_be_named(connector: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        (ENGINES, "name", "is missing"),
         (f'name = ""\n{ENGINES}', "name", "must be a text"),
         (f"name = 7\n{ENGINES}", "name", "must be a text, is 7"),
         (f'name = "a b"\n{ENGINES}', "name", "may have letters"),
@@ -212,3 +211,13 @@ def test_a_hint_is_the_nearest_word_or_all_of_a_few() -> None:
     assert did_you_mean("polcy", ["port", "policy"]) == "; did you mean 'policy'?"
     assert did_you_mean("xyz", ["port", "policy"]) == "; known: port, policy"
     assert did_you_mean("xyz", [f"port_{i}" for i in range(50)]) == ""
+
+
+def test_a_file_without_a_name_has_that_of_the_file(tmp_path: Path) -> None:
+    """Finding usability-H3: the README's file was refused, for it has none."""
+    path = write(tmp_path, ENGINES)
+    assert read_topology(path).name == Path(path).stem
+    odd = tmp_path / "two words.toml"
+    odd.write_text(ENGINES)
+    with pytest.raises(TopologyError, match=r"name: may have letters.* is 'two words'"):
+        read_topology(odd)

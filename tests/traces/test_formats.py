@@ -1,6 +1,7 @@
 """Each format is recognised by its first line and read exactly."""
 
 import gzip
+import json
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.traces import FORMATS, TraceRequest, detect_format, read_trace
+from balanceroute.traces import FORMATS, TraceError, TraceRequest, detect_format, read_trace
 from balanceroute.traces.azure import timestamp_ns
 
 AZURE_2023 = """\
@@ -142,3 +143,27 @@ def test_a_timestamp_is_exact(text: str, expected_ns: int) -> None:
 def test_a_timestamp_agrees_with_datetime(moment: datetime) -> None:
     expected_us = (moment - EPOCH) // timedelta(microseconds=1)
     assert timestamp_ns(moment.isoformat(sep=" ")) == expected_us * 1000
+
+
+def test_the_proxys_log_is_a_trace_with_its_process_lines_passed_over(tmp_path: Path) -> None:
+    """Finding usability-H2: it begins with a line of the process log, which no format had."""
+    process = {"time": "2026-01-01T00:00:00+00:00", "level": "info", "logger": "l", "message": "m"}
+    request = {"prompt_tokens": 900, "output_tokens": 12, "outcome": "ok", "max_tokens": None}
+    new = request | {"time": "2026", "level": "info", "message": "request ended"}
+    lines = [
+        process,
+        request | {"arrival_s": 1_700_000_001.5},
+        process,
+        new | {"arrival_s": 1_700_000_001.25, "max_tokens": 256},
+        process,
+    ]
+    path = tmp_path / "req.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert detect_format(path) == "jsonl"
+    assert read_trace(path) == [
+        TraceRequest(0, 900, 12, max_tokens=256),
+        TraceRequest(250_000_000, 900, 12),
+    ]
+    path.write_text(json.dumps(process) + "\n")
+    with pytest.raises(TraceError, match="the trace holds no request"):
+        read_trace(path)
