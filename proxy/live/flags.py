@@ -384,7 +384,7 @@ PEER_CONNECTION_LIMIT = optional_integer(
     most=10**6,
 )
 BODY_LIMIT_BYTES = integer(
-    "body_limit_bytes", 64 * _MIB, "size of a request's body", least=1, most=1 << 40
+    "body_limit_bytes", 16 * _MIB, "size of a request's body", least=1, most=1 << 40
 )
 HEADER_LIMIT_BYTES = integer(
     "header_limit_bytes", 32 * _KIB, "size of a request's header", least=256, most=_MIB

@@ -6,11 +6,13 @@ What the head of a request rules out is rejected before its body is read.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
+from balanceroute.proxy.live.body_queue import BodyQueue
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.credentials import Secret
 from balanceroute.proxy.live.instances import Instances
@@ -104,6 +106,7 @@ class Gateway:
         self.refusals = Refusals(
             metrics=metrics, log=log, unique=driver.unique, clock=driver.clock, unix_s=unix_s
         )
+        self._bodies = BodyQueue()
         self.pass_through = PassThrough(
             instances, driver, metrics=metrics, log=log, limits=settings.pass_through
         )
@@ -154,25 +157,50 @@ class Gateway:
         )
         if route.handling is Handling.GENERATION:
             self._generate(request, reply, record)
+            return
+        go_on = partial(self._pass_through, route, request, reply, record)
+        if route.generates:
+            self._bodies.read(request.body, reply, go_on)
         else:
-            self._pass_through(route, request, reply, record)
+            go_on(None)
 
     def _pass_through(
-        self, route: Route, request: "Request", reply: "Reply", record: RequestRecord
+        self,
+        route: Route,
+        request: "Request",
+        reply: "Reply",
+        record: RequestRecord,
+        read: RequestBody | BodyError | None,
     ) -> None:
+        """Give a request to one engine; `read` is its body if the engine generates text."""
         try:
-            body = engine_body(route, request.body)
+            if isinstance(read, BodyError):
+                raise read
+            body = request.body if read is None else engine_body(request.body, read)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        headers = self._headers(request, record.request_id, route.media)
+        headers = self._headers(request.headers, record.request_id, route.media)
         self.pass_through(replace(request, body=body), reply, headers, record)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
+        # Not the request itself: it would keep the bytes of its body.
+        take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
+        self._bodies.read(request.body, reply, take)
+
+    def _take(
+        self,
+        api: Api,
+        headers: "Headers",
+        reply: "Reply",
+        record: RequestRecord,
+        body: RequestBody | BodyError,
+    ) -> None:
+        """Submit a request whose body was read, or refuse it."""
         driver = self._driver
-        api = _GENERATION[request.path]
         try:
-            body = RequestBody(request.body)
+            if isinstance(body, BodyError):
+                raise body
             refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
         except BodyError as error:
@@ -196,10 +224,11 @@ class Gateway:
             driver.submit(
                 shape=shape,
                 body=body,
-                headers=self._headers(request, driver.engine_id(record.request_id)),
+                headers=self._headers(headers, driver.engine_id(record.request_id)),
                 reply=reply,
                 record=record,
             )
+            body.forget_values()
 
     def _admit_hand_off(self, head: "RequestHead") -> Rejection | None:
         """Judge a decode engine's call for a prefill. The path is the secret that authorises it."""
@@ -229,9 +258,9 @@ class Gateway:
             awaited.take(params)
             reply.send(200, JSON_HEADERS, b"{}")
 
-    def _headers(self, request: "Request", request_id: str, media: Media = Media.JSON) -> "Headers":
+    def _headers(self, headers: "Headers", request_id: str, media: Media = Media.JSON) -> "Headers":
         return engine_headers(
-            request.headers,
+            headers,
             request_id=request_id,
             media=media,
             engine_key=self._settings.engine_key,

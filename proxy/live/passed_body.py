@@ -6,20 +6,19 @@ must not be a client's. They stand in the body, in `vllm_xargs`, and for `/infer
 """
 
 from balanceroute.proxy.live.body import BodyError, RequestBody
-from balanceroute.proxy.live.routes import Route
 from balanceroute.proxy.live.shape import INTERNAL_FIELDS
 
 
-def engine_body(route: Route, data: bytes) -> bytes:
-    """Return what the engine gets of a client's body.
+def engine_body(data: bytes, body: RequestBody) -> bytes:
+    """Return what an engine that generates text gets of a client's body.
+
+    Args:
+        data: The body as it came.
+        body: The same, read.
 
     Raises:
-        BodyError: The route needs a JSON object and this is none, or an internal member stands where
-            it cannot be cut out.
+        BodyError: An internal member stands where it cannot be cut out.
     """
-    if not route.generates:
-        return data
-    body = RequestBody(data)
     values = body.values
     _refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     sampling = values.get("sampling_params")

@@ -3,8 +3,9 @@
 The first key is the whole request's: every member that can change how long one sequence of its answer
 gets, as it stands in the body. The others are ever shorter beginnings of its prompt, with what comes
 before the prompt: a conversation up to its last message, up to the first turn, its system prompt
-alone; or the first 4,096, 1,024 and 256 characters of a text. So a key is the more specific the
-earlier it comes, and requests of one application share at least the last ones.
+alone; or the first 4,096, 1,024 and 256 characters of a text. Of messages of more than 128 KiB, what
+is between the first turn and the last message counts as it stands in the body. So a key is the more
+specific the earlier it comes, and requests of one application share at least the last ones.
 
 No key tells a prompt: a hash of 64 bits is all that is kept and written.
 """
@@ -15,7 +16,9 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import pairwise
 
-from balanceroute.proxy.live.body import RequestBody
+from balanceroute.proxy.live.body import SMALL_BYTES, RequestBody
+from balanceroute.proxy.live.json_scan import decoded_beginning
+from balanceroute.proxy.live.prompt_summary import HEADS, PromptSummary
 from balanceroute.proxy.live.shape import INTERNAL_FIELDS, PROMPT_MEMBER, Api
 
 # Where a text's beginnings end, in characters, and those of a prompt of token ids, in tokens.
@@ -62,6 +65,9 @@ _FRONT = (
 )
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _BYTES = 8
+_ARRAY = b"["[0]
+# Bytes that hold the longest beginning: a character takes at most 12, as two escapes.
+_COVERED = 12 * (CHARACTERS[-1] + 2)
 _dump = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -77,14 +83,14 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
     """
     whole = blake2b(api.value.encode(), digest_size=_BYTES)
     for name in sorted(body.values.keys() - _IRRELEVANT):
-        if body.values[name] is not None:
+        if body.is_given(name):
             # No JSON text holds a NUL, so no two sequences of members are one text.
             whole.update(b"\0")
             whole.update(body.member(name))
     keys = [whole.digest()]
     beginning = blake2b(api.value.encode(), digest_size=_BYTES)
     for name in _FRONT:
-        if body.values.get(name) is not None:
+        if body.is_given(name):
             beginning.update(b"\0")
             beginning.update(body.member(name))
     beginning.update(b"\0\0")
@@ -100,9 +106,14 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
 
 def _pieces(api: Api, body: RequestBody) -> Iterator[bytes]:
     """Yield the prompt from its start, cut where each beginning ends."""
-    if body.values.get("system") is not None or body.values.get("instructions") is not None:
+    if body.is_given("system") or body.is_given("instructions"):
         yield b""  # Before the messages stands a system prompt.
-    prompt = body.values.get(PROMPT_MEMBER[api])
+    name = PROMPT_MEMBER[api]
+    large = body.large_value(name)
+    if large is not None and api is not Api.COMPLETIONS and large[0] == _ARRAY:
+        yield from _large_message_pieces(body, name)
+        return
+    prompt = body.values.get(name) if large is None else _beginning(large, body.summary(name))
     if api is Api.COMPLETIONS and isinstance(prompt, list) and len(prompt) == 1:
         # A list of one prompt is that prompt. One token id is shorter than any beginning.
         prompt = prompt[0]
@@ -136,6 +147,45 @@ def _message_pieces(messages: list[object]) -> Iterator[bytes]:
     for end in sorted(cut for cut in cuts if 0 < cut <= len(messages)):
         yield b"".join(map(_message, messages[begin:end]))
         begin = end
+
+
+def _beginning(value: memoryview, summary: PromptSummary) -> object:
+    """Return so much of a large prompt as its keys cover, as if it ended there."""
+    text = bytes(value[:_COVERED])
+    if summary.elements == 1:
+        text = text[1:].lstrip()
+    if text.startswith(b'"'):
+        return decoded_beginning(text)
+    try:
+        return json.loads(text.rpartition(b",")[0] + b"]")
+    except ValueError:
+        return None  # Several texts.
+
+
+def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
+    """Yield the same of messages that are too large to be decoded: the long middle as it stands."""
+    summary = body.summary(name)
+    heads = [_large_message(body.part(begin, end)) for begin, end in summary.heads]
+    system = 0
+    while system < len(heads) and heads[system][0] in _SYSTEM_ROLES:
+        system += 1
+    if summary.objects < summary.elements or system == HEADS:
+        return
+    cuts = {system, system + 1, summary.elements - 1}
+    begin = 0
+    for end in sorted(cut for cut in cuts if 0 < cut <= summary.elements):
+        if end <= len(heads):
+            yield b"".join(piece for _, piece in heads[begin:end])
+        else:
+            yield bytes(body.part(summary.heads[begin - 1][1], summary.last))
+        begin = end
+
+
+def _large_message(text: memoryview) -> tuple[object, bytes]:
+    if len(text) > SMALL_BYTES:
+        return None, bytes(text)
+    message = json.loads(bytes(text))
+    return _role(message), _message(message)
 
 
 def _role(message: object) -> object:

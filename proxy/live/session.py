@@ -576,7 +576,7 @@ class Session:
         text, emitted = self._text + "".join(leg.text), self._emitted + leg.all_tokens
         if not text:
             return
-        self._members = resumed_members(self.shape.api, self._body.values, text, emitted)
+        self._members = resumed_members(self.shape.api, self._body.large_values(), text, emitted)
         self._text, self._emitted = text, emitted
         self._answer.reply.write(leg.last_words)
 

@@ -5,12 +5,14 @@ that only the engine which computes the prompt can give, or that one KV cache ca
 **direct**: the decode rank computes the prompt itself, and the answer is exactly a single engine's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from balanceroute.proxy.live.body import BodyError, RequestBody
 from balanceroute.proxy.live.numeric_members import check_priority, count, flag, integer
+from balanceroute.proxy.live.prompt_summary import PromptSummary
 
 # Never taken from a client: they steer KV transfer or engine-internal routing.
 INTERNAL_FIELDS = frozenset(
@@ -88,17 +90,18 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         raise BodyError("stream must be true or false", "stream")
     if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
         check_priority(values)
-    prompts, tokens = _prompts(values.get("prompt")) if api is Api.COMPLETIONS else (1, None)
+    prompts, tokens = _prompts(body.summary("prompt")) if api is Api.COMPLETIONS else (1, None)
     sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     _check_extra_arguments(values.get("vllm_xargs"))
+    values.get("stream_options")  # Read later, when it cannot be refused any more.
     return Shape(
         api=api,
         model=model or "",
         stream=stream,
         sequences=sequences,
-        direct=_needs_one_engine(api, values, sequences),
+        direct=_needs_one_engine(api, body, sequences),
         prompt_tokens=tokens,
         prompt_characters=max(body.text_length(PROMPT_MEMBER[api]), 1),
         max_tokens=count(_limit(values), 1),
@@ -129,25 +132,24 @@ def _check_extra_arguments(extra: object) -> None:
         raise BodyError(f"vllm_xargs must not have {field}", "vllm_xargs")
 
 
-def _prompts(prompt: object) -> tuple[int, int | None]:
+def _prompts(prompt: PromptSummary) -> tuple[int, int | None]:
     """Return the number of prompts, and the mean tokens of each if they are given as ids."""
-    if not isinstance(prompt, list) or not prompt:
+    if prompt.elements == 0:
         return 1, None
-    # Not a loop over elements: a prompt may have a million.
-    types = set(map(type, prompt))
-    if types == {int}:
-        return 1, len(prompt)
-    if types == {list}:
-        return len(prompt), max(1, sum(map(len, prompt)) // len(prompt))
-    return len(prompt), None
+    if prompt.integers == prompt.elements:
+        return 1, prompt.elements
+    if prompt.arrays == prompt.elements:
+        return prompt.elements, max(1, prompt.inner // prompt.elements)
+    return prompt.elements, None
 
 
-def _limit(values: dict[str, Any]) -> object:
+def _limit(values: Mapping[str, Any]) -> object:
     limit = values.get("max_completion_tokens")
     return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
 
 
-def _needs_one_engine(api: Api, values: dict[str, Any], sequences: int) -> bool:
+def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> bool:
+    values = body.values
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return True
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
@@ -158,7 +160,7 @@ def _needs_one_engine(api: Api, values: dict[str, Any], sequences: int) -> bool:
     # blocks that may be another prompt's by then (`PullWorker._get_new_notifs`).
     if sequences > 1:
         return True
-    if values.get("use_beam_search") or values.get("prompt_embeds") is not None:
+    if values.get("use_beam_search") or body.is_given("prompt_embeds"):
         return True
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
     # would be missing if the prefill's one token were the whole answer.

@@ -1,6 +1,7 @@
 """The client's body: what is refused, and that nothing else of it ever changes."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
+from balanceroute.proxy.live import json_scan
+from balanceroute.proxy.live.body import (
+    SMALL_BYTES,
+    BodyError,
+    RequestBody,
+    is_deep,
+    read_in_slices,
+)
+from balanceroute.proxy.live.json_scan import JsonScanner, ScanError
+from balanceroute.proxy.live.prompt_summary import summarise
 
 spaces = st.text(" \t\n\r", max_size=2)
 numbers = st.sampled_from(
@@ -247,3 +257,209 @@ def test_what_may_be_encoded_again_is_told_from_what_may_not() -> None:
     assert is_deep({"a": [1, deep]})
     flat: list[object] = [None, 7, "a" * 500, [[]] * 500, {"a": {"b": [1, 2, {"c": []}]}}]
     assert not any(is_deep(value) for value in flat)
+
+
+# Large bodies, which are scanned in slices.
+
+
+@pytest.fixture(autouse=True)
+def _narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that short texts are read in pieces too.
+    monkeypatch.setattr(json_scan, "_WINDOW", 16)
+    monkeypatch.setattr(json_scan, "_NUMBERS_WINDOW", 24)
+
+
+def scanned(data: bytes) -> RequestBody:
+    """Read a body as if it were large, a step at a time."""
+    scan = JsonScanner(data, {"messages", "prompt"})
+    while not scan.advance(1):
+        pass
+    return RequestBody(data, scan)
+
+
+long_texts = st.builds(
+    lambda texts, times: '"' + "".join(texts)[:40].replace('"', "") * times + '"',
+    st.lists(st.sampled_from(["a", "é", "数", "🦙", "\\n", "\\\\", "\\ud83d", "\\u0041", " "])),
+    st.integers(0, 8),
+)
+rows = st.lists(numbers | st.sampled_from(["null", "1.5", "17"]), min_size=1, max_size=40)
+many_texts = st.one_of(long_texts, rows.map(lambda row: f"[{', '.join(row)}]"), value_texts)
+
+
+@given(objects())
+def test_a_large_body_is_read_like_a_small_one(drawn: tuple[str, dict[str, str]]) -> None:
+    data = drawn[0].encode()
+    small, large = RequestBody(data), scanned(data)
+    assert large.encode({"new": 1}) == small.encode({"new": 1})
+    assert list(large.values) == list(small.values)
+    assert dict(large.values) == small.values
+    for key in small.values:
+        assert large.member(key) == small.member(key)
+        assert large.text_length(key) == small.text_length(key)
+        assert large.is_given(key) == (small.values[key] is not None)
+
+
+@given(many_texts, spaces)
+def test_long_values_are_read_in_pieces(value: str, space: str) -> None:
+    data = f'{{"a": {value}{space}, "b":{space}[{value}]}}'.encode()
+    try:
+        expected = json.loads(data)
+    except ValueError:
+        with pytest.raises(ScanError):
+            scanned(data)
+    else:
+        assert dict(scanned(data).values) == expected
+
+
+@given(objects() | many_texts.map(lambda text: (f'{{"a": {text}}}', {})), st.data())
+def test_damaged_bytes_of_a_large_body_are_refused_as_json_refuses_them(
+    drawn: tuple[str, dict[str, str]], data: st.DataObject
+) -> None:
+    damaged = bytearray(drawn[0].encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged)))
+        odd = st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"-", b"0", b"e."])
+        damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(odd | st.binary(max_size=2))
+    try:
+        expected = strictly_read(bytes(damaged))
+    except ValueError:
+        with pytest.raises(ScanError):
+            scanned(bytes(damaged))
+    else:
+        assert dict(scanned(bytes(damaged)).values) == expected
+
+
+@given(st.recursive(many_texts, containers, max_leaves=20))
+def test_a_summary_counts_as_one_of_the_decoded_value(value: str) -> None:
+    data = f'{{"prompt": {value}, "other": {value}}}'.encode()
+    try:
+        decoded = json.loads(value)
+    except ValueError:
+        return
+    found = scanned(data).summary("prompt")
+    expected = summarise(decoded)
+    # A pair of escapes that is cut between two pieces is two characters.
+    if "\\u" not in value:
+        assert found.characters + found.data_characters == (
+            expected.characters + expected.data_characters
+        )
+    counts = ("elements", "texts", "arrays", "objects", "inner")
+    assert [getattr(found, name) for name in counts] == [getattr(expected, name) for name in counts]
+    assert (found.integers == found.elements) == (expected.integers == expected.elements)
+
+
+def test_images_are_told_from_text() -> None:
+    parts = [
+        {"type": "text", "text": "why?" * 10},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100}},
+        {"type": "input_audio", "input_audio": {"data": "B" * 50, "format": "wav"}},
+    ]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "so"}]
+    data = json.dumps({"messages": messages}).encode()
+    for body in (RequestBody(data), scanned(data)):
+        summary = body.summary("messages")
+        assert (summary.data_strings, summary.data_characters) == (2, 172)
+        assert summary.characters == 42 + len("usertextimage_urlinput_audiowavuser")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": [1, 2}', "the body is not valid JSON: Expecting ',' delimiter at byte 11"),
+        ('{"é": nil}', "the body is not valid JSON: Expecting value at byte 7"),
+        ('{"a": "éé\n"}', "the body is not valid JSON: Invalid control character at at byte 11"),
+        ('{"a": "\\x"}', "the body is not valid JSON: Invalid \\escape at byte 7"),
+        ('{"a": "b', "the body is not valid JSON: Unterminated string at byte 7"),
+        ('{"a": NaN}', "the body is not valid JSON: NaN is not JSON"),
+        ('{"a": 1} 2', "the body is not valid JSON: malformed object at byte 9"),
+        ("[]", "the body must be a JSON object"),
+    ],
+)
+def test_a_refusal_of_a_large_body_says_where(text: str, message: str) -> None:
+    with pytest.raises(ScanError) as caught:
+        scanned(text.encode())
+    assert str(caught.value) == message
+
+
+def large(value: str) -> bytes:
+    return f'{{"prompt": {value}, "x": "{"y" * SMALL_BYTES}"}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (large("[" + "[]," * 100_000 + "1]"), "more than 100,000 arrays and objects"),
+        (large("[" * 901), "nested too deeply"),
+        (large('{"a":' * 901), "nested too deeply"),
+        (large("9" * 70_000), "a number of 65,536 characters or more"),
+        (large("9" * 5_000), "digits"),
+        (large("0." + "9" * 70_000), "a number of 65,536 characters or more"),
+        (large('1, "' + "k" * 70_000 + '": 1'), "a key of more than 65,536 bytes"),
+        (large("1," + ",".join(f'"{i}": 1' for i in range(1_000))), "more than 1,000 members"),
+        (b"{" + b",".join(b'"%d": 1' % i for i in range(1_001)) + b"}", "more than 1,000 members"),
+        (large('1, "prompt": 2'), "the key 'prompt' twice"),
+        (large('1, "pr\\u006fmpt": 2'), "the key 'prompt' twice"),
+        (large('"~"').replace(b"~", b"\xff"), "not UTF-8: byte 12"),
+    ],
+)
+def test_what_costs_too_much_is_refused(data: bytes, message: str) -> None:
+    assert message in refused(data)
+
+
+def test_many_strings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_scan, "MAX_STRINGS", 1_000)
+    assert "more than 1,000 strings" in refused(large("[" + '"",' * 1_000 + "1]"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_large_body() -> None:
+    data = large("1")
+    for body in (RequestBody(b"\xef\xbb\xbf" + data), sliced(b"\xef\xbb\xbf" + data)):
+        assert body.encode({}) == data
+
+
+def sliced(data: bytes) -> RequestBody:
+    reading = read_in_slices(data)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            body: RequestBody = end.value
+            return body
+
+
+def test_what_is_just_within_the_limits_is_taken() -> None:
+    body = RequestBody(large("[" + "[]," * 99_998 + "1]"))
+    assert body.summary("prompt").elements == 99_999
+
+
+def test_a_large_member_is_not_decoded_to_be_looked_at() -> None:
+    body = RequestBody(large("7"))
+    assert body.values["prompt"] == 7
+    assert "x" in body.values
+    with pytest.raises(BodyError, match="x is larger than 131,072 bytes") as caught:
+        body.values.get("x")
+    assert caught.value.param == "x"
+    assert body.large_values()["x"] == "y" * SMALL_BYTES
+
+
+@pytest.mark.parametrize("element", [b"[7],", b'{"a":"b"},', b"7,"])
+@pytest.mark.parametrize("size", [100_000, 200_000])
+def test_what_waits_holds_little_more_than_its_bytes(size: int, element: bytes) -> None:
+    """Finding H2: a waiting body held up to 26 times its size."""
+    tracemalloc.start()
+    try:
+        data = b'{"prompt": [' + element * (size // len(element)) + b"1]}"
+        body = RequestBody(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        if isinstance(body.values, dict):
+            body.forget_values()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1.2 * len(data)
+    assert size < SMALL_BYTES or peak < 2.2 * len(data)
+
+
+def test_a_large_body_is_read_in_slices() -> None:
+    reading = read_in_slices(large("[" + "[]," * 50_000 + "1]"))
+    assert sum(1 for _ in reading) > 30

@@ -764,3 +764,37 @@ def test_an_answer_has_no_header_of_the_engines_connection(play: "Play") -> None
         assert json.loads(answer.events[0].removeprefix(b"data: "))["model"] == "tiny"
 
     play(scenario)
+
+
+# Large bodies, which are read in slices.
+
+SLICED = STREAM | {"logit_bias": {str(i): 1 for i in range(30_000)}}
+
+
+def test_a_large_body_is_served_and_reaches_the_engines_as_it_came(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        sent = json.dumps(SLICED, indent=1).encode()
+        answer = await site.post(COMPLETIONS, sent)
+        assert answer.status == 200
+        assert answer.done
+        (decode,) = site.received("decode", COMPLETIONS)
+        kept = sent[sent.index(b'"logit_bias"') : -2]
+        assert kept in decode.request.body
+        values = json.loads(decode.request.body)
+        assert {key: values[key] for key in SLICED} == SLICED
+
+    play(scenario)
+
+
+def test_a_large_body_that_is_malformed_is_refused(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        sent = json.dumps(SLICED).encode()
+        message = is_error(await site.post(COMPLETIONS, sent[:-1]), 400)
+        assert message.startswith("the body is not valid JSON: ")
+        message = is_error(
+            await site.post(COMPLETIONS, SLICED | {"vllm_xargs": "x" * 140_000}), 400
+        )
+        assert message == "vllm_xargs is larger than 131,072 bytes"
+        assert site.seen == []
+
+    play(scenario)

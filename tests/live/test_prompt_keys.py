@@ -234,6 +234,50 @@ def test_any_body_has_one_to_five_distinct_keys(api: Api, values: dict[str, Any]
     assert keys(api, {"stream": True} | dict(reversed(values.items()))) == found
 
 
+# Bodies that are too large to be decoded.
+
+
+def test_large_prompts_share_their_beginnings_with_small_ones() -> None:
+    for unit in ("word ", "数\n", "\U0001f999 "):
+        long = unit * 70_000
+        for prompt in (long, [long]):
+            small = long[: CHARACTERS[-1] + 9]
+            assert text(prompt)[1:] == text(small)[1:]
+            assert len(text(prompt)) == 4
+    ids = list(range(100_000, 140_000))
+    assert text(ids)[1:] == text([ids])[1:] == text(ids[:2000])[1:]
+    assert len(text(ids)) == 4
+
+
+def test_large_conversations_share_their_beginnings() -> None:
+    long = USER | {"content": "数 word\n" * 40_000}
+    first = chat(SYSTEM, USER, long, ANSWER, AGAIN)
+    assert len(set(first)) == 4
+    assert first[2:] == chat(SYSTEM, USER)[1:]
+    assert chat(SYSTEM, USER, long, ANSWER, USER)[1:] == first[1:]
+    assert chat(SYSTEM, USER, long, USER, AGAIN)[1] != first[1]
+    # One long message, which may be the system prompt, the first turn or the last message.
+    assert chat(SYSTEM, long)[2:] == chat(SYSTEM, USER)[2:]
+    assert chat(long, ANSWER, USER)[1:] == chat(long, ANSWER, AGAIN)[1:]
+    assert chat(long, ANSWER)[1:] != chat(long | {"name": "b"}, ANSWER)[1:]
+    assert len(chat(SYSTEM, USER, long)) == 3
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [["a" * 100_000] * 2, [[1] * 40_000] * 2, [1.5] * 70_000, {"a": "b" * 200_000}, [{}] * 70_000],
+)
+def test_large_prompts_that_no_engine_takes_have_one_key(prompt: object) -> None:
+    assert len(text(prompt)) == 1
+
+
+@pytest.mark.parametrize(
+    "messages", [["x" * 200_000], [SYSTEM] * 4_000, ["x" * 200_000, USER], "x" * 200_000]
+)
+def test_large_messages_that_no_engine_takes_do_no_harm(messages: object) -> None:
+    assert keys(Api.CHAT, CHAT | {"messages": messages})
+
+
 def test_time_is_linear_in_the_body() -> None:
     def seconds(size: int) -> float:
         body = RequestBody(json.dumps(TEXT | {"prompt": "word " * size}).encode())
