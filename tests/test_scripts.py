@@ -108,3 +108,32 @@ def test_the_proxy_bench_measures_and_checks_every_event(
     printed = capsys.readouterr().out
     assert "balanceroute" in printed
     assert "direct" in printed
+
+
+def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("live_tables")
+    asked: list[tuple[str, ...]] = []
+
+    def demo(out: Path, *flags: str) -> list[dict[str, object]]:
+        asked.append((out.name, *flags))
+        live = {"idle_fraction": 0.363, "tokens_per_s": 1433.4, "tpot_ms_p95": 101.6}
+        live |= {"ttft_ms_p50": 15_100.0, "ttft_ms_p99": 27_900.0}
+        simulated = {"idle_fraction": 0.345, "output_tokens_per_s": 1464.0}
+        spread = {"idle_fraction": 0.023, "output_tokens_per_s": 35.0}
+        return [{"policy": "jsq", "live": live, "simulated": simulated, "spread": spread}]
+
+    monkeypatch.setattr(module, "demo", demo)
+    monkeypatch.setattr(module, "train_gbdt", lambda out: out / "gbdt.json")
+    cells = "| 36.3 | 34.5 ±2.3 | 1,433 | 1,464 ±35 | 101.6 | 15.1 | 27.9 |"
+    for table, names in (("policies", ("jsq",)), ("predictors", module.PREDICTORS)):
+        monkeypatch.setattr(sys, "argv", ["live_tables", table, "--out", str(tmp_path)])
+        assert module.main() == 0
+        rows = capsys.readouterr().out.splitlines()
+        assert rows[2:] == [f"| `{name}` {cells}" for name in names]
+        assert {row.count("|") for row in rows} == {9}
+    models = [flags[flags.index("--predictor") + 1] for _, *flags in asked[1:]]
+    assert models == ["none", "survival", "exact-match", str(tmp_path / "predictors" / "gbdt.json")]
+    # Of the demo's own slice.
+    assert module.SKIP == 5000

@@ -1,0 +1,105 @@
+"""The tables of live runs in README.md and docs/predictors.md, as Markdown.
+
+    python scripts/live_tables.py policies      # README.md, "Live, through the proxy": 7 minutes
+    python scripts/live_tables.py predictors    # docs/predictors.md, "Live": 6 minutes
+
+Runs scripts/demo.py, a policy or a predictor after the other, and prints a table of what it measured and
+simulated. Nothing else should run on the machine: engines that are late by more than a step measure it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from balanceroute.proxy.replay.body import Api
+from balanceroute.proxy.replay.limits import with_limits
+from balanceroute.proxy.replay.workload import plan
+from balanceroute.traces import TraceRequest, read_trace, write_native
+
+ROOT = Path(__file__).parents[1]
+TRACE = ROOT / "traces" / "public" / "mooncake_conversation.jsonl.gz"
+SKIP = 5000  # The demo's: what comes before is known to a trained predictor.
+POLICIES = "jsq,least-kv,fifo,br-0,br-h"
+PREDICTORS = ("none", "survival", "exact-match", "gbdt")
+# Heading, where the figure is, scale, digits; beside it the simulation's, where there is one.
+FIGURES: tuple[tuple[str, str, str | None, float, int], ...] = (
+    ("idle % live", "idle_fraction", "idle_fraction", 100.0, 1),
+    ("output tokens/s live", "tokens_per_s", "output_tokens_per_s", 1.0, 0),
+    ("TPOT p95 ms", "tpot_ms_p95", None, 1.0, 1),
+    ("TTFT p50 s", "ttft_ms_p50", None, 1e-3, 1),
+    ("p99 s", "ttft_ms_p99", None, 1e-3, 1),
+)
+
+
+def demo(out: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run the demo; return its rows."""
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--out", str(out), *flags]
+    subprocess.run([*command, "--skip", str(SKIP), "--trace", str(TRACE)], check=True)
+    rows: list[dict[str, Any]] = json.loads((out / "demo.json").read_text())["results"]
+    return rows
+
+
+def train_gbdt(out: Path) -> Path:
+    """Train on the requests before the demo's, with the limits that their clients would have set."""
+    before = with_limits(plan(read_trace(TRACE), count=SKIP), seed=0, api=Api.COMPLETIONS)
+    past, model = out / "before.jsonl", out / "gbdt.json"
+    write_native(
+        past,
+        (
+            TraceRequest(
+                one.arrival_ns, one.prompt_tokens, one.answer_tokens, one.hash_ids, one.max_tokens
+            )
+            for one in before
+        ),
+    )
+    words = ["train", "gbdt", "--trace", str(past), "--out", str(model)]
+    subprocess.run([sys.executable, "-m", "balanceroute.proxy", *words], check=True)
+    return model
+
+
+def markdown(heading: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Return a table with a row for each name."""
+    headings = [heading]
+    for title, _, simulated, _, _ in FIGURES:
+        headings += [title] if simulated is None else [title, "simulated"]
+    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}"]
+    for name, row in rows.items():
+        cells = [f"`{name}`"]
+        for _, live, simulated, scale, digits in FIGURES:
+            cells.append(f"{scale * row['live'][live]:,.{digits}f}")
+            if simulated is not None:
+                mean, spread = scale * row["simulated"][simulated], scale * row["spread"][simulated]
+                cells.append(f"{mean:,.{digits}f} ±{spread:,.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=("policies", "predictors"), help="which one")
+    parser.add_argument("--out", type=Path, default=Path("build/live_tables"), help="for the runs")
+    arguments = parser.parse_args()
+    out: Path = arguments.out / arguments.table
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.table == "policies":
+        table = markdown("policy", {row["policy"]: row for row in demo(out, "--policy", POLICIES)})
+    else:
+        files = {"gbdt": str(train_gbdt(out))}
+        rows = {}
+        for name in PREDICTORS:
+            flags = ("--policy", "br-h", "--predictor", files.get(name, name), "--simulations", "4")
+            (rows[name],) = demo(out / name, *flags)
+        table = markdown("`--predictor`", rows)
+    (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
