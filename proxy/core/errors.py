@@ -2,7 +2,8 @@
 
 BalanceRouteError
 ├── ConfigError        a setting that cannot be served; names the setting
-└── LifecycleError     an event that a request's state does not allow: the driver's fault
+├── LifecycleError     an event that a request's state does not allow: the driver's fault
+└── PolicyError        an answer of a policy that cannot be obeyed
 """
 
 
@@ -16,3 +17,7 @@ class ConfigError(BalanceRouteError, ValueError):
 
 class LifecycleError(BalanceRouteError):
     """An event that the request's present state does not allow."""
+
+
+class PolicyError(BalanceRouteError):
+    """A policy's answer is none that can be obeyed."""

@@ -5,11 +5,13 @@ once it is in the rank's batch; a started request gains one KV token per slot an
 requests are not touched one by one: a rank's load grows by its started slots, and a request's own
 tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
 
-A policy that looks ahead gets the same changes as a `Projection`, which the ledger keeps in step.
+A policy that looks ahead gets the same changes as a `Projection`, which the ledger keeps in step. One
+that fails is told nothing more: the ledger's own books are right before it is told, and stay so.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.proxy.core.projection import Projection
+
+_P = ParamSpec("_P")
 
 
 @dataclass(slots=True)
@@ -35,18 +39,27 @@ class Ledger:
     Args:
         ranks: G.
         projection: Told of every change; None if nobody looks ahead.
+        on_failure: Told what the projection raised; None lets it out.
 
     Attributes:
+        projection: As given, until it fails; then None.
         loads: int64[G], KV tokens of the bound requests.
         bound: int64[G], slots of the requests sent to each rank and not yet gone.
         started: int64[G], slots of those of them in the rank's batch.
     """
 
-    def __init__(self, ranks: int, projection: "Projection | None" = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        projection: "Projection | None" = None,
+        *,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
         self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
-        self._projection = projection
+        self.projection = projection
+        self._on_failure = on_failure
         self._step = 0
         self._bindings: dict[RequestId, _Binding] = {}
 
@@ -58,8 +71,8 @@ class Ledger:
         self._bindings[request] = _Binding(rank, slots, kv_tokens)
         self.loads[rank] += kv_tokens
         self.bound[rank] += slots
-        if self._projection is not None:
-            self._projection.bind(request, rank, kv_tokens, age, slots)
+        if self.projection is not None:
+            self._tell(self.projection.bind, request, rank, kv_tokens, age, slots)
 
     def start(self, request: RequestId) -> None:
         """Note that `request` joined its rank's batch: from now on it grows with the steps."""
@@ -67,23 +80,23 @@ class Ledger:
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
         self.started[binding.rank] += binding.slots
-        if self._projection is not None:
-            self._projection.start(request)
+        if self.projection is not None:
+            self._tell(self.projection.start, request)
 
     def step(self) -> None:
         """Give every started request one more token per slot."""
         self._step += 1
         self.loads += self.started
-        if self._projection is not None:
-            self._projection.step()
+        if self.projection is not None:
+            self._tell(self.projection.step)
 
     def emit(self, request: RequestId, tokens: int) -> None:
         """Give one request `tokens` more tokens than the steps gave it, or take some back."""
         binding = self._bindings[request]
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
-        if self._projection is not None:
-            self._projection.emit(request, tokens)
+        if self.projection is not None:
+            self._tell(self.projection.emit, request, tokens)
 
     def kv_tokens(self, request: RequestId) -> int:
         """KV tokens that `request` holds now."""
@@ -97,8 +110,8 @@ class Ledger:
         self.bound[binding.rank] -= binding.slots
         if binding.since_step is not None:
             self.started[binding.rank] -= binding.slots
-        if self._projection is not None:
-            self._projection.unbind(request)
+        if self.projection is not None:
+            self._tell(self.projection.unbind, request)
         return tokens
 
     def check(self) -> None:
@@ -113,8 +126,17 @@ class Ledger:
         assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
         assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
         assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
-        if self._projection is not None:
-            self._projection.check()
+        if self.projection is not None:
+            self.projection.check()
+
+    def _tell(self, change: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            change(*args, **kwargs)
+        except Exception as error:
+            self.projection = None
+            if self._on_failure is None:
+                raise
+            self._on_failure("projection", error)
 
     def _tokens(self, binding: _Binding) -> int:
         if binding.since_step is None:

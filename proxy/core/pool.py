@@ -67,6 +67,8 @@ class Pool:
         self._leases = Timers()
         self.slots = 0
         self.mean_prompt_tokens = 0.0
+        # What left since `begin_round`, in order: its place, itself, and whether it overtook.
+        self._round: dict[RequestId, tuple[int, PoolEntry, bool]] | None = None
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -113,11 +115,38 @@ class Pool:
         place = self._place(request)
         for older in self._order[:place]:
             self._entries[older].overtaken += 1
-        return self._take_out(place)
+        return self._take_out(place, overtakes=True)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""
-        return self._take_out(self._place(request))
+        return self._take_out(self._place(request), overtakes=False)
+
+    def begin_round(self) -> None:
+        """Begin to note what leaves, so that `undo_round` can bring it back."""
+        self._round = {}
+
+    @property
+    def taken(self) -> dict[RequestId, PoolEntry]:
+        """What left since `begin_round`; a copy."""
+        assert self._round is not None, "there is no round"
+        return {request: entry for request, (_, entry, _) in self._round.items()}
+
+    def end_round(self) -> None:
+        """Note no more; what left stays out."""
+        self._round = None
+
+    def undo_round(self) -> None:
+        """Bring back what left since `begin_round`, as if it had never been admitted."""
+        left, self._round = self._round, None
+        assert left is not None, "there is no round to undo"
+        for request, (place, entry, overtook) in reversed(left.items()):
+            self._order.insert(place, request)
+            self._entries[request] = entry
+            self._set_timers(entry)
+            self.slots += entry.slots
+            if overtook:
+                for older in self._order[:place]:
+                    self._entries[older].overtaken -= 1
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
@@ -143,13 +172,15 @@ class Pool:
         self._expiries.set(entry.request, entry.expires_ns)
         self._leases.set(entry.request, entry.lease_ends_ns)
 
-    def _take_out(self, place: int) -> PoolEntry:
+    def _take_out(self, place: int, *, overtakes: bool) -> PoolEntry:
         request = self._order.pop(place)
         self._deadlines.clear(request)
         self._expiries.clear(request)
         self._leases.clear(request)
         entry = self._entries.pop(request)
         self.slots -= entry.slots
+        if self._round is not None:
+            self._round[request] = (place, entry, overtakes)
         return entry
 
     def _place(self, request: RequestId) -> int:

@@ -36,6 +36,8 @@ from balanceroute.proxy.core.turnover import Turnover
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
 
+# The most tokens that a deposit is made of: with what is added ahead it still fits its 32 bits.
+_MOST_TOKENS = 1 << 30
 # Columns that the window travels before the rows are moved back to the front.
 _TRAVEL = 256
 
@@ -78,10 +80,14 @@ class Projection:
         self._form = form
         self._width = horizon_steps + refresh_tokens + 1
         self._ahead = np.arange(self._width)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all requests, whatever state a failure left; not the turnover."""
         # Global state: the step clock and the rows. Column `_head` is the present step.
         self._now = 0
         self._head = 0
-        self._rows: NDArray[np.int64] = np.zeros((ranks, self._width + _TRAVEL), np.int64)
+        self._rows: NDArray[np.int64] = np.zeros((self.ranks, self._width + _TRAVEL), np.int64)
         # Per-slot state; a slot is one bound request. Deposits start at step `_since`.
         slots = 64
         self._slot_of: dict[RequestId, int] = {}
@@ -97,7 +103,7 @@ class Projection:
         self._started = np.zeros(slots, np.bool_)
         self._deposit: NDArray[np.int32] = np.zeros((slots, self._width), np.int32)
         # Slots to refresh by step modulo M + 1; a slot whose `_due` moved on is skipped.
-        self._calendar: list[list[int]] = [[] for _ in range(refresh_tokens + 1)]
+        self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
         # Slots bound since the last deposit; they wait so that one prediction serves them all.
         # A dictionary for its order.
         self._new: dict[int, None] = {}
@@ -219,7 +225,7 @@ class Projection:
         ages = (tokens - self._base[slots]) // sequences
         survival = self._predictor.survival(requests, ages, self._width - 1)
         values = np.multiply.outer(sequences, self._ahead, dtype=np.float64)
-        values += tokens[:, None]
+        values += np.minimum(tokens, _MOST_TOKENS)[:, None]
         # Requests admitted together would refresh together forever; their numbers set them apart.
         wait = self._refresh - (ages + np.array(requests)) % self._refresh
         if self._form is Form.EXPECTED:

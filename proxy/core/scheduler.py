@@ -15,6 +15,7 @@ import numpy as np
 
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.decision import OnFailure, decide
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
 from balanceroute.proxy.core.events import (
     AbortDecode,
@@ -72,6 +73,9 @@ class Scheduler:
         policy: Decides admissions. One scheduler's alone, as it may keep a projection.
         queue_order: What waits before prefill; None for `FirstCome`.
         prefill_choice: Who takes a probe; None for `FewestHeldTokens`.
+        on_failure: Told when the policy or its projection fails; a round that failed is decided
+            oldest first, and the projection is built anew for the next. None lets the exception
+            out, which changes nothing else.
 
     Raises:
         ConfigError: The policy was made for another number of ranks.
@@ -84,12 +88,14 @@ class Scheduler:
         *,
         queue_order: QueueOrder | None = None,
         prefill_choice: PrefillChoice | None = None,
+        on_failure: OnFailure | None = None,
     ) -> None:
         _check_ranks(config, policy)
         self.config = config
         self.policy = policy
         self.pool = Pool()
-        self.ledger = Ledger(config.ranks, policy.projection)
+        self._on_failure = on_failure
+        self.ledger = Ledger(config.ranks, policy.projection, on_failure=on_failure)
         self.prefillers = Prefillers(
             config.prefillers,
             probe_limit=config.probe_limit,
@@ -180,11 +186,8 @@ class Scheduler:
         _check_ranks(config, policy)
         if policy.projection is not None and policy.projection is self.policy.projection:
             raise ConfigError("the policy is in use: its projection counts every request already")
-        ledger = Ledger(config.ranks, policy.projection)
-        for request in self.requests.values():
-            if request.rank is not None:
-                self._rebind(request, ledger)
-        self.config, self.policy, self.ledger = config, policy, ledger
+        self.ledger = self._rebound(config.ranks, policy)
+        self.config, self.policy = config, policy
         new_ranks = np.ones(config.ranks - len(self._open_ranks), np.bool_)
         self._open_ranks = np.concatenate([self._open_ranks, new_ranks])
         self._unlimited = np.full(config.ranks, UNLIMITED)
@@ -383,6 +386,14 @@ class Scheduler:
         request.rank = None
         request.started = False
 
+    def _rebound(self, ranks: int, policy: Policy) -> Ledger:
+        """Return a new ledger with all bound requests."""
+        ledger = Ledger(ranks, policy.projection, on_failure=self._on_failure)
+        for request in self.requests.values():
+            if request.rank is not None:
+                self._rebind(request, ledger)
+        return ledger
+
     def _rebind(self, request: Request, ledger: Ledger) -> None:
         """Charge a bound request to a new ledger as it stands in the present one."""
         number = request.request
@@ -485,8 +496,13 @@ class Scheduler:
 
     def _admit(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
-        for number, rank in self.policy.dispatch(self._fleet(), self.pool, now_ns):
-            assert self._open_ranks[rank], f"rank {rank} is closed"
+        policy, projection = self.policy, self.policy.projection
+        if projection is not None and self.ledger.projection is None:  # It failed.
+            projection.clear()
+            self.ledger = self._rebound(self.config.ranks, policy)
+        for number, rank in decide(
+            policy, self._fleet, self.pool, now_ns, on_failure=self._policy_failed
+        ):
             request = self.requests[number]
             request.move(Trigger.ADMIT)
             request.rank = rank
@@ -495,6 +511,13 @@ class Scheduler:
             )
             actions.append(Admit(number, rank))
         return actions
+
+    def _policy_failed(self, what: str, error: Exception) -> None:
+        # Perhaps in the middle of a change.
+        self.ledger.projection = None
+        if self._on_failure is None:
+            raise error
+        self._on_failure(what, error)
 
     def _fleet(self) -> Fleet:
         ledger = self.ledger

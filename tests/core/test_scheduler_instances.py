@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.errors import LifecycleError, PolicyError
 from balanceroute.proxy.core.events import (
     Admit,
     DecodeLost,
@@ -207,18 +207,21 @@ def test_a_policy_is_shown_no_free_slots_on_overbooked_and_closed_ranks() -> Non
         Tick(),
         RankClosed(RANK0),
         RequestArrived(B, 10, prefill=False),
-        Tick(),
     ):
         scheduler.handle(event, now_ns=0)
+    with pytest.raises(PolicyError, match="has no slot for request 1"):
+        scheduler.handle(Tick(), now_ns=0)
     assert policy.seen == [[4, 4, 4], [0, 0, 4]]
 
 
-def test_a_policy_that_names_a_closed_rank_asserts() -> None:
+def test_a_policy_that_names_a_closed_rank_is_not_obeyed() -> None:
     _, scheduler = scripted()
     scheduler.handle(RankClosed(RANK1), now_ns=0)
     scheduler.handle(RequestArrived(A, 10, prefill=False), now_ns=0)
-    with pytest.raises(AssertionError, match="rank 1 is closed"):
+    with pytest.raises(PolicyError, match="rank 1 is closed"):
         scheduler.handle(Tick(), now_ns=0)
+    scheduler.check()
+    assert A in scheduler.pool
 
 
 def test_a_closed_rank_takes_nothing_new_and_keeps_what_it_has(new_driver: "type[Driver]") -> None:

@@ -1,0 +1,75 @@
+"""One round of admissions: what the policy chooses, or the oldest first if it fails.
+
+A policy takes entries out of the pool while it chooses. If it raises in the middle of that, or if
+its answer cannot be obeyed, all of them are put back, so that a round is decided whole or not at
+all.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.errors import PolicyError
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
+from balanceroute.proxy.core.policies.fifo import least_kv_with_room
+from balanceroute.proxy.core.pool import Pool
+
+OnFailure = Callable[[str, Exception], None]
+"""Told what failed, in a word, and how."""
+
+_OLDEST_FIRST = OldestFirst(least_kv_with_room, slots_beyond_batch=0)
+
+
+def decide(
+    policy: Policy,
+    make_fleet: Callable[[], Fleet],
+    pool: Pool,
+    now_ns: int,
+    *,
+    on_failure: OnFailure,
+) -> list[Assignment]:
+    """Return the admissions to make now, whose entries have left the pool.
+
+    Args:
+        policy: Who is asked.
+        make_fleet: Returns the ranks as they are.
+        pool: Not empty. If the policy fails, first restored.
+        now_ns: For deadlines.
+        on_failure: Told of a policy that failed, whose round is then decided by another: the oldest
+            requests go to the least loaded ranks with room.
+    """
+    fleet = make_fleet()
+    free_slots = fleet.free_slots.copy()
+    pool.begin_round()
+    try:
+        assignments = policy.dispatch(fleet, pool, now_ns)
+        _check(assignments, free_slots, pool)
+    except Exception as error:
+        pool.undo_round()
+        on_failure("policy", error)
+        return _OLDEST_FIRST.dispatch(make_fleet(), pool, now_ns)
+    pool.end_round()
+    return assignments
+
+
+def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], pool: Pool) -> None:
+    """Refuse an answer that cannot be obeyed.
+
+    Raises:
+        PolicyError: Why.
+    """
+    taken = pool.taken
+    free: dict[int, int] = {}
+    for number, rank in assignments:
+        entry = taken.pop(number, None)
+        if entry is None:
+            raise PolicyError(f"request {number!r} was not taken from the pool, or is there twice")
+        if not 0 <= rank < len(free_slots):
+            raise PolicyError(f"rank {rank!r} is unknown: there are {len(free_slots)}")
+        left = free[rank] if rank in free else int(free_slots[rank])
+        if left < 1:
+            raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")
+        free[rank] = left - entry.slots
+    for number in taken:
+        raise PolicyError(f"request {number} was taken from the pool, but has no rank")
