@@ -59,14 +59,15 @@ class PrefillDone:
 class PrefillLost:
     """The prefill failed, or its KV cache is gone before decode pulled it: prefill again.
 
-    With `elsewhere` not on the same prefiller, as long as another one is open, be it full; nor does
-    it go again to a rank that it is bound to, as long as another one is open. Without `decode` the
-    next prefiller answers the whole request.
+    With `elsewhere` not on the same prefiller, as long as another one is open, be it full. If it is
+    bound to a rank it goes to another one then, if one is open; `same_rank` says that it need not.
+    Without `decode` the next prefiller answers the whole request.
     """
 
     request: RequestId
     elsewhere: bool = False
     decode: bool = True
+    same_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class TokensEmitted:
 class RequestRecomputed:
     """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
 
-    `elsewhere` says that another rank should take it then, if there is one.
+    `elsewhere` says that another rank should take it then, and another prefiller before, if there
+    are such.
     """
 
     request: RequestId
@@ -157,9 +159,13 @@ class PrefillerClosed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillerOpened:
-    """The prefiller takes probes again. It may be open already."""
+    """The prefiller takes probes again. It may be open already.
+
+    With `on_trial` it takes one request at a time, until it is opened without.
+    """
 
     prefiller: PrefillerId
+    on_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class Request:
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
         probing: Whether its probe is still running there.
+        pulled_from: The prefiller whose KV cache it decodes with, or did so last.
         lost_on_prefillers: Prefillers that it should not go to again, the latest last.
         prefilled_ns: When it was last prefilled.
         lease_expires_ns: When that prefill's KV cache may be dropped, if known.
@@ -111,6 +112,7 @@ class Request:
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
     probing: bool = False
+    pulled_from: PrefillerId | None = None
     lost_on_prefillers: tuple[PrefillerId, ...] = ()
     prefilled_ns: int | None = None
     lease_expires_ns: int | None = None

@@ -65,6 +65,7 @@ class Prefillers:
 
     Attributes:
         is_open: By prefiller, whether it takes new probes.
+        on_trial: By prefiller, whether it may hold one request at a time only.
         probes: By prefiller, probes that run.
         probing: Their sum.
         direct: By prefiller, sequences of the direct requests there.
@@ -81,6 +82,7 @@ class Prefillers:
         choice: PrefillChoice | None = None,
     ) -> None:
         self.is_open: list[bool] = []
+        self.on_trial: list[bool] = []
         self.probes: list[int] = []
         self.probing = 0
         self.direct: list[int] = []
@@ -105,6 +107,7 @@ class Prefillers:
         new = instances - len(self.probes)
         assert new >= 0, "prefillers cannot shrink"
         self.is_open += [True] * new
+        self.on_trial += [False] * new
         self.probes += [0] * new
         self.direct += [0] * new
         self.held_tokens += [0] * new
@@ -128,7 +131,8 @@ class Prefillers:
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
             sequences: Of a direct request; 0 for a probe.
         """
-        is_open = allowed(self.is_open, lost_on) if lost_on else self.is_open
+        is_open = self._tried(lost_on) if any(self.on_trial) else self.is_open
+        is_open = allowed(is_open, lost_on) if lost_on else is_open
         candidates = [
             PrefillerId(prefiller)
             for prefiller, takes_probes in enumerate(is_open)
@@ -161,7 +165,7 @@ class Prefillers:
     def waits_for_memory(self, sequences: int) -> bool:
         """Return whether a direct request that has to wait only lacks KV tokens somewhere."""
         return any(
-            is_open and self._has_place(prefiller, sequences)
+            is_open and not self.on_trial[prefiller] and self._has_place(prefiller, sequences)
             for prefiller, is_open in enumerate(self.is_open)
         )
 
@@ -180,6 +184,23 @@ class Prefillers:
         """Uncharge the tokens of a request whose KV cache left the prefiller."""
         assert self.held_tokens[prefiller] >= prompt_tokens, f"prefiller {prefiller} released twice"
         self.held_tokens[prefiller] -= prompt_tokens
+
+    def _tried(self, lost_on: Sequence[PrefillerId]) -> list[bool]:
+        """Return who is open to a request, now that some prefillers are on trial.
+
+        One that holds a request is closed until that tells; and who lost a request before goes to
+        one on trial only if there is no other.
+        """
+        is_open = list(self.is_open)
+        for prefiller, held in enumerate(self.held_tokens):
+            is_open[prefiller] &= not (held and self.on_trial[prefiller])
+        if lost_on:
+            proven = [
+                able and not tried for able, tried in zip(is_open, self.on_trial, strict=True)
+            ]
+            if any(proven):
+                return proven
+        return is_open
 
     def _has_place(self, prefiller: int, sequences: int) -> bool:
         if not sequences:

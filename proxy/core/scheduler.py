@@ -138,10 +138,8 @@ class Scheduler:
             case RequestFinished() | RequestFailed() | RequestCancelled():
                 request = self._get(event.request)
                 return self._end(request, _ENDINGS[type(event)]) + self._probe()
-            case PrefillLost(number, elsewhere, decode):
-                request = self._get(number)
-                actions = self._lose_prefill(request, elsewhere=elsewhere, decode=decode)
-                return actions + self._probe()
+            case PrefillLost():
+                return self._lose_prefill(self._get(event.request), event) + self._probe()
             case DecodeLost(number):
                 return self._lose_decode(self._get(number), now_ns)
             case RequestRecomputed(number, elsewhere):
@@ -309,9 +307,7 @@ class Scheduler:
             lost_on=request.lost_on_ranks,
         )
 
-    def _lose_prefill(
-        self, request: Request, *, elsewhere: bool, decode: bool = True
-    ) -> list[Action]:
+    def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         if request.started:
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
         if not request.prefill:
@@ -319,12 +315,12 @@ class Scheduler:
         state, prefiller, rank = request.state, request.prefiller, request.rank
         request.move(Trigger.PREFILL_LOST)
         actions = self._drop(request, state, gone=True)
-        if rank is not None:
+        if rank is not None and not event.same_rank:
             request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
-        if elsewhere:
+        if event.elsewhere:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
-        request.decode = request.decode and decode
+        request.decode = request.decode and event.decode
         self._enqueue(request, returned=True)
         return actions
 
@@ -336,6 +332,7 @@ class Scheduler:
         request.started = True
         request.lost_on_ranks = ()
         self.ledger.start(request.request)
+        request.pulled_from = request.prefiller
         # The first token proves that the KV cache left the prefiller.
         self._release_prefill(request)
         return self._probe()
@@ -368,6 +365,9 @@ class Scheduler:
         if elsewhere:
             assert rank is not None
             request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
+            if request.pulled_from is not None:
+                lost_on = with_loss(request.lost_on_prefillers, request.pulled_from)
+                request.lost_on_prefillers = lost_on
         # It was served in between; this is a wait of its own.
         request.waiting_since_ns = now_ns
         request.pooled_ns = None
@@ -478,6 +478,7 @@ class Scheduler:
         if not 0 <= number < there_are:
             raise LifecycleError(f"prefiller {number} is unknown: there are {there_are}")
         self.prefillers.is_open[number] = isinstance(event, PrefillerOpened)
+        self.prefillers.on_trial[number] = isinstance(event, PrefillerOpened) and event.on_trial
         # Closing one may end the avoidance of another.
         return self._probe()
 
@@ -488,7 +489,7 @@ class Scheduler:
         for number in self.line.take_expired(now_ns) + self.pool.expired(now_ns):
             actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
         for number in self.pool.lapsed(now_ns):
-            actions += self._lose_prefill(self.requests[number], elsewhere=False)
+            actions += self._lose_prefill(self.requests[number], PrefillLost(number))
         if len(self.pool):
             actions += self._admit(now_ns)
         # All of this made room, and so may a new shape have done.

@@ -45,6 +45,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Status
+from balanceroute.proxy.live.kv_transfers import KvTransfers
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.prompt_keys import prompt_keys
 from balanceroute.proxy.live.record import Outcome, RequestRecord
@@ -126,6 +127,7 @@ class Driver:
         idle_tokens: Sum of the missing tokens over the inferred steps; see `Snapshot`.
         capacity_tokens: See `Snapshot`.
         clock_of_steps: The inferred steps.
+        transfers: Judges who is at fault when KV caches cannot be pulled.
         draining: Whether new requests are refused.
     """
 
@@ -176,13 +178,21 @@ class Driver:
         self._characters_per_token = CHARACTERS_PER_TOKEN
         self._serving = instances.serving()
         # What the scheduler has been told of who is open.
-        self._open_prefillers = [True] * len(instances.prefillers)
+        self._open_prefillers = [(True, False)] * len(instances.prefillers)
         self._open_ranks = [True] * len(instances.ranks)
         # In their rank's batch; and admitted, without a stream to tell when they join it.
         self._started: dict[RequestId, Session] = {}
         self._unheard: dict[RequestId, float] = {}
         self._transfer_s = 0.0
         self._hand_offs: dict[str, HandOff] = {}
+        self.transfers = KvTransfers(
+            health.enough,
+            pulling=lambda: [s.pair for s in self.sessions.values() if s.pair is not None],
+            convict=health.convict,
+            is_on_trial=health.is_on_trial,
+            count=metrics.kv_transfer_failed,
+            passed=self.reopen,
+        )
         # Timers.
         self._tick_timer: asyncio.Handle | None = None
         self._tick_soon = False
@@ -261,10 +271,11 @@ class Driver:
     def reopen(self) -> None:
         """Tell the scheduler which instances are open now, after any of them changed."""
         for prefiller in self.instances.prefillers:
-            if self._open_prefillers[prefiller.id] != prefiller.open:
-                self._open_prefillers[prefiller.id] = prefiller.open
-                change = PrefillerOpened if prefiller.open else PrefillerClosed
-                self.feed(change(prefiller.id))
+            is_open, on_trial = state = prefiller.open, prefiller.kv_trial
+            if self._open_prefillers[prefiller.id] != state:
+                self._open_prefillers[prefiller.id] = state
+                number = prefiller.id
+                self.feed(PrefillerOpened(number, on_trial) if is_open else PrefillerClosed(number))
         for rank in self.instances.ranks:
             if self._open_ranks[rank.id] != rank.open:
                 self._open_ranks[rank.id] = rank.open
@@ -274,7 +285,7 @@ class Driver:
     def grown(self) -> None:
         """Note that instances were added, which the scheduler has been told by `reshape`."""
         prefillers, ranks = self.instances.prefillers, self.instances.ranks
-        self._open_prefillers += [True] * (len(prefillers) - len(self._open_prefillers))
+        self._open_prefillers += [(True, False)] * (len(prefillers) - len(self._open_prefillers))
         self._open_ranks += [True] * (len(ranks) - len(self._open_ranks))
         self.reopen()
         self._wake(0.0)
@@ -349,9 +360,9 @@ class Driver:
         """Let it call back no more."""
         self._hand_offs.pop(transfer, None)
 
-    def may_retry(self, leg: str, fault: Fault) -> bool:
-        """Take one retry from the budget, if there is one."""
-        if not self._retries.spend():
+    def may_retry(self, leg: str, fault: Fault, *, free: bool = False) -> bool:
+        """Take one retry from the budget, if there is one; a free one needs none."""
+        if not (free or self._retries.spend()):
             return False
         self._metrics.retry(leg, fault.value)
         return True

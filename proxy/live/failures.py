@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Answers of an engine that another one may not give. They say "busy", not "broken".
 _BUSY = frozenset({429, 503})
 
+# Engines that may break off under one request. It may be the request that kills them.
+MOST_DEATHS = 1
+
 
 class Leg(Enum):
     """Which exchange with an engine failed."""
@@ -47,6 +50,14 @@ class What(Enum):
     NO_PREFILL = "the prefill that a decode rank called for failed"
 
 
+class Blame(Enum):
+    """Who is told of it."""
+
+    NOBODY = "nobody"
+    ENGINE = "health checks"
+    PULL = "the judge of KV transfers"
+
+
 class Next(Enum):
     """How the request goes on."""
 
@@ -54,6 +65,7 @@ class Next(Enum):
     OTHER_PREFILLER = "prefilled elsewhere"
     OTHER_RANK = "another rank, the same KV cache"
     NEW_KV = "prefilled again"
+    OTHERS_KV = "prefilled again, by another prefiller"
     FAIL = "an error"
 
 
@@ -81,58 +93,65 @@ class Rule:
     """What to do about a failure.
 
     Attributes:
-        blame: Whether health checks are told.
+        blame: Who is told. A failure where a rank was to pull a KV cache may be the prefiller's.
         close_idle: Whether idle connections to the engine are closed: one may be an answer behind.
         then: How the request goes on, if attempts and the retry budget allow.
     """
 
-    blame: bool
+    blame: Blame
     close_idle: bool
     then: Next
 
 
 RULES = {
-    (Leg.PREFILL, What.REFUSED): Rule(False, False, Next.RELAY),
-    (Leg.PREFILL, What.BUSY): Rule(False, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.UNAVAILABLE): Rule(False, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.SERVER_ERROR): Rule(True, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.NO_ANSWER): Rule(True, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.UNREADABLE): Rule(True, True, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.NO_KV): Rule(False, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.NOT_SENT): Rule(True, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.BROKEN): Rule(True, False, Next.OTHER_PREFILLER),
-    (Leg.PREFILL, What.TIMED_OUT): Rule(True, False, Next.OTHER_PREFILLER),
-    (Leg.DECODE, What.REFUSED): Rule(False, False, Next.RELAY),
-    (Leg.DECODE, What.BUSY): Rule(False, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.UNAVAILABLE): Rule(False, False, Next.NEW_KV),
-    (Leg.DECODE, What.SERVER_ERROR): Rule(True, False, Next.NEW_KV),
-    (Leg.DECODE, What.NO_ANSWER): Rule(True, True, Next.NEW_KV),
-    (Leg.DECODE, What.UNREADABLE): Rule(True, True, Next.NEW_KV),
-    # Seen from vLLM when it cannot pull the KV cache.
-    (Leg.DECODE, What.ERROR_EVENT): Rule(False, False, Next.NEW_KV),
-    (Leg.DECODE, What.NOT_SENT): Rule(True, False, Next.OTHER_RANK),
-    (Leg.DECODE, What.BROKEN): Rule(True, False, Next.NEW_KV),
-    (Leg.DECODE, What.TIMED_OUT): Rule(True, False, Next.NEW_KV),
-    (Leg.DECODE, What.NO_PREFILL): Rule(False, False, Next.NEW_KV),
+    (Leg.PREFILL, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.PREFILL, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_ANSWER): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_KV): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DECODE, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DECODE, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DECODE, What.SERVER_ERROR): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.NEW_KV),
+    (Leg.DECODE, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.NEW_KV),
+    # What vLLM does when it cannot pull the KV cache.
+    (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
+    (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
 }
 
 
-def triage(leg: Leg, failure: Failure, *, stream_open: bool, offers: int) -> Rule:
+def triage(
+    leg: Leg, failure: Failure, *, stream_open: bool, pulls: bool, offers: int, deaths: int
+) -> Rule:
     """Return what to do about a failure.
 
     Args:
         leg: Which leg failed.
         failure: How.
         stream_open: Whether the client has the head of its answer.
+        pulls: Whether the engine was to pull a KV cache, and has given no sign that it has.
         offers: How many ranks this KV cache was offered to.
+        deaths: Under how many engines the request broke off, this one included.
     """
     rule = RULES[leg, failure.what]
-    then = rule.then
-    if stream_open and (leg is Leg.DECODE or then is Next.RELAY):
+    blame, then = rule.blame, rule.then
+    if blame is Blame.PULL and not pulls:
+        blame = Blame.ENGINE
+    ends = leg is Leg.DECODE or then is Next.RELAY
+    if (stream_open and ends) or deaths > MOST_DEATHS:
         then = Next.FAIL
     elif then is Next.OTHER_RANK and offers > 1:
         then = Next.NEW_KV
-    return rule if then is rule.then else Rule(rule.blame, rule.close_idle, then)
+    return Rule(blame, rule.close_idle, then)
 
 
 def refusal(status: int, headers: "Headers", body: bytes) -> Failure:

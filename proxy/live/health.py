@@ -11,6 +11,8 @@ An instance is up, or quarantined and probed until it answers again. Rules:
   sometimes serves more than none. It follows that the last instance is never given up so.
 - One good probe brings an instance back, on trial: its next fault quarantines it again. An instance
   that falls back soon waits twice as long for its next probe, up to a limit.
+- Who is convicted of KV caches that cannot be pulled (`kv_transfers`) is quarantined by the panic rule
+  alone. If it was on trial for that, its back-off goes on to double, however long ago that was.
 - After a stall of this process, timeouts say nothing of the engines: they are not counted.
 
 Times are float seconds of the clock given.
@@ -70,6 +72,7 @@ class _Watch:
     next_probe_s: float
     backoff_s: float
     up: bool = True
+    on_trial: bool = False
     probing: bool = False
     request_failures: int = 0
     probe_failures: int = 0
@@ -110,6 +113,11 @@ class Health:
         self._ticked_s: float | None = None  # None until `run` ticks.
         self._stall_ended_s: float | None = None
 
+    @property
+    def enough(self) -> int:
+        """Faults in a row that quarantine."""
+        return self._settings.quarantine_failures
+
     def add(self, target: Target) -> None:
         """Watch an instance, up until something says otherwise; the first probe comes soon."""
         assert target not in self._watches
@@ -132,6 +140,30 @@ class Health:
         # In quarantine this means nothing: the request had begun before, and a probe decides.
         if watch is not None:
             watch.request_failures = watch.probe_failures = 0
+            watch.on_trial = False
+
+    def is_on_trial(self, target: Target) -> bool:
+        """Return whether an instance came back from quarantine and has served nothing since."""
+        watch = self._watches.get(target)
+        return watch is not None and watch.up and watch.on_trial
+
+    def convict(self, target: Target, reason: str, again: bool) -> bool:
+        """Quarantine an instance on the word of others, if its role can spare it.
+
+        Args:
+            target: Who is at fault.
+            reason: Of what.
+            again: Whether it was on trial for the same.
+
+        Returns:
+            Whether it is quarantined now.
+        """
+        watch = self._watches.get(target)
+        if watch is None:
+            return False
+        if watch.up and self._can_spare_one(target.role):
+            self._quarantine(watch, reason, starts_over=not again)
+        return not watch.up
 
     def failed(self, target: Target, fault: Fault, reason: str = "") -> None:
         """Report a request that failed at the instance; 4xx and 503 are no such failure."""
@@ -220,11 +252,17 @@ class Health:
         enough = fault is Fault.CONNECT or failures >= self._settings.quarantine_failures
         if not enough or not (fault in _CONNECT_FAULTS or self._can_spare_one(watch.target.role)):
             return
+        self._quarantine(watch, reason or fault.value, starts_over=True)
+
+    def _quarantine(self, watch: _Watch, reason: str, *, starts_over: bool) -> None:
         now_s = self._clock()
-        if watch.recovered_s is None or now_s - watch.recovered_s > self._settings.backoff_max_s:
+        long_ago = (
+            watch.recovered_s is None or now_s - watch.recovered_s > self._settings.backoff_max_s
+        )
+        if long_ago and starts_over:
             watch.backoff_s = self._settings.backoff_s
         watch.up = False
-        watch.reason = reason or fault.value
+        watch.reason = reason
         self._back_off(watch)
         self._on_change(watch.target, False, watch.reason)
 
@@ -238,7 +276,7 @@ class Health:
         watch.backoff_s = min(2 * watch.backoff_s, self._settings.backoff_max_s)
 
     def _recover(self, watch: _Watch) -> None:
-        watch.up = True
+        watch.up = watch.on_trial = True
         watch.recovered_s = self._clock()
         # On trial: one more fault is enough.
         watch.request_failures = watch.probe_failures = self._settings.quarantine_failures - 1

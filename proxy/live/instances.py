@@ -43,6 +43,7 @@ class Prefiller:
         utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
         crowded: Whether that is too much for another probe.
         hand_offs: Prefills that decode ranks called for, running now.
+        kv_trial: Whether its KV caches could not be pulled, and none has been since.
     """
 
     id: PrefillerId
@@ -55,6 +56,7 @@ class Prefiller:
     utilisation: float = 0.0
     crowded: bool = False
     hand_offs: int = 0
+    kv_trial: bool = False
 
     @property
     def open(self) -> bool:

@@ -190,6 +190,13 @@ class Metrics:
             "KV caches that ranks pulled after the prefiller's lease had ended: such an answer may be "
             "wrong. vLLM's NIXL connector tells.",
         )
+        self._kv_transfer_failures = counter(
+            "kv_transfer_failures",
+            "Decode legs that failed where the rank was to pull a KV cache.",
+            "prefiller",
+            "rank",
+            "reason",
+        )
         self._quarantines = counter("quarantines", "Times an engine was quarantined.", "role")
         self._begin_at_zero()
 
@@ -368,6 +375,10 @@ class Metrics:
     def pulled_late(self, count: int) -> None:
         """Count KV caches that were pulled after their lease."""
         self._late_pulls.inc(count)
+
+    def kv_transfer_failed(self, prefiller: str, rank: str, reason: str) -> None:
+        """Count one decode leg that failed where the rank was to pull a KV cache."""
+        self._kv_transfer_failures.labels(prefiller, rank, reason).inc()
 
     def quarantined(self, role: Role) -> None:
         """Count one engine sent to quarantine."""

@@ -1,7 +1,8 @@
 """A cap on retries over the whole proxy, so that an outage is not answered with a retry storm.
 
-A fifth of the requests may be tried again, as Envoy's and Linkerd's budgets have it, and a few more
-so that the first failures after a quiet time are retried.
+A fifth of the requests may be tried again, as Envoy's and Linkerd's budgets have it, and ten more (as
+many as Linkerd allows a second) so that the first failures after a quiet time are retried: it takes a
+few to tell who is at fault.
 """
 
 
@@ -14,7 +15,7 @@ class RetryBudget:
         most: The largest number of retries saved up.
     """
 
-    def __init__(self, *, share: float = 0.2, reserve: float = 3.0, most: float = 100.0) -> None:
+    def __init__(self, *, share: float = 0.2, reserve: float = 10.0, most: float = 100.0) -> None:
         self._share = share
         self._most = most
         self._left = reserve

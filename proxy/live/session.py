@@ -36,6 +36,7 @@ from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.failures import (
+    Blame,
     Failure,
     Leg,
     Next,
@@ -97,6 +98,7 @@ class Session:
         "_body",
         "_call",
         "_deadline_s",
+        "_deaths",
         "_emitted",
         "_hand_off",
         "_headers",
@@ -151,6 +153,7 @@ class Session:
         self._transfer = ""
         self._kv: Mapping[str, Any] | None = None
         self._tries_of_kv = 0
+        self._deaths = 0  # Ranks that broke off under it.
         self._pooled_s = 0.0
         self._rank: Rank | None = None
         # Emitted in earlier bindings.
@@ -167,6 +170,14 @@ class Session:
     def emitted_tokens(self) -> int:
         """Tokens emitted so far, as far as a stream tells."""
         return self._emitted + (0 if self._leg is None else self._leg.tokens)
+
+    @property
+    def pair(self) -> "tuple[Prefiller, Rank] | None":
+        """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
+        if self._kv is None or self._prefiller is None or self._rank is None:
+            return None
+        started = self._leg is not None and self._leg.started
+        return None if started else (self._prefiller, self._rank)
 
     @property
     def has_prefill_leg(self) -> bool:
@@ -452,6 +463,11 @@ class Session:
 
     # What the rank answers: StreamOwner.
 
+    def _served(self, rank: "Rank") -> None:
+        self._host.leg_succeeded(rank.target)
+        if self._kv is not None and self._prefiller is not None:
+            self._host.transfers.succeeded(self._prefiller, rank)
+
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""
         host = self._host
@@ -463,7 +479,7 @@ class Session:
             self._answer.open(status, headers)
         if not host.connector.recomputes:
             self._body = None  # Large, and nothing is sent again after the first byte.
-        host.leg_succeeded(self._rank.target)
+        self._served(self._rank)
         host.started(self)
         host.feed(DecodeStarted(self.number))
 
@@ -536,7 +552,7 @@ class Session:
             return
         rank, record = self._rank, self.record
         assert rank is not None
-        self._host.leg_succeeded(rank.target)
+        self._served(rank)
         prompt_tokens, record.output_tokens = counts_of(body)
         record.prompt_tokens = record.prompt_tokens or prompt_tokens
         if record.cached_tokens is not None:
@@ -585,14 +601,14 @@ class Session:
         self.pooled()
         return DecodeLost(self.number)
 
-    def _prefill_lost(self) -> Event:
+    def _prefill_lost(self, *, elsewhere: bool = False, same_rank: bool = False) -> Event:
         self._rank = self._leg = None
         if self._kv is None or self._host.connector.decode_first:
             self.forget_kv()
             self.pooled()
             return DecodeLost(self.number)  # There is no prefill to repeat.
         self.forget_kv()
-        return PrefillLost(self.number)
+        return PrefillLost(self.number, elsewhere=elsewhere, same_rank=same_rank)
 
     # Shared by both legs.
 
@@ -603,20 +619,36 @@ class Session:
         leg = Leg.PREFILL if self._rank is None else Leg.DECODE
         engine = self._prefiller if self._rank is None else self._rank
         assert engine is not None
-        stream_open = self._answer.opened
-        rule = triage(leg, failure, stream_open=stream_open, offers=self._tries_of_kv)
+        self._deaths += leg is Leg.DECODE and failure.what is What.BROKEN
+        pair = self.pair
+        rule = triage(
+            leg,
+            failure,
+            stream_open=self._answer.opened,
+            pulls=pair is not None,
+            offers=self._tries_of_kv,
+            deaths=self._deaths,
+        )
         if rule.close_idle:
             engine.endpoint.close_idle()
-        if rule.blame:
+        if rule.blame is Blame.ENGINE:
             host.leg_failed(failure.blamed or engine.target, failure.fault, failure.reason)
-        lost = {
+        elif rule.blame is Blame.PULL and pair is not None:
+            host.transfers.failed(self.number, *pair, failure.fault, failure.reason)
+        # A trial is the proxy's own doing, and what follows a verdict goes to those who are able.
+        free = pair is not None and pair[0].kv_trial
+        # A rank that fails again, with another prefiller, is at fault itself. One that hangs is slow to.
+        same_rank = failure.what is not What.TIMED_OUT and self._attempts[leg] == 1
+        mends: dict[Next, Callable[[], Event]] = {
             Next.OTHER_PREFILLER: self._probe_lost,
             Next.OTHER_RANK: self._decode_lost,
             Next.NEW_KV: self._prefill_lost,
-        }.get(rule.then)
+            Next.OTHERS_KV: partial(self._prefill_lost, elsewhere=True, same_rank=same_rank),
+        }
+        lost = mends.get(rule.then)
         tried = self._attempts[leg]
         spent = tried >= host.legs.attempts
-        if lost is None or spent or not host.may_retry(leg.value, failure.fault):
+        if lost is None or spent or not host.may_retry(leg.value, failure.fault, free=free):
             self._give_up(leg, failure)
             return
         self.record.retries += 1

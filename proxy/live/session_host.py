@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.instances import Prefiller, Rank
+    from balanceroute.proxy.live.kv_transfers import KvTransfers
     from balanceroute.proxy.live.leg_settings import LegSettings
     from balanceroute.proxy.live.session import Session
     from balanceroute.proxy.live.target import Fault, Target
@@ -22,6 +23,8 @@ class Host(Protocol):
     def connector(self) -> "Connector": ...  # noqa: D102
     @property
     def legs(self) -> "LegSettings": ...  # noqa: D102
+    @property
+    def transfers(self) -> "KvTransfers": ...  # noqa: D102
     @property
     def lease_s(self) -> float | None: ...  # noqa: D102
 
@@ -46,8 +49,11 @@ class Host(Protocol):
     def expect_no_more(self, transfer: str) -> None:
         """Let it call back no more."""
 
-    def may_retry(self, leg: str, fault: "Fault") -> bool:
-        """Return whether the retry budget allows one more attempt, and count it."""
+    def may_retry(self, leg: str, fault: "Fault", *, free: bool = False) -> bool:
+        """Return whether the retry budget allows one more attempt, and count it.
+
+        One that is `free` is counted, but takes nothing from the budget.
+        """
 
     def leg_failed(self, target: "Target", fault: "Fault", reason: str) -> None:
         """Note that a leg failed through its engine's fault."""

@@ -207,3 +207,37 @@ def test_choose_is_the_first_minimum_over_the_open_prefillers(
         and (capacity is None or tokens == 0 or tokens + prompt_tokens <= capacity)
     ]
     assert prefillers.choose(A, prompt_tokens) == (min(open_ones)[1] if open_ones else None)
+
+
+def test_a_prefiller_on_trial_takes_one_request_at_a_time() -> None:
+    prefillers = Prefillers(2)
+    prefillers.on_trial[0] = True
+    prefillers.held_tokens[1] = 50
+    assert prefillers.choose(A, 9) == 0
+    prefillers.begin_probe(P0, 9)
+    assert prefillers.choose(A, 9) == 1
+    # It is held until a rank has pulled it.
+    prefillers.end_probe(P0)
+    assert prefillers.choose(A, 9) == 1
+    prefillers.release(P0, 9)
+    assert prefillers.choose(A, 9) == 0
+
+
+def test_who_lost_a_request_is_not_replaced_by_one_on_trial_while_another_is_open() -> None:
+    prefillers = Prefillers(3)
+    prefillers.on_trial[1] = True
+    assert prefillers.choose(A, 9, [P0]) == 2
+    prefillers.is_open[2] = False
+    # The loss is forgiven before a second one is risked.
+    assert prefillers.choose(A, 9, [P0]) == 0
+    prefillers.is_open[0] = False
+    assert prefillers.choose(A, 9, [P0]) == 1
+    prefillers.begin_probe(P1, 9)
+    assert prefillers.choose(A, 9, [P0]) is None
+
+
+def test_nobody_waits_for_a_trial_to_end_while_another_prefiller_is_open() -> None:
+    prefillers = Prefillers(2)
+    prefillers.on_trial[1] = True
+    prefillers.begin_probe(P1, 9)
+    assert prefillers.choose(A, 9, [P0]) == 0

@@ -375,13 +375,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         elsewhere = index % 3 > 0
         if elsewhere and known.prefiller is not None:
             self.note_loss(known.lost_on_prefillers, known.prefiller)
-        if known.rank is not None:
+        same_rank = index % 7 > 3
+        if known.rank is not None and not same_rank:
             self.note_loss(known.lost_on_ranks, known.rank)
         decode = index % 5 > 0
         self.drop(known)
         known.decode = known.decode and decode
         self.send_back(known)
-        self.feed(PrefillLost(known.number, elsewhere, decode), *expected)
+        self.feed(PrefillLost(known.number, elsewhere, decode, same_rank), *expected)
 
     def bounce(self, index: int) -> None:
         known = self.choose(index, self.bound_only())

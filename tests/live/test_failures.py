@@ -6,6 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.failures import (
     RULES,
+    Blame,
     Failure,
     Leg,
     Next,
@@ -19,7 +20,7 @@ from balanceroute.proxy.live.target import Fault
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
-HEADINGS = "| leg | what | told to health checks | next |"
+HEADINGS = "| leg | what | told to | next |"
 
 
 OWN = b'{"error": {"message": "busy", "type": "ServiceUnavailable"}}'
@@ -29,8 +30,16 @@ def failure(what: What) -> Failure:
     return Failure(what, Fault.RESET, "broken")
 
 
-def judge(leg: Leg, one: Failure, *, stream_open: bool = False, offers: int = 1) -> Rule:
-    return triage(leg, one, stream_open=stream_open, offers=offers)
+def judge(
+    leg: Leg,
+    one: Failure,
+    *,
+    stream_open: bool = False,
+    pulls: bool = True,
+    offers: int = 1,
+    deaths: int = 0,
+) -> Rule:
+    return triage(leg, one, stream_open=stream_open, pulls=pulls, offers=offers, deaths=deaths)
 
 
 def test_every_failure_of_a_leg_has_its_rule() -> None:
@@ -103,9 +112,22 @@ def test_a_status_is_read_as_a_failure(status: int, body: bytes, what: What) -> 
     assert str(status) in one.reason
 
 
+def test_a_failure_where_no_kv_cache_was_to_be_pulled_is_the_engines() -> None:
+    judged = {what for (_, what), rule in RULES.items() if rule.blame is Blame.PULL}
+    assert judged == {What.SERVER_ERROR, What.ERROR_EVENT, What.TIMED_OUT}
+    for what in judged:
+        assert judge(Leg.DECODE, failure(what), pulls=True).blame is Blame.PULL
+        assert judge(Leg.DECODE, failure(what), pulls=False).blame is Blame.ENGINE
+
+
+def test_a_request_under_which_two_ranks_died_goes_to_no_third() -> None:
+    assert judge(Leg.DECODE, failure(What.BROKEN), deaths=1).then is Next.NEW_KV
+    assert judge(Leg.DECODE, failure(What.BROKEN), deaths=2).then is Next.FAIL
+
+
 def test_the_docs_show_these_rules() -> None:
     rows = [
-        f"| {leg.value} | {what.value} | {'yes' if rule.blame else 'no'} | {rule.then.value} |"
+        f"| {leg.value} | {what.value} | {rule.blame.value} | {rule.then.value} |"
         for (leg, what), rule in RULES.items()
     ]
     table = "\n".join([HEADINGS, "| --- | --- | --- | --- |", *rows])

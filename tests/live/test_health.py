@@ -398,3 +398,32 @@ def test_instances_removed_while_they_are_probed_are_not_missed() -> None:
 
     run(main, seed=1)
     assert fetched == ["http://d0:8000/health"]
+
+
+def test_who_is_convicted_is_quarantined_at_once_if_its_role_can_spare_it() -> None:
+    first, second = DECODERS[:2]
+    bench = Bench(first, second)
+    assert bench.health.convict(first, "no KV", False)
+    assert bench.changes == [(first, False, "no KV")]
+    assert bench.health.convict(first, "no KV", False)
+    assert not bench.health.convict(second, "no KV", False)
+    assert bench.up() == [False, True]
+    bench.health.remove(first)
+    assert not bench.health.convict(first, "no KV", False)
+
+
+def test_a_convict_on_trial_waits_longer_each_time_however_long_ago_it_came_back() -> None:
+    first, second = DECODERS[:2]
+    for again, grows in ((True, True), (False, False)):
+        bench = Bench(first, second)
+        waits = []
+        for _ in range(3):
+            assert bench.health.convict(first, "no KV", again)
+            since_s = bench.now_s
+            bench.probe(first, None)
+            waits.append(bench.now_s - since_s)
+            assert bench.health.is_on_trial(first)
+            bench.wait(SETTINGS.backoff_max_s + 5.0)
+        assert (waits[2] > 1.5 * waits[1] > 2.0 * waits[0]) == grows
+        bench.health.succeeded(first)
+        assert not bench.health.is_on_trial(first)

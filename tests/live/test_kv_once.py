@@ -102,7 +102,8 @@ def test_what_a_rank_may_have_pulled_is_prefilled_again(
         assert exchange.status == 200
         assert exchange.text == "mine"
         assert engines.pulls == [1, 2]
-        assert len({one.engine for one in site.received("decode", COMPLETIONS)}) == 2
+        if failing == "reset":  # A rank that answers may be tried with another prefiller.
+            assert len({one.engine for one in site.received("decode", COMPLETIONS)}) == 2
         (record,) = site.world.ended
         assert record.retries == 1
 

@@ -11,7 +11,7 @@ def spend_all(budget: RetryBudget) -> int:
 
 
 def test_the_first_failures_may_be_retried() -> None:
-    assert spend_all(RetryBudget()) == 3
+    assert spend_all(RetryBudget()) == 10
 
 
 def test_an_outage_is_retried_for_a_fifth_of_the_requests() -> None:
