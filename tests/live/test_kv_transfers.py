@@ -231,8 +231,8 @@ def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_answer(
         assert {record.outcome for record in site.world.ended} == {Outcome.OK}
         by_name = await statuses(site)
         page = (await site.get("/metrics")).body.decode()
-        assert 'balanceroute_quarantines_total{role="prefill"}' in page
-        assert 'balanceroute_quarantines_total{role="decode"}' not in page
+        assert 'balanceroute_quarantines_total{role="prefill"} 0.0' not in page
+        assert 'balanceroute_quarantines_total{role="decode"} 0.0' in page
         assert {by_name[name] for name in by_name if name != "prefill/0"} == {"up"}
         failures = [line for line in page.splitlines() if "kv_transfer_failures_total{" in line]
         assert failures
@@ -277,7 +277,7 @@ def test_a_rank_that_can_pull_from_nobody_is_quarantined_and_no_prefiller(
         exchanges = await load(site, 120, stream=False)
         assert [one.status for one in exchanges] == [200] * 120
         page = (await site.get("/metrics")).body.decode()
-        assert 'balanceroute_quarantines_total{role="decode"}' in page
-        assert 'balanceroute_quarantines_total{role="prefill"}' not in page
+        assert 'balanceroute_quarantines_total{role="decode"} 0.0' not in page
+        assert 'balanceroute_quarantines_total{role="prefill"} 0.0' in page
 
     play(scenario, ranks=4)
