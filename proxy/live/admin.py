@@ -11,16 +11,16 @@
     POST /admin/policy            {"policy"}
     POST /admin/log-level         {"level"}
 
-Paths are exact. Bodies are JSON and said to be: a browser sends no such request to another site
-without asking first, so no web page can give orders to a listener on loopback. Every order is
-logged with the address it came from. Errors have the shape of `api_error`.
+Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
+give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
+came from. Errors have the shape of `api_error`.
 """
 
 import asyncio
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Protocol
@@ -29,6 +29,7 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.credentials import Secret
+from balanceroute.proxy.live.host_check import check_host
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.process_log import set_log_level
@@ -124,6 +125,7 @@ class Admin:
         page_of_metrics: Callable[[], bytes],
         config: Mapping[str, object],
         token: Secret | None,
+        names: Collection[str] = (),
     ) -> None:
         """Serve the pages.
 
@@ -133,12 +135,14 @@ class Admin:
             config: The settings to show, without secrets.
             token: What a request must present; None to ask for nothing, which is for a listener
                 that only this machine can reach.
+            names: What Host may say without a token, in lower case, beside loopback.
         """
         self._control = control
         self._page_of_metrics = page_of_metrics
         # JSON has no infinity, which some limits are set to: those become texts.
         self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
         self._token = token
+        self._names = names
         self._additions: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
             b"/health": {b"GET": self._health},
@@ -159,9 +163,9 @@ class Admin:
             methods = self._routes.get(request.path)
             if methods is None:
                 raise _Refusal(404, "there is no such page")
-            handler = methods.get(request.method)
+            handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
             if handler is None:
-                allowed = b", ".join(methods)
+                allowed = b", ".join(methods).replace(b"GET", b"GET, HEAD")
                 raise _Refusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
@@ -175,7 +179,13 @@ class Admin:
             task.cancel()
 
     def _authorise(self, request: Request) -> None:
-        if self._token is None or request.path in _OPEN_PATHS:
+        if request.path in _OPEN_PATHS:
+            return
+        if self._token is None:
+            foreign = check_host(request.headers, self._names)
+            if foreign is not None:
+                _log.warning("admin: refused what a web page may have sent", extra=_where(request))
+                raise _Refusal(foreign.status, foreign.message)
             return
         given = [value for name, value in request.headers if name == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
@@ -303,9 +313,6 @@ def _order(
     Raises:
         _Refusal: It is not a JSON object with the required keys and no others.
     """
-    media_type = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-    if media_type != b"application/json":
-        raise _Refusal(415, "the content-type must be application/json")
     if len(request.body) > MAX_BODY_BYTES:
         raise _Refusal(413, f"the body is over {MAX_BODY_BYTES} bytes")
     try:

@@ -35,6 +35,7 @@ class ListenConfig:
         tls_key: Its private key.
         api_keys: The keys that clients may present; empty if all may come.
         limits: What is accepted from a client.
+        public_metrics: Whether clients may read the metrics.
     """
 
     host: str
@@ -43,15 +44,20 @@ class ListenConfig:
     tls_key: Path | None
     api_keys: tuple[Secret, ...]
     limits: ServerLimits
+    public_metrics: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AdminConfig:
-    """Where health, metrics and administration are served; no token is needed if it is None."""
+    """Where health, metrics and administration are served; no token is needed if it is None.
+
+    Without a token it answers only if called by `names`, its addresses or localhost.
+    """
 
     host: str
     port: int
     token: Secret | None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Every value is checked before the first socket is opened. An error names the fla
 key, and the reason; none shows a key, a token or a password.
 """
 
-import ipaddress
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -25,6 +24,7 @@ from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.credentials import Secret, as_secret, read_secret, read_secrets
 from balanceroute.proxy.live.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.health import HealthSettings
+from balanceroute.proxy.live.host_check import is_loopback
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.options import Option, Values
@@ -122,6 +122,7 @@ def _listen(values: Values) -> ListenConfig:
             connections=values.get(flags.CONNECTION_LIMIT),
             connections_per_peer=values.get(flags.PEER_CONNECTION_LIMIT),
         ),
+        public_metrics=values.get(flags.PUBLIC_METRICS),
     )
 
 
@@ -131,13 +132,19 @@ def _admin(values: Values, listen: ListenConfig) -> AdminConfig | None:
     host = values.get(flags.ADMIN_HOST)
     port = values.get(flags.ADMIN_PORT)
     token = _secret(values, flags.ADMIN_TOKEN_FILE)
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         reason = f"is {host!r}, which others reach: needs {flags.ADMIN_TOKEN_FILE.flag}"
         raise ConfigError(f"{values.where(flags.ADMIN_HOST)} {reason}")
     if port != 0 and (host, port) == (listen.host, listen.port):
         reason = f"is {port}, which serves clients already"
         raise ConfigError(f"{values.where(flags.ADMIN_PORT)} {reason}")
-    return AdminConfig(host, port, token)
+    names = values.get(flags.ADMIN_NAME)
+    if token is not None and names:
+        reason = (
+            f"means nothing with {flags.ADMIN_TOKEN_FILE.flag}, which any name may be called with"
+        )
+        raise ConfigError(f"{values.where(flags.ADMIN_NAME)} {reason}")
+    return AdminConfig(host, port, token, names)
 
 
 def _fleet(
@@ -316,15 +323,6 @@ def _api_keys(values: Values) -> tuple[Secret, ...]:
         return read_secrets(path)
     except ConfigError as error:
         raise ConfigError(f"{values.where(flags.API_KEY_FILE)} {error}") from None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _finite(time_s: float | None) -> float | None:

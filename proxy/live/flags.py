@@ -131,6 +131,11 @@ TLS_KEY = file("tls_key", "the certificate's private key (PEM)")
 API_KEY_FILE = file(
     "api_key_file", "holds the keys that clients may present, one a line; without it all may come"
 )
+PUBLIC_METRICS = switch(
+    "public_metrics",
+    default=True,
+    text="serve /metrics to clients too, with an API key if they need one",
+)
 ADMIN = switch("admin", default=True, text="serve health, metrics and administration")
 ADMIN_HOST = text(
     "admin_host", "127.0.0.1", "address to serve them on", check=_host, metavar="ADDRESS"
@@ -141,6 +146,15 @@ ADMIN_PORT = integer(
 ADMIN_TOKEN_FILE = file(
     "admin_token_file",
     "holds the token that administrators present; required unless --admin-host is loopback",
+)
+
+ADMIN_NAME = texts(
+    "admin_name",
+    "names, beside its addresses and localhost, under which the admin listener is called without a "
+    "token",
+    check=_host,
+    metavar="NAME",
+    at_top=False,
 )
 
 POLICY = choice("policy", "br-h", "which rank takes a request, and when", POLICIES)
@@ -454,10 +468,12 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         TLS_CERT,
         TLS_KEY,
         API_KEY_FILE,
+        PUBLIC_METRICS,
         ADMIN,
         ADMIN_HOST,
         ADMIN_PORT,
         ADMIN_TOKEN_FILE,
+        ADMIN_NAME,
     ),
     "scheduling": (
         POLICY,

@@ -63,6 +63,7 @@ class GatewaySettings:
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
         pass_through: How many requests are taken that one engine answers alone.
+        public_metrics: Whether clients may read the metrics.
     """
 
     api_keys: tuple[Secret, ...] = ()
@@ -70,6 +71,7 @@ class GatewaySettings:
     pass_authorization: bool = True
     max_sequences: int = 128
     pass_through: PassThroughLimits = PassThroughLimits()  # noqa: RUF009 - it is frozen.
+    public_metrics: bool = True
 
 
 class Gateway:
@@ -79,7 +81,8 @@ class Gateway:
         driver: Takes the generation requests.
         instances: Serve the rest.
         models: Which models are served.
-        metrics: Rendered on /metrics, and told of refused requests.
+        metrics: Told of refused requests.
+        page_of_metrics: What /metrics shows.
         log: Told of refused requests.
         settings: See there.
         unix_s: Wall-clock time, for the log.
@@ -92,6 +95,7 @@ class Gateway:
         models: "ModelChoice",
         *,
         metrics: "Metrics",
+        page_of_metrics: Callable[[], bytes],
         log: "Log",
         settings: GatewaySettings,
         unix_s: Callable[[], float],
@@ -100,6 +104,7 @@ class Gateway:
         self._instances = instances
         self._models = models
         self._metrics = metrics
+        self._page_of_metrics = page_of_metrics
         self._log = log
         self._settings = settings
         self._unix_s = unix_s
@@ -307,9 +312,11 @@ class Gateway:
         elif request.path == b"/load":
             load = len(self._driver.sessions) + self.pass_through.in_flight
             reply.send(200, json_headers, b'{"server_load":%d}' % load)
+        elif self._settings.public_metrics:
+            headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
+            reply.send(200, headers, self._page_of_metrics())
         else:
-            page = self._metrics.render()
-            reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), request_id], page)
+            self._reject(request, reply, _NOT_FOUND)
 
 
 def _error(

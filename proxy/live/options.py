@@ -255,14 +255,20 @@ def text(
 
 
 def texts(
-    name: str, help_: str, *, check: Callable[[str], T], metavar: str, shown_default: str = ""
+    name: str,
+    help_: str,
+    *,
+    check: Callable[[str], T],
+    metavar: str,
+    shown_default: str = "",
+    at_top: bool = True,
 ) -> Option[tuple[T, ...]]:
     """Return a setting that is a list of texts, each of which `check` turns into an item."""
 
     def checked(value: object) -> tuple[T, ...]:
         return tuple(check(item) for item in _texts(value))
 
-    return Option(name, (), checked, str, help_, shown_default, metavar, many=True, at_top=True)
+    return Option(name, (), checked, str, help_, shown_default, metavar, many=True, at_top=at_top)
 
 
 def file(name: str, help_: str) -> Option[Path | None]:

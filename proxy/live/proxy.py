@@ -6,6 +6,7 @@ on real sockets and in virtual time.
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from balanceroute.proxy.live.health import Health
 from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.load_log import LoadLog
 from balanceroute.proxy.live.metrics import Metrics
+from balanceroute.proxy.live.metrics_page import MetricsPage
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
 from balanceroute.proxy.live.pass_through import PassThroughLimits
 from balanceroute.proxy.live.predictor_set import PredictorSet
@@ -157,8 +159,7 @@ class Proxy:
         """Find the engines and listen.
 
         Raises:
-            ConfigError: A decode server does not tell its ranks.
-            OSError: An address cannot be bound.
+            ConfigError: A decode server does not tell its ranks, or an address cannot be bound.
         """
         for prefill in self.config.fleet.prefill:
             self.roster.enlist_prefiller(prefill)
@@ -267,11 +268,13 @@ class Proxy:
 
     async def _listen(self) -> None:
         config = self.config
+        page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
         gateway = Gateway(
             self.driver,
             self.instances,
             ListedModels(config.fleet.models) if config.fleet.models else AnyModel(),
             metrics=self.metrics,
+            page_of_metrics=page_of_metrics,
             log=self._environment.log,
             settings=GatewaySettings(
                 api_keys=config.listen.api_keys,
@@ -280,6 +283,7 @@ class Proxy:
                 pass_through=PassThroughLimits(
                     config.scheduling.single_engine_limit, config.scheduling.queue_limit
                 ),
+                public_metrics=config.listen.public_metrics,
             ),
             unix_s=self._environment.unix_s,
         )
@@ -293,7 +297,8 @@ class Proxy:
         tls = None
         if config.listen.tls_cert is not None and config.listen.tls_key is not None:
             tls = server_context(config.listen.tls_cert, config.listen.tls_key)
-        await self.server.start(config.listen.host, config.listen.port, ssl=tls)
+        place = "--host {} --port {}"
+        await _listen_at(self.server, place, config.listen.host, config.listen.port, tls)
         if not config.fleet.metaserver:
             scheme = "http" if tls is None else "https"
             own = EngineUrl(scheme, config.listen.host, self.server.port)
@@ -301,16 +306,18 @@ class Proxy:
         if config.admin is not None:
             self._pages = Admin(
                 ProxyControl(self),
-                page_of_metrics=self.metrics.render,
+                page_of_metrics=page_of_metrics,
                 config=config.redacted(),
                 token=config.admin.token,
+                names={config.admin.host, *config.admin.names},
             )
             # Few and its own: it answers when the public listener is full.
             limits = replace(
                 config.listen.limits, connections=_ADMIN_CONNECTIONS, connections_per_peer=None
             )
             self.admin = Server(self._pages, limits=limits, refuse=_refuse)
-            await self.admin.start(config.admin.host, config.admin.port)
+            place = "--admin-host {} --admin-port {}"
+            await _listen_at(self.admin, place, config.admin.host, config.admin.port, None)
 
     def _make_driver(self) -> Driver:
         config, environment = self.config, self._environment
@@ -453,3 +460,14 @@ def _refuse(
     del head, peer
     body = error_body(rejection.status, rejection.message, param=rejection.param)
     return [*JSON_HEADERS, *rejection.headers], body
+
+
+async def _listen_at(
+    server: Server, place: str, host: str, port: int, ssl: "SSLContext | None"
+) -> None:
+    try:
+        await server.start(host, port, ssl=ssl)
+    except OSError as error:
+        # Resolvers have numbers of their own; a failed bind's text repeats the address.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"{place.format(host, port)}: {reason}") from None

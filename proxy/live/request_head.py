@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
-# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
 _NO_CODING = frozenset({b"", b"identity"})
 _ID_DIGITS = 8
 _MAX_USER_AGENT = 128
-_PASSED = frozenset({b"traceparent", b"tracestate", b"user-agent"})
+# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine; the
+# others choose what of Anthropic's API a client speaks.
+_PASSED = frozenset(
+    {b"traceparent", b"tracestate", b"user-agent", b"anthropic-version", b"anthropic-beta"}
+)
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 
 
 class BadRequestIdError(Exception):
@@ -44,14 +48,23 @@ def client_request_id(headers: "Headers") -> str | None:
 
 
 def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:
-    """Return whether one of `keys` is given as the bearer token."""
-    values = [value for name, value in headers if name == b"authorization"]
-    if len(values) != 1:
-        return False
-    scheme, _, token = values[0].partition(b" ")
-    if scheme.lower() != b"bearer":
-        return False
-    return matches_any(keys, token.strip())
+    """Return whether one of `keys` is given, as the bearer token or as Anthropic's X-Api-Key.
+
+    Each of the two may be given once, and what is given must be right.
+    """
+    given = [(name, value) for name, value in headers if name in _KEYS]
+    names = {name for name, _ in given}
+    return len(names) == len(given) > 0 and all(
+        matches_any(keys, _token(name, value)) for name, value in given
+    )
+
+
+def _token(name: bytes, value: bytes) -> bytes:
+    """Return the key in a header; empty, which is no key, if the header holds something else."""
+    if name == b"x-api-key":
+        return value
+    scheme, _, token = value.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def api_key_id(headers: "Headers") -> str:
@@ -61,8 +74,8 @@ def api_key_id(headers: "Headers") -> str:
     restart.
     """
     for name, value in headers:
-        if name == b"authorization":
-            return sha256(value.partition(b" ")[2].strip()).hexdigest()[:_ID_DIGITS]
+        if name in _KEYS:
+            return sha256(_token(name, value)).hexdigest()[:_ID_DIGITS]
     return ""
 
 
@@ -105,7 +118,7 @@ def engine_headers(
         headers: The client's.
         request_id: Names the request at the engine; vLLM makes the response's id of it.
         engine_key: Bearer token for the engines; None for none.
-        keep_key: Whether the client's own Authorization is for the engines.
+        keep_key: Whether the client's own Authorization and X-Api-Key are for the engines.
         media: What the body is. A form's type is the client's own, since it names the boundary.
     """
     made: Headers = [(b"x-request-id", request_id.encode())]
@@ -116,6 +129,6 @@ def engine_headers(
     if engine_key is not None:
         made.append((b"authorization", b"Bearer " + engine_key.value))
     for name, value in headers:
-        if name in _PASSED or (name == b"authorization" and keep_key and engine_key is None):
+        if name in _PASSED or (name in _KEYS and keep_key and engine_key is None):
             made.append((name, value))
     return made

@@ -102,7 +102,9 @@ ROUTES: tuple[Route, ...] = (
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations")
     ),
     *(Route(path, _GET, Handling.SINGLE_ENGINE) for path in ("/v1/models", "/tokenizer_info")),
-    *_own("/health", "/ready", "/version", "/metrics"),
+    *_own("/health", "/ready", "/version"),
+    # It names engines, models and loads.
+    *_own("/metrics", keyed=True),
     Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
     *_own("/load", keyed=True),
     *_not_served(_NOT_KEPT, "/v1/responses/{id}", "/v1/responses/{id}/cancel"),

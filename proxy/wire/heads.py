@@ -22,6 +22,8 @@ _RESPONSE_HEAD = re.compile(
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([^ \r\n]++) HTTP/([0-9])\.([0-9])\r\n")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _HOST = re.compile(rb"[0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]*+")
+_ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://([0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]++)([/?].*)?")
+_METHODS = frozenset({b"DELETE", b"GET", b"HEAD", b"OPTIONS", b"PATCH", b"POST", b"PUT"})
 _SAFE_FIELDS = re.compile(rb"(?:" + _TOKEN + rb": [\t\x20-\x7e\x80-\xff]*+\r\n)*+")
 _SAFE_REQUEST_LINE = re.compile(_TOKEN + rb" [\x21-\x7e]++ HTTP/1\.1\r\n")
 _BARE_LINE_END = re.compile(rb"\r[^\n]|(?<!\r)\n")
@@ -86,10 +88,12 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     method, target, minor, fields = match.groups()
     if len(target) > max_target_bytes:
         raise MalformedError("the request target is too long", 414)
-    if method in (b"CONNECT", b"TRACE"):
-        raise MalformedError(f"{method.decode()} is not served", 405)
+    if method not in _METHODS:
+        status = 405 if method in (b"CONNECT", b"TRACE") else 501
+        raise MalformedError(f"the method {method[:32].decode()} is not served", status)
+    authority = None
     if target[0] != 0x2F and (target, method) != (b"*", b"OPTIONS"):
-        raise MalformedError("the request target is no absolute path")
+        authority, target = _origin_form(method, target)
     headers, read = _split(fields)
     if len(headers) > max_headers:
         raise MalformedError("the request has too many headers", 431)
@@ -99,6 +103,9 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
         raise MalformedError("the request needs exactly one Host header")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise MalformedError("the Host header is malformed")
+    if authority is not None:  # It goes before Host (RFC 9112 §3.2.2).
+        headers = [field for field in headers if field[0] != b"host"]
+        headers.append((b"host", authority))
     content_length, chunked = _framing(read, http_1_0=http_1_0)
     expects_continue = False
     if b"expect" in read and not http_1_0:
@@ -149,6 +156,8 @@ def check_partial_head(data: bytes, checked: int) -> None:
     Raises:
         MalformedError: A control byte, or a line end other than CRLF.
     """
+    if data.startswith(b"\x16\x03"):
+        raise MalformedError("this is TLS, but the port serves plain http://")
     if _CONTROL.search(data, checked):
         raise MalformedError("the head holds a control byte")
     if _BARE_LINE_END.search(data, max(0, checked - 1)):
@@ -189,6 +198,17 @@ def encode_request_head(
         raise UnsafeHeaderError(f"a request line cannot be written: {line!r:.200}")
     length = b"content-length: %d\r\n" % len(body) if body or method in _WITH_LENGTH else b""
     return b"%bhost: %b\r\n%b%b\r\n" % (line, host, encode_fields(headers), length)
+
+
+def _origin_form(method: bytes, target: bytes) -> tuple[bytes, bytes]:
+    """Return the authority and the path with its query of a target in absolute form."""
+    match = _ABSOLUTE.fullmatch(target)
+    if match is None:
+        raise MalformedError("the request target is neither an absolute path nor an http URL")
+    authority, path = match.groups()
+    if path is None:
+        return authority, b"*" if method == b"OPTIONS" else b"/"
+    return authority, path if path.startswith(b"/") else b"/" + path
 
 
 def _split(fields: bytes) -> tuple[Headers, dict[bytes, list[bytes]]]:

@@ -32,6 +32,7 @@ from balanceroute.proxy.wire.server import Server
 TOKEN = as_secret(b"admin-token")
 GOOD = [(b"authorization", b"Bearer admin-token")]
 JSON = [(b"content-type", b"application/json")]
+CURLS = b"application/x-www-form-urlencoded"
 SNAPSHOT = Snapshot(
     policy="br-h",
     predictor="survival",
@@ -135,6 +136,7 @@ class Bench:
             page_of_metrics=lambda: b"page 1\n",
             config={"port": 8000, "gamma": inf, "admin_token": TOKEN, "models": ("m",)},
             token=TOKEN if token else None,
+            names={"ops.example"},
         )
 
     def ask(
@@ -392,13 +394,13 @@ def test_paths_are_exact(path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
     [
-        ("POST", "/admin/state", b"GET"),
-        ("DELETE", "/admin/instances", b"GET, POST"),
+        ("POST", "/admin/state", b"GET, HEAD"),
+        ("DELETE", "/admin/instances", b"GET, HEAD, POST"),
         ("GET", "/admin/instances/drain", b"POST"),
         ("PUT", "/admin/policy", b"POST"),
         ("OPTIONS", "/admin/policy", b"POST"),
-        ("get", "/metrics", b"GET"),
-        ("TRACE", "/health", b"GET"),
+        ("get", "/metrics", b"GET, HEAD"),
+        ("TRACE", "/health", b"GET, HEAD"),
     ],
 )
 def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allow: bytes) -> None:
@@ -463,16 +465,91 @@ def test_an_order_of_the_wrong_shape_is_refused(path: str, body: object) -> None
 
 
 @pytest.mark.parametrize(
-    "media", [[], [(b"content-type", b"text/plain")], [(b"content-type", b"multipart/form-data")]]
+    "media",
+    [
+        [],
+        *([(b"content-type", value)] for value in (b"text/plain", CURLS, b"application/json; a=b")),
+    ],
 )
-def test_what_a_web_page_could_send_unasked_is_no_order(media: Headers) -> None:
+def test_an_order_is_json_whatever_it_is_called(media: Headers) -> None:
+    bench = Bench()
+    assert bench.ask("POST", "/admin/policy", {"policy": "br-0"}, media=media).status == 200
+    assert bench.fleet.orders == [("policy", "br-0")]
+
+
+# What a web page could have sent.
+
+FOREIGN: list[Headers] = [
+    # After the page's own name was made to resolve to loopback.
+    [(b"host", b"evil.example")],
+    [(b"host", b"evil.example:9000"), (b"origin", b"http://evil.example:9000")],
+    [(b"host", b"localhost.evil.example")],
+    [(b"host", b"127.0.0.1.evil.example:9000")],
+    [(b"host", b"10.0.0.1:9000")],
+    [(b"host", b"")],
+    [(b"host", b":9000")],
+    # From another site, or another port of this machine.
+    [(b"host", b"127.0.0.1:9000"), (b"origin", b"https://evil.example")],
+    [(b"host", b"127.0.0.1:9000"), (b"origin", b"http://127.0.0.1:8080")],
+    [(b"host", b"localhost:9000"), (b"origin", b"http://127.0.0.1:9000")],
+    [(b"host", b"localhost:9000"), (b"origin", b"null")],
+    [(b"host", b"localhost:9000"), (b"origin", b"")],
+    [
+        (b"host", b"localhost:9000"),
+        (b"origin", b"http://localhost:9000"),
+        (b"origin", b"http://evil.example"),
+    ],
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_without_a_token_no_web_page_is_obeyed(
+    headers: Headers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finding M7: after DNS rebinding a page on an operator's machine could add an engine."""
+    bench = Bench(token=False)
     for path, body in ORDERS.items():
-        assert Bench().ask("POST", path, body, media=media).status == 415
+        sent = bench.ask("POST", path, body, headers=headers, media=[])
+        assert sent.status == 403
+        assert sent.message
+    for path in PAGES:
+        assert bench.get(path, headers=headers).status == 403
+    assert bench.fleet.orders == []
+    assert len(caplog.records) == len(ORDERS) + len(PAGES)
+    for path in ("/health", "/ready"):  # What they say is no secret, and probes call by any name.
+        assert bench.get(path, headers=headers).status == 200
 
 
-def test_json_with_a_charset_is_json() -> None:
-    media = [(b"content-type", b"Application/JSON; charset=utf-8")]
-    assert Bench().ask("POST", "/admin/policy", {"policy": "br-0"}, media=media).status == 200
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],  # HTTP/1.0.
+        *(
+            [(b"host", host)]
+            for host in (
+                *(b"localhost", b"LocalHost:9000", b"127.0.0.1", b"127.0.0.1:9000", b"127.1.2.3:1"),
+                *(b"[::1]", b"[::1]:9000", b"ops.example:443", b"Ops.Example"),
+            )
+        ),
+        [(b"host", b"localhost:9000"), (b"origin", b"http://LOCALHOST:9000")],
+        [(b"host", b"ops.example"), (b"origin", b"https://ops.example")],
+    ],
+)
+def test_without_a_token_its_own_names_are_obeyed(headers: Headers) -> None:
+    bench = Bench(token=False)
+    assert bench.ask("POST", "/admin/policy", {"policy": "br-0"}, headers=headers).status == 200
+    assert bench.get("/admin/state", headers=headers).status == 200
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_with_a_token_any_name_will_do(headers: Headers) -> None:
+    bench = Bench()
+    assert bench.get("/admin/state", headers=[*GOOD, *headers]).status == 200
+    assert bench.get("/admin/state", headers=headers).status == 401
+
+
+def test_a_page_is_there_for_head_too() -> None:
+    assert Bench().ask("HEAD", "/admin/state").status == 200
 
 
 def test_a_large_body_is_refused_unread() -> None:

@@ -149,6 +149,8 @@ SAMPLES: dict[str, object] = {
     "scrape_interval_s": 4.0,
     "scrape_timeout_s": 4.25,
     "quarantine_failures": 5,
+    "public_metrics": False,
+    "admin_name": "OPS.example",
     "connection_limit": 70,
     "peer_connection_limit": 7,
     "body_limit_bytes": 1_000,
@@ -245,7 +247,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         connections=70,
         connections_per_peer=7,
     )
-    assert config.admin == AdminConfig("127.0.0.2", 9001, None)
+    assert config.admin == AdminConfig("127.0.0.2", 9001, None, ("ops.example",))
     assert config.scheduling.settings == PolicySettings(
         horizon_steps=7,
         gamma=0.5,
@@ -733,8 +735,14 @@ def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> Non
         "tls_key": None,
         "api_keys": ["***", "***"],
         "limits": of_flags(prefill=["http://x"]).redacted()["listen"]["limits"],  # type: ignore[index]
+        "public_metrics": True,
     }
-    assert config["admin"] == {"host": "127.0.0.1", "port": 9000, "token": "***"}
+    assert config["admin"] == {
+        "host": "127.0.0.1",
+        "port": 9000,
+        "token": "***",
+        "names": [],
+    }
     patient = of_flags(patience=inf, decode=["http://d@1", "http://d@2"]).redacted()
     assert patient["fleet"]["decode"] == [  # type: ignore[index]
         {"url": "http://d:80", "rank_ids": [1, 2], "discover": False}

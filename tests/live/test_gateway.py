@@ -111,7 +111,7 @@ def test_a_known_path_takes_its_method_alone(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         allowed = dict.fromkeys(GENERATION, "POST") | PASSED_ON | dict.fromkeys(OWN, "GET, HEAD")
         for path, methods in allowed.items():
-            for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND"):
+            for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
                 if method in methods.split(", "):
                     continue
                 refused = await site.send(path, BODY, method=method).end()
@@ -220,6 +220,8 @@ def test_what_the_head_rules_out_is_answered_before_the_body(
 def test_a_body_is_json_and_not_encoded(
     play: "Play", path: str, name: bytes, value: bytes, status: int
 ) -> None:
+    """Finding L3: an encoded body was said to be no UTF-8."""
+
     async def scenario(site: "Site") -> None:
         answer = await site.post(path, BODY, [(name, value)])
         assert answer.status == status
@@ -317,6 +319,7 @@ def with_key(word: str) -> "Headers":
 
 
 def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
+    """Finding M9: Anthropic's clients, whose key is in X-Api-Key, got 401."""
     refused: list[Headers] = [
         [],
         with_key("Bearer"),
@@ -329,13 +332,20 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
         with_key("right1"),
         with_key("Bearer right1") * 2,
         with_key("Bearer right1") + with_key("Bearer wrong"),
-        [(b"x-api-key", b"right1")],
+        [(b"x-api-key", b"wrong")],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", b"Bearer right1")],
+        [(b"x-api-key", b"right1")] * 2,
+        [(b"x-api-key", b"right1"), *with_key("Bearer wrong")],
+        [(b"x-api-key", b"wrong"), *with_key("Bearer right1")],
     ]
     accepted = [
         with_key("Bearer right1"),
         with_key("bearer right1"),
         with_key("BEARER right2"),
         with_key("Bearer   right2"),
+        [(b"x-api-key", b"right1")],
+        [(b"x-api-key", b"right1"), *with_key("Bearer right2")],
     ]
 
     async def scenario(site: "Site") -> None:
@@ -349,10 +359,13 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
             assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
             assert (await site.get("/v1/models", headers)).status == 200
         assert len(site.seen) == 3 * len(accepted)
-        assert all(seen.header(b"authorization") is None for seen in site.seen)
-        # Whoever watches the proxy has no key.
+        for name in (b"authorization", b"x-api-key"):
+            assert all(seen.header(name) is None for seen in site.seen)
+        # Whoever asks whether the proxy lives has no key; loads and engines' names need one.
         for page in OWN:
-            assert (await site.get(page)).status == (401 if page == "/load" else 200)
+            keyed = page in ("/load", "/metrics")
+            assert (await site.get(page)).status == (401 if keyed else 200)
+            assert (await site.get(page, with_key("Bearer right1"))).status == 200
         # Nobody without a key learns what there is.
         is_error(await site.get("/v1/completions"), 405)
         is_error(await site.get("/v1/nothing"), 404)
@@ -378,6 +391,42 @@ def test_without_keys_the_clients_own_is_for_the_engines(play: "Play") -> None:
         await site.post(COMPLETIONS, BODY, with_key("Bearer mine"))
         await site.get("/v1/models", with_key("Bearer mine"))
         assert [seen.header(b"authorization") for seen in site.seen] == [b"Bearer mine"] * 3
+        site.seen.clear()
+        await site.get("/v1/models", [(b"x-api-key", b"mine")])
+        assert [seen.header(b"x-api-key") for seen in site.seen] == [b"mine"]
+
+    play(scenario)
+
+
+def test_the_version_of_anthropics_api_reaches_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"anthropic-version", b"2023-06-01"), (b"anthropic-beta", b"a,b")]
+        await site.post(CHAT, TALK, headers)
+        for name, value in headers:
+            assert [seen.header(name) for seen in site.seen] == [value] * 2
+
+    play(scenario)
+
+
+def test_metrics_can_be_kept_from_clients(play: "Play") -> None:
+    """Finding M4: engines' addresses and loads were there for everybody."""
+
+    async def scenario(site: "Site") -> None:
+        is_error(await site.get("/metrics"), 404)
+        assert (await site.admin("/metrics")).status == 200
+
+    play(scenario, flags={"public_metrics": False})
+
+
+def test_the_page_of_metrics_is_rendered_at_most_once_a_second(play: "Play") -> None:
+    """Finding M4: 256 readings a second took a whole core."""
+
+    async def scenario(site: "Site") -> None:
+        before = (await site.get("/metrics")).body
+        await site.post(COMPLETIONS, BODY)
+        assert (await site.admin("/metrics")).body == before
+        await asyncio.sleep(1.0)
+        assert (await site.get("/metrics")).body != before
 
     play(scenario)
 

@@ -406,8 +406,8 @@ def test_a_port_in_use_is_told_in_one_line(flag: str) -> None:
     assert ended.returncode == 2
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("balanceroute: ")
-    assert "address already in use" in line
+    flags = f"{flag.replace('port', 'host')} {HOST} {flag} {port}"
+    assert line == f"balanceroute: {flags}: Address already in use"
     assert str(port) in line
 
 

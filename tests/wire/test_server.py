@@ -118,6 +118,45 @@ def test_it_is_understood_whole_or_byte_by_byte(
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("line", "understood"),
+    [
+        (b"GET http://b:1/p?q=http://c HTTP/1.1", b"GET /p?q=http://c b:1"),
+        (b"GET HTTPS://b HTTP/1.1", b"GET /? b"),
+        (b"GET http://b?q HTTP/1.1", b"GET /?q b"),
+        (b"OPTIONS http://b:1 HTTP/1.1", b"OPTIONS *? b:1"),
+        (b"GET http://[::1]:2/p HTTP/1.0", b"GET /p? [::1]:2"),
+    ],
+)
+def test_a_target_may_be_a_url_and_goes_before_host(
+    run: "Run", serving: "Serving", connect: "Connect", line: bytes, understood: bytes
+) -> None:
+    """Finding L1: targets in absolute form were refused, which a server must accept."""
+
+    def tell(request: Request, reply: Reply) -> None:
+        hosts = b",".join(value for name, value in request.headers if name == b"host")
+        text = b"%b %b?%b %b" % (request.method, request.path, request.query, hosts)
+        reply.send(200, [], text)
+
+    async def main() -> None:
+        async with serving(tell) as server, connect(server.port) as client:
+            client.send(line + b"\r\nHost: a\r\n\r\n")
+            assert (await client.answer()).body == understood
+
+    run(main())
+
+
+def test_who_speaks_tls_to_a_plain_port_is_told_so(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        async with serving(echo) as server, connect(server.port) as client:
+            client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+            assert b"this is TLS" in (await client.answer()).body
+
+    run(main())
+
+
 def test_a_large_body_comes_through(run: "Run", serving: "Serving", connect: "Connect") -> None:
     body = bytes(range(256)) * 32_768
     assert len(body) == 8 << 20
@@ -181,7 +220,11 @@ REFUSED = {
     "a control byte in a header": (b"GET / HTTP/1.1\r\nHost: a\r\nX: \x1b[m\r\n\r\n", 400),
     "DEL in a header": (b"GET / HTTP/1.1\r\nHost: a\r\nX: \x7f\r\n\r\n", 400),
     "a quote in a name": (b'GET / HTTP/1.1\r\nHost: a\r\n"X": b\r\n\r\n', 400),
-    "an absolute target": (b"GET http://a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "another scheme": (b"GET ftp://a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "a URL without a host": (b"GET http:///b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "a URL with a user": (b"GET http://u@a/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "a URL and no Host": (b"GET http://a/ HTTP/1.1\r\n\r\n", 400),
+    "an unknown method": (b"BREW / HTTP/1.1\r\nHost: a\r\n\r\n", 501),
     "a relative target": (b"GET a HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     "* without OPTIONS": (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     "a fragment": (b"GET /#a HTTP/1.1\r\nHost: a\r\n\r\n", 400),
