@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.named_events import read_turn
 from balanceroute.proxy.live.token_counts import TokenCounts, is_dear, is_total
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import EventScanner, event_data
@@ -77,7 +78,8 @@ class StreamLeg:
         owner: Told of the turns.
         reply: The client's answer.
         clock: The loop's clock, in seconds.
-        openai: Whether the events are those of the OpenAI completion APIs. Others are only counted.
+        openai: Whether the events are those of the OpenAI completion APIs. Others are counted, and
+            say by their names how the stream ends.
         sequences: Sequences that must finish before the stream may end.
         cached_tokens: Cached tokens of the prefill leg, put into usage objects; None leaves them.
         resumed_tokens: Tokens that an earlier binding emitted: subtracted from the prompt and added
@@ -266,7 +268,7 @@ class StreamLeg:
             self._owner.stream_recomputed()
         elif self._error:
             self._owner.stream_error(self._error)
-        elif self._openai and self.finished < self._sequences:
+        elif self.finished < self._sequences:
             # The HTTP message is whole, but the answer is not: never a silent short end.
             self._owner.stream_broken(_broken(WireFault.RESET, "the answer is cut short"))
         else:
@@ -353,6 +355,15 @@ class StreamLeg:
             return self._empty(event, first=first)
         self._opening = False
         self._events += 1
+        turn = read_turn(event)
+        if turn is None:
+            return event
+        if turn.output_tokens is not None:
+            self.usage_tokens = turn.output_tokens
+        if turn.final:
+            self.finished = self._sequences
+        if turn.error:
+            return self._take_error(event, turn.error, first=first and turn.is_answer)
         return event
 
     def _empty(self, event: bytes, *, first: bool) -> bytes | None:

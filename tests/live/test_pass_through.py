@@ -336,12 +336,15 @@ def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play") -> None:
         engines = [seen.engine for seen in site.seen]
         assert sorted(engines) == ["decode/0"] * 2 + ["decode/1"] * 2
         assert len(site.world.scheduler.pool) == 1
+        first, last = EVENTS[RESPONSES][0], EVENTS[RESPONSES][-1]
         for reply in replies[:]:
+            reply.write(last)
             reply.end()
         await site.until(lambda: len(replies) == 5)
+        replies[4].write(last)
         replies[4].end()
         for exchange in exchanges:
-            assert (await exchange.end()).body == EVENTS[RESPONSES][0]
+            assert (await exchange.end()).body == first + last
 
     play(scenario, flags={"batch": 2})
 

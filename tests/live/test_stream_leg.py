@@ -651,12 +651,12 @@ def test_no_bytes_make_a_leg_raise(pieces: list[bytes], started: bool, keep: boo
 # Other APIs.
 
 
-def test_the_events_of_other_apis_are_only_counted() -> None:
+def test_the_events_of_other_apis_are_counted_and_pass_as_they_are() -> None:
     events = [
         b'event: message_start\ndata: {"type":"message_start"}\n\n',
         b'event: content_block_delta\ndata: {"delta":{"text":"data:"}}\n\n',
         b": ping\n\n",
-        b'event: error\ndata: {"error":{"message":"no"}}\n\n',
+        b'event: ping\ndata: {"type":"ping"}\n\n',
         b"event: message_stop\ndata: {}\n\n",
     ]
     client = Client(openai=False, cached_tokens=1, resumed_tokens=0).answer(*events).end()
