@@ -1,6 +1,7 @@
 """The command line: `balanceroute`, or `python -m balanceroute.proxy`."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -16,18 +17,15 @@ from balanceroute.proxy.cli import (
     up,
     validate,
 )
+from balanceroute.proxy.cli.parser import Parser
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for a fault of the user's input.
-
-    Args:
-        arguments: The words after the program's name; those of the process if None.
-    """
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser: argparse.ArgumentParser = Parser(
         prog="balanceroute",
         description="Barrier-aware routing for prefill-decode disaggregated LLM serving.",
     )
@@ -42,7 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_parser(commands)
     evaluate.add_parser(commands)
     validate.add_parser(commands)
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 2 for a fault of the user's input.
+
+    Args:
+        arguments: The words after the program's name; those of the process if None.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that knows no ± gets a question mark, not a traceback.
+            stream.reconfigure(errors="replace")
+    chosen = make_parser().parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
     except (BalanceRouteError, TopologyError, TraceError, OSError) as error:

@@ -81,7 +81,8 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     ("arguments", "flag", "reason"),
     [
         (["--policy", "psychic"], "--policy", "unknown ['psychic']; known: random, "),
-        (["--policy", "jsq,br-9"], "--policy", "unknown ['br-9']"),
+        (["--policy", "jsq,br-9"], "--policy", "unknown ['br-9']; did you mean 'br-"),
+        (["--policy", "jsq,jsq"], "--policy", "names a policy twice"),
         (["--policy", ","], "--policy", "known: random, "),
         (["--format", "parquet"], "--format", "invalid choice: 'parquet'"),
         (["--predictor", "crystal-ball"], "--predictor", "is no file, and none of survival"),
@@ -501,3 +502,32 @@ def test_the_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     named = capsys.readouterr().out.rpartition("Pictures: ")[2].strip().split(", ")
     assert sorted(named) == sorted(str(path) for path in tmp_path.glob("*.png"))
     assert named
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["simulate", "--trace", HEAD, "--rnaks", "4"], "--rnaks 4; did you mean '--ranks'?"),
+        (["simulate", "--trace", HEAD, "--rank", "4"], "--rank 4; did you mean '--ranks'?"),
+        (["serve", "--bach=7"], "--bach=7; did you mean '--batch'?"),
+        (["topology", "check", "x.toml", "--strickt"], "unrecognized arguments: --strickt"),
+        (["simulate", "--trace", HEAD, "--policy", "brh"], "did you mean 'br-h'?"),
+    ],
+)
+def test_a_misspelt_word_is_told_apart_and_no_flag_is_abbreviated(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finding usability-L2: `--rank` was `--ranks`, and `--rnaks` printed 20 lines about nothing."""
+    line = refused(words, capsys)
+    assert meant in line
+    assert line.startswith(f"balanceroute {words[0]}") or "--policy" in line
+
+
+def test_a_stream_that_knows_few_characters_gets_a_table_all_the_same() -> None:
+    """Finding usability-L9: it got a traceback for a ±."""
+    command = [sys.executable, "-m", "balanceroute.proxy", *SATURATED, "--policy", "fifo,jsq"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"fifo" in done.stdout

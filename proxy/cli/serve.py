@@ -24,8 +24,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog="Times are in seconds. A topology names the engines, the connector and the models; "
         "every other flag can stand in its [proxy] table, with underscores. A flag goes before the "
         "file.",
-        # A new flag must not make what somebody abbreviates ambiguous.
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument(

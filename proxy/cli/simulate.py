@@ -26,6 +26,7 @@ from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
+from balanceroute.topologies import did_you_mean
 from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         "--predictor",
         default="survival",
         metavar="NAME|FILE",
-        help=f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote (default: survival)",
+        help=f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote",
     )
     add_policy_flags(group)
     group.add_argument(
@@ -173,7 +174,10 @@ def run(arguments: argparse.Namespace) -> int:
     policies = [name.strip() for name in arguments.policy.split(",") if name.strip()]
     unknown = [name for name in policies if name not in POLICIES]
     if unknown or not policies:
-        raise ConfigError(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
+        meant = did_you_mean(unknown[0], POLICIES) if unknown else f"; known: {', '.join(POLICIES)}"
+        raise ConfigError(f"--policy: unknown {unknown}{meant}")
+    if len(set(policies)) < len(policies):
+        raise ConfigError(f"--policy: {arguments.policy} names a policy twice")
     deployment = _deployment(arguments)
     settings = settings_from_flags(arguments)
     try:

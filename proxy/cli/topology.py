@@ -30,21 +30,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "topology",
         help="check a topology, or show the commands of its hosts",
         description=__doc__,
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     check = actions.add_parser(
         "check",
         help="say what is wrong, and where; status 2 if anything cannot work",
         description="Say what is wrong with a topology, and where. Opens no connection.",
-        allow_abbrev=False,
     )
     check.set_defaults(run=run_check)
     show = actions.add_parser(
         "commands",
         help="show each process's command and environment",
         description="Show the command of each process, with its environment, quoted for a shell.",
-        allow_abbrev=False,
     )
     show.set_defaults(run=run_commands)
     for action in (check, show):

@@ -59,7 +59,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "up",
         help="start a topology's emulated engines and serve in front of them",
         description=__doc__,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument(

@@ -1,0 +1,170 @@
+"""Every command and file that README.md and docs/ show works as shown, or says why it cannot run here.
+
+Commands that can run do so in a folder of their own, with this repository's traces and topologies in it and an
+emulated fleet and its proxy at work; their addresses stand in for those of the page. The others, and `serve`
+and `up`, are parsed by the real parsers. A reader's patience is not needed: `--requests` of a replay is cut.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.snippets import Block, blocks
+
+from balanceroute.proxy import __main__ as command_line
+from balanceroute.proxy.cli.serve import flags_given
+from balanceroute.proxy.cli.up import emulated_engines
+from balanceroute.proxy.live.configure import make_config
+from balanceroute.proxy.soak.proxy_process import ProxyProcess, running_proxy
+from balanceroute.topologies import read_topology
+from balanceroute.traces import TraceRequest, write_native
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHOWN = [block for block in BLOCKS if block.is_commands]
+TOPOLOGIES = [block for block in BLOCKS if block.kind == "toml"]
+ENGINES = (
+    "emulate --prefillers 1 --ranks 2 --time-scale 200 --port 0 --json-ready --exit-with-stdin"
+)
+REPLAYED = "6"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which a reader may be: the repository's data, and files that pages name."""
+    path = tmp_path_factory.mktemp("reader")
+    for name in ("traces", "topologies", "scripts"):
+        (path / name).symlink_to(ROOT / name)
+    (path / "build").mkdir()
+    write_native(
+        path / "my.jsonl", (TraceRequest(10**8 * i, 300 + i, 5 + i % 40) for i in range(300))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def proxy(folder: Path) -> Iterator[ProxyProcess]:
+    """Run emulated engines with a proxy in front, which logs where pages say."""
+    command = [sys.executable, "-m", "balanceroute.proxy", *ENGINES.split()]
+    with emulated_engines(command) as engines:
+        urls = {
+            role: [str(url) for url in given]
+            for role, given in engines.items()
+            if isinstance(given, list)
+        }
+        flags = ["--port", "0", "--admin-port", "0", "--connector", "nixl"]
+        for role in ("prefill", "decode"):
+            flags += [f"--{role}", *urls[role]]
+        known = urls["prefill"] + urls["decode"]
+        with running_proxy(flags, engines=known, folder=folder) as process:
+            (folder / "req.log").symlink_to(process.log)
+            load = f"--target http://127.0.0.1:{process.port} --emulation {urls['decode'][0]}"
+            trace = f"--trace {folder}/my.jsonl --concurrency 32"
+            assert command_line.main(["replay", *load.split(), *trace.split()]) == 0
+            yield process
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_shows_works(
+    page: Path, folder: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding usability-H2 and H3: a log that was no trace, and a topology that was refused."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("A", f"http://127.0.0.1:{proxy.admin_port}")
+    for block in blocks(page):
+        if block.kind == "toml":
+            file = folder / "shown.toml"
+            file.write_text(block.text)
+            make_config(read_topology(file), {})
+        if block.is_commands:
+            for words in block.commands():
+                perform(words, block, proxy)
+
+
+def perform(words: list[str], block: Block, proxy: ProxyProcess) -> None:
+    """Run a command, or parse it if it cannot run here."""
+    words = [word for word in words if word not in {"&", "..."}]
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    command, *rest = words
+    parse(words, block)
+    if block.not_run is not None or (command == "balanceroute" and rest[0] in {"serve", "up"}):
+        return
+    if command == "balanceroute":
+        status = command_line.main([here(word, proxy) for word in shortened(rest)])
+    elif command == "curl":
+        flags = ["--silent", "--show-error", "--fail-with-body"]
+        line = [os.path.expandvars(here(word, proxy)) for word in words]
+        status = subprocess.run([*line, *flags], check=False, timeout=30).returncode
+    elif command == "cp":
+        shutil.copy(*rest)
+        status = 0
+    else:
+        pytest.fail(f"{block.place}: no way to run {command} here; mark the block as not run")
+    assert status == 0, f"{block.place}: {' '.join(words)}"
+
+
+def parse(words: list[str], block: Block) -> None:
+    """Check all that can be told of a command without running it."""
+    command, *rest = words
+    named = [word for word in words if word.startswith(("scripts/", "topologies/", "traces/"))]
+    for name in named:
+        assert (ROOT / name).exists(), f"{block.place}: no {name}"
+    if command == "make":
+        targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), block.place
+    elif command == "python" and named[0].endswith(".py"):
+        source = (ROOT / named[0]).read_text()
+        for word in rest[1:]:
+            assert not word.startswith("--") or f'"{word}"' in source, f"{block.place}: {word}"
+    elif command == "balanceroute":
+        chosen = command_line.make_parser().parse_args(rest)
+        if rest[0] == "serve" and "..." not in block.text:
+            given = None if chosen.topology is None else read_topology(chosen.topology)
+            make_config(given, flags_given(chosen))
+
+
+def here(word: str, proxy: ProxyProcess) -> str:
+    """Put this proxy's address for that of the page."""
+    host = r"(?:127\.0\.0\.1|localhost|proxy)"
+    word = re.sub(rf"{host}:8000", f"127.0.0.1:{proxy.port}", word)
+    return re.sub(rf"{host}:9000", f"127.0.0.1:{proxy.admin_port}", word)
+
+
+def shortened(words: list[str]) -> list[str]:
+    """Let a replay send a few requests."""
+    if words[0] == "replay":
+        place = words.index("--requests") + 1
+        return [*words[:place], REPLAYED, *words[place + 1 :]]
+    return words
+
+
+def test_pages_have_commands_that_run_and_blocks_that_cannot_have_a_reason() -> None:
+    assert len(SHOWN) > 20
+    assert len(TOPOLOGIES) >= 1
+    ran = [block for block in SHOWN if block.not_run is None]
+    assert len(ran) >= 6, [block.place for block in ran]
+    marks = sum(len(re.findall(r"<!-- not run: ", page.read_text())) for page in PAGES)
+    assert marks == sum(block.not_run is not None for block in SHOWN)
+
+
+def test_a_wrong_command_is_found(tmp_path: Path, proxy: ProxyProcess) -> None:
+    page = tmp_path / "page.md"
+    for text in (
+        "    balanceroute simulate --trase x\n",
+        "    curl 127.0.0.1:9000/admin/nothing\n",
+        "    make dance\n",
+        "<!-- not run: far away -->\n\n    balanceroute serve --bach 7\n",
+        "    python scripts/absent.py\n",
+    ):
+        page.write_text(f"Look:\n\n{text}")
+        (block,) = blocks(page)
+        (words,) = block.commands()
+        with pytest.raises((AssertionError, SystemExit)):
+            perform(words, block, proxy)
