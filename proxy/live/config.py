@@ -112,6 +112,7 @@ class SchedulingConfig:
         batch_limit: B, slots of a rank's batch.
         rank_kv_tokens: KV tokens that fit on one rank.
         probe_limit: Probes on one prefiller at a time.
+        direct_limit: Sequences that one prefiller answers whole at a time.
         prefiller_kv_tokens: KV tokens that one prefiller may hold.
         prefiller_utilisation_limit: KV cache use, 0 to 1, above which a prefiller gets no probe.
         pool_limit: Requests in prefill or in the pool; None for the most of four windows, one per
@@ -133,6 +134,7 @@ class SchedulingConfig:
     batch_limit: int
     rank_kv_tokens: int | None
     probe_limit: int | None
+    direct_limit: int
     prefiller_kv_tokens: int | None
     prefiller_utilisation_limit: float
     pool_limit: int | None
@@ -204,6 +206,7 @@ class ProxyConfig:
             rank_kv_tokens=scheduling.rank_kv_tokens,
             prefillers=prefillers,
             probe_limit=scheduling.probe_limit,
+            direct_limit=scheduling.direct_limit,
             prefiller_kv_tokens=scheduling.prefiller_kv_tokens,
             pool_limit=scheduling.pool_limit
             or max(

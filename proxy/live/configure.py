@@ -22,6 +22,7 @@ from balanceroute.proxy.live.config import (
 )
 from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.credentials import Secret, as_secret, read_secret, read_secrets
+from balanceroute.proxy.live.direct import Direct
 from balanceroute.proxy.live.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.health import HealthSettings
 from balanceroute.proxy.live.host_check import is_loopback
@@ -75,7 +76,7 @@ def make_config(
         admin=_admin(values, listen),
         fleet=fleet,
         scheduling=_scheduling(values, fleet.lease_s),
-        legs=_legs(values),
+        legs=_legs(values, fleet.connector),
         health=HealthSettings(
             interval_s=values.get(flags.HEALTH_INTERVAL_S),
             timeout_s=values.get(flags.HEALTH_TIMEOUT_S),
@@ -220,6 +221,7 @@ def _scheduling(values: Values, lease_s: float | None) -> SchedulingConfig:
         batch_limit=values.get(flags.BATCH),
         rank_kv_tokens=values.get(flags.RANK_KV_TOKENS),
         probe_limit=values.get(flags.PROBE_LIMIT),
+        direct_limit=values.get(flags.DIRECT_LIMIT),
         prefiller_kv_tokens=values.get(flags.PREFILLER_KV_TOKENS),
         prefiller_utilisation_limit=values.get(flags.PREFILLER_UTILISATION_LIMIT),
         pool_limit=values.get(flags.POOL_LIMIT),
@@ -271,7 +273,14 @@ def _check_place(place: str, path: Path) -> None:
         raise ConfigError(f"{place}: {path.parent} is not a directory")
 
 
-def _legs(values: Values) -> LegSettings:
+def _direct(values: Values, connector: str) -> Direct:
+    word = values.get(flags.DIRECT)
+    if word != "auto":
+        return Direct(word)
+    return Direct.DECODE if CONNECTORS[connector].ranks_prefill else Direct.PREFILL
+
+
+def _legs(values: Values, connector: str) -> LegSettings:
     backoff_s = values.get(flags.RETRY_BACKOFF_S)
     backoff_max_s = values.get(flags.RETRY_BACKOFF_LIMIT_S)
     if backoff_s > backoff_max_s:
@@ -286,6 +295,7 @@ def _legs(values: Values) -> LegSettings:
         backoff_s=backoff_s,
         backoff_max_s=backoff_max_s,
         answer_bytes=values.get(flags.ANSWER_LIMIT_BYTES),
+        direct=_direct(values, connector),
         recompute_missing_kv=values.get(flags.ON_MISSING_KV) == "recompute",
         count_by_usage=values.get(flags.COUNT_TOKENS) == "usage",
     )

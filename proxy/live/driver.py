@@ -238,10 +238,10 @@ class Driver:
             record.keys = prompt_keys(shape.api, body)
         features = RequestFeatures(tokens, shape.max_tokens, record.keys)
         self._predictors.begin(number, features)
-        prefill = session.has_prefill_leg
+        prefill, slots = session.has_prefill_leg, shape.sequences
         if not prefill:
             session.pooled()
-        self.feed(RequestArrived(number, tokens, slots=shape.sequences, prefill=prefill))
+        self.feed(RequestArrived(number, tokens, slots, prefill, decode=session.decodes))
 
     @property
     def idle(self) -> bool:
@@ -375,11 +375,11 @@ class Driver:
         """Report a success to the health checks."""
         self._health.succeeded(target)
 
-    def counts_dear(self, rank: Rank) -> None:
+    def counts_dear(self, engine: Prefiller | Rank) -> None:
         """Ask an engine that recounts whole answers for its counts no more."""
-        if not rank.counts_dear:
-            rank.counts_dear = True
-            fields = {"rank": rank.name}
+        if not engine.counts_dear:
+            engine.counts_dear = True
+            fields = {"engine": engine.name}
             _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
     def counted(self, session: Session, prompt_tokens: int) -> None:

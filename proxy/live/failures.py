@@ -31,6 +31,7 @@ class Leg(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    DIRECT = "direct"  # A prefiller does the whole request.
 
 
 class What(Enum):
@@ -126,6 +127,16 @@ RULES = {
     (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
     (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DIRECT, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DIRECT, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.ERROR_EVENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
 }
 
 
@@ -146,7 +157,7 @@ def triage(
     blame, then = rule.blame, rule.then
     if blame is Blame.PULL and not pulls:
         blame = Blame.ENGINE
-    ends = leg is Leg.DECODE or then is Next.RELAY
+    ends = leg is not Leg.PREFILL or then is Next.RELAY
     if (stream_open and ends) or deaths > MOST_DEATHS:
         then = Next.FAIL
     elif then is Next.OTHER_RANK and offers > 1:

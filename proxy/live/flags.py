@@ -15,6 +15,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.connectors import CONNECTORS
+from balanceroute.proxy.live.direct import Direct
 from balanceroute.proxy.live.engine_url import EngineUrl, valid_host
 from balanceroute.proxy.live.options import (
     Option,
@@ -239,11 +240,28 @@ LEASE_S = optional_number(
 LEASE_MARGIN_S = seconds(
     "lease_margin_s", 5.0, "how long before the end of its lease a KV cache counts as lost", least=0
 )
+DIRECT = choice(
+    "direct",
+    "auto",
+    "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
+    "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
+    ("auto", *(direct.value for direct in Direct)),
+    shown_default="prefill with the connectors of vllm-ascend, else decode",
+)
+# A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
+DIRECT_LIMIT = integer(
+    "direct_limit",
+    4,
+    "with --direct prefill, sequences at a time of such requests on one prefiller; a request of more "
+    "waits for one that has none",
+    least=1,
+    most=10**6,
+)
 ON_MISSING_KV = choice(
     "on_missing_kv",
     "recompute",
-    "when a prefill answer has no usable KV parameters: let the decode rank compute the prompt, "
-    "or count it as a failed try",
+    "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
+    "count it as a failed try",
     ("recompute", "fail"),
 )
 COUNT_TOKENS = choice(
@@ -491,6 +509,8 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         SINGLE_ENGINE_LIMIT,
         LEASE_S,
         LEASE_MARGIN_S,
+        DIRECT,
+        DIRECT_LIMIT,
         ON_MISSING_KV,
         COUNT_TOKENS,
     ),

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
 from balanceroute.proxy.live.body_queue import BodyQueue
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.credentials import Secret
+from balanceroute.proxy.live.direct import check_direct
 from balanceroute.proxy.live.instances import Instances
 from balanceroute.proxy.live.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.pass_through import PassThrough, PassThroughLimits
@@ -208,6 +209,7 @@ class Gateway:
                 raise body
             refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
+            check_direct(shape, driver.legs.direct)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return

@@ -44,6 +44,7 @@ class Prefiller:
         crowded: Whether that is too much for another probe.
         hand_offs: Prefills that decode ranks called for, running now.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
+        counts_dear: Whether it pays for its token counts with the length of an answer.
     """
 
     id: PrefillerId
@@ -57,6 +58,7 @@ class Prefiller:
     crowded: bool = False
     hand_offs: int = 0
     kv_trial: bool = False
+    counts_dear: bool = False
 
     @property
     def open(self) -> bool:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from balanceroute.proxy.live.direct import Direct
+
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
@@ -17,8 +19,9 @@ class LegSettings:
         backoff_s: Before the second attempt; it doubles from one to the next.
         backoff_max_s: The longest.
         answer_bytes: The largest answer that is taken as a whole.
-        recompute_missing_kv: Whether a decode rank computes the prompt when a prefill left no
-            usable KV cache; else such a request is prefilled again elsewhere.
+        direct: Who serves requests that one engine has to do whole.
+        recompute_missing_kv: Whether a request whose prefill left no usable KV cache is served like
+            these; else, and if nobody serves these, it is prefilled again elsewhere.
         count_by_usage: Whether the tokens of a stream are counted by the engine's own word, which is
             asked for in every event; else an event counts as one.
     """
@@ -31,5 +34,6 @@ class LegSettings:
     backoff_s: float = 0.05
     backoff_max_s: float = 1.0
     answer_bytes: int = 256 << 20
+    direct: Direct = Direct.DECODE
     recompute_missing_kv: bool = True
     count_by_usage: bool = True

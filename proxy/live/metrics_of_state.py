@@ -23,6 +23,11 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
 _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
     ("prefiller_probes", "Probes that run on the prefiller.", attrgetter("probes")),
     (
+        "prefiller_direct_sequences",
+        "Sequences of the requests that the prefiller does whole.",
+        attrgetter("direct"),
+    ),
+    (
         "prefiller_held_tokens",
         "KV tokens that the prefiller holds for requests.",
         attrgetter("held_tokens"),

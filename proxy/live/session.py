@@ -35,6 +35,7 @@ from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
+from balanceroute.proxy.live.direct import Direct
 from balanceroute.proxy.live.failures import (
     Blame,
     Failure,
@@ -113,6 +114,7 @@ class Session:
         "_text",
         "_transfer",
         "_tries_of_kv",
+        "decodes",
         "number",
         "offset",
         "record",
@@ -134,6 +136,8 @@ class Session:
         self.shape = shape
         self.record = record
         self.offset = 0  # The step clock's.
+        # Whether a rank decodes it; else a prefiller does the whole request.
+        self.decodes = not (shape.direct and host.legs.direct is Direct.PREFILL)
         self._host = host
         self._body: RequestBody | None = body
         self._headers = headers
@@ -181,20 +185,37 @@ class Session:
 
     @property
     def has_prefill_leg(self) -> bool:
-        """Whether it is prefilled before it may be bound to a rank."""
-        return not self.shape.direct and not self._host.connector.decode_first
+        """Whether a prefiller comes first: to a rank it is bound later, or never."""
+        split = not self.shape.direct and not self._host.connector.decode_first
+        return split or not self.decodes
+
+    @property
+    def _engine(self) -> "Prefiller | Rank":
+        """Whoever the leg in flight is on."""
+        engine = self._prefiller if self._rank is None else self._rank
+        assert engine is not None
+        return engine
+
+    @property
+    def _leg_kind(self) -> Leg:
+        if self._rank is not None:
+            return Leg.DECODE
+        return Leg.PREFILL if self.decodes else Leg.DIRECT
 
     # What the driver says.
 
     def start_prefill(self, prefiller: "Prefiller") -> None:
-        """Send the prefill leg."""
+        """Send the prefill leg, or the whole request if nobody decodes it."""
         assert self._body is not None
         host, now_s = self._host, self._host.clock()
         self._prefiller = prefiller
         self.record.prefiller = prefiller.name
         if self.record.prefill_started_ns is None:
             self.record.prefill_started_ns = round(now_s * 1e9)
-        self._attempts[Leg.PREFILL] += 1
+        self._attempts[self._leg_kind] += 1
+        if not self.decodes:
+            self._ask(prefiller, self._headers)
+            return
         self._transfer = f"xfer-{host.unique()}"
         body = prefill_body(
             self._body, self._members, host.connector.prefill_params(self._transfer)
@@ -220,13 +241,19 @@ class Session:
         self._tries_of_kv += 1
         if host.connector.decode_first and not self.shape.direct:
             self._expect_hand_off()
-        asked = None
-        if host.legs.count_by_usage:
-            asked = ask_for_counts(self.shape, self._body.values, each=not rank.counts_dear)
-        body = decode_body(self._body, self._members, self._kv, asked)
         headers = self._headers
         if rank.header is not None:
             headers = [*headers, (b"x-data-parallel-rank", rank.header)]
+        self._ask(rank, headers)
+
+    def _ask(self, engine: "Prefiller | Rank", headers: "Headers") -> None:
+        """Ask for the answer."""
+        assert self._body is not None
+        host = self._host
+        asked = None
+        if host.legs.count_by_usage:
+            asked = ask_for_counts(self.shape, self._body.values, each=not engine.counts_dear)
+        body = decode_body(self._body, self._members, self._kv, asked)
         leg: StreamLeg | BufferedLeg
         if self.shape.stream:
             leg = self._leg = self._make_stream_leg(asked)
@@ -238,8 +265,8 @@ class Session:
                 self._decode_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
             )
             timeout_s = host.legs.answer_timeout_s
-        self._deadline_s = now_s + timeout_s
-        self._call = rank.endpoint.request(
+        self._deadline_s = host.clock() + timeout_s
+        self._call = engine.endpoint.request(
             b"POST", self.shape.api.value.encode(), headers, body, leg
         )
 
@@ -297,7 +324,7 @@ class Session:
             return True
         if self._hand_off is not None and self._hand_off.target == target:
             return True
-        started = self._leg is not None and self._leg.started
+        started = self.decodes and self._leg is not None and self._leg.started
         return self._prefiller is not None and not started and self._prefiller.target == target
 
     def instance_removed(self, target: Target) -> None:
@@ -306,7 +333,7 @@ class Session:
             self._hand_off.move()
             return
         if self._leg is not None and self._leg.started:
-            self._fail(502, "the decode engine was removed")
+            self._fail(502, "the engine was removed")
             return
         self.drop_leg()
         self.record.retries += 1
@@ -320,7 +347,7 @@ class Session:
             if not self._answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
                 self._time_out(f"the stream stood still for {legs.idle_timeout_s:g} s")
         elif now_s > self._deadline_s:
-            if self._rank is None:
+            if self._leg_kind is Leg.PREFILL:
                 self._time_out(f"the prefill took longer than {legs.prefill_timeout_s:g} s")
             elif self.shape.stream:
                 self._time_out(f"no token came within {legs.first_token_timeout_s:g} s")
@@ -400,9 +427,16 @@ class Session:
         if answer.complete and self._emitted == 0:
             self._answer_shortly(answer)
             return False
-        if answer.complete or self._host.legs.recompute_missing_kv:
+        legs = self._host.legs
+        recompute = answer.complete or legs.recompute_missing_kv
+        if recompute and legs.direct is Direct.DECODE:
             return True  # The decode rank computes the prompt itself.
-        self._mend(Failure(What.NO_KV, Fault.PROTOCOL, reason))
+        if recompute and legs.direct is Direct.PREFILL:
+            # Whoever does the whole request tells its own cached tokens.
+            self.decodes, self.record.cached_tokens = False, None
+            self._host.feed(self._probe_lost())
+        else:
+            self._mend(Failure(What.NO_KV, Fault.PROTOCOL, reason))
         return False
 
     def _enter_pool(self, prompt_tokens: int) -> None:
@@ -458,30 +492,31 @@ class Session:
         self._mend(breakage(error))
 
     def _probe_lost(self) -> Event:
+        self._leg = None
         self.forget_kv()
-        return PrefillLost(self.number, elsewhere=True)
+        return PrefillLost(self.number, elsewhere=True, decode=self.decodes)
 
-    # What the rank answers: StreamOwner.
+    # What the engine that was asked answers: StreamOwner.
 
-    def _served(self, rank: "Rank") -> None:
-        self._host.leg_succeeded(rank.target)
-        if self._kv is not None and self._prefiller is not None:
-            self._host.transfers.succeeded(self._prefiller, rank)
+    def _served(self) -> None:
+        self._host.leg_succeeded(self._engine.target)
+        if self._kv is not None and self._prefiller is not None and self._rank is not None:
+            self._host.transfers.succeeded(self._prefiller, self._rank)
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""
         host = self._host
-        assert self._rank is not None
         self._deadline_s = inf
         if self.record.first_token_ns is None:
             self.record.first_token_ns = round(host.clock() * 1e9)
         if not self._answer.opened:
             self._answer.open(status, headers)
-        if not host.connector.recomputes:
+        if not self._hands_back:
             self._body = None  # Large, and nothing is sent again after the first byte.
-        self._served(self._rank)
-        host.started(self)
-        host.feed(DecodeStarted(self.number))
+        self._served()
+        if self.decodes:
+            host.started(self)
+            host.feed(DecodeStarted(self.number))
 
     def stream_ended(self) -> None:
         """Finish the answer."""
@@ -518,9 +553,8 @@ class Session:
         self._mend(Failure(what, Fault.SERVER_ERROR, f"status {status}", answer))
 
     def stream_counts_dear(self) -> None:
-        """Ask this rank for its counts no more."""
-        assert self._rank is not None
-        self._host.counts_dear(self._rank)
+        """Ask this engine for its counts no more."""
+        self._host.counts_dear(self._engine)
 
     def stream_recomputed(self) -> None:
         """Prefill again with what was emitted, and go on."""
@@ -543,16 +577,15 @@ class Session:
             return
         self._call = None
         self._deadline_s = inf
-        if self._host.connector.recomputes and is_recomputed(body):
+        if self._hands_back and is_recomputed(body):
             self._recompute()
             return
         if not is_whole(body):
-            reason = "the decode engine's answer is no JSON object"
+            reason = "the engine's answer is no JSON object"
             self._mend(Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
             return
-        rank, record = self._rank, self.record
-        assert rank is not None
-        self._served(rank)
+        record = self.record
+        self._served()
         prompt_tokens, record.output_tokens = counts_of(body)
         record.prompt_tokens = record.prompt_tokens or prompt_tokens
         if record.cached_tokens is not None:
@@ -560,6 +593,11 @@ class Session:
         self._answer.send(200, headers, body)
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
+
+    @property
+    def _hands_back(self) -> bool:
+        """Whether the engine may give the request back: decode ranks alone do."""
+        return self._host.connector.recomputes and self.decodes
 
     def _recompute(self) -> None:
         self._call_off()
@@ -616,10 +654,8 @@ class Session:
         """Do about a leg that failed what the rules say."""
         host = self._host
         self._call_off()  # What failed may be the answer, not the connection.
-        leg = Leg.PREFILL if self._rank is None else Leg.DECODE
-        engine = self._prefiller if self._rank is None else self._rank
-        assert engine is not None
-        self._deaths += leg is Leg.DECODE and failure.what is What.BROKEN
+        leg, engine = self._leg_kind, self._engine
+        self._deaths += leg is not Leg.PREFILL and failure.what is What.BROKEN
         pair = self.pair
         rule = triage(
             leg,
@@ -699,7 +735,7 @@ class Session:
             cached_tokens=self.record.cached_tokens,
             resumed_tokens=self._emitted,
             opened=self._answer.opened,
-            keep_text=host.connector.recomputes,
+            keep_text=self._hands_back,
             observe_gap=host.observe_gap,
             counts=None if asked is None else TokenCounts(asked),
         )

@@ -61,7 +61,7 @@ class Host(Protocol):
     def leg_succeeded(self, target: "Target") -> None:
         """Note that a leg worked."""
 
-    def counts_dear(self, rank: "Rank") -> None:
+    def counts_dear(self, engine: "Prefiller | Rank") -> None:
         """Note that an engine pays for its token counts with the length of an answer."""
 
     def counted(self, session: "Session", prompt_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 A request takes the **PD** path (prefill leg, pool, decode leg) unless its answer needs something
 that only the engine which computes the prompt can give, or that one KV cache cannot carry. Those go
-**direct**: the decode rank computes the prompt itself, and the answer is exactly a single engine's.
+**direct**: one engine does all of it (`direct` says which), and the answer is exactly that engine's.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,8 @@ class Shape:
         model: The `model` member, "" if it is absent.
         stream: Whether the client wants a stream.
         sequences: How many answers the engine decodes at a time.
-        direct: Whether the decode rank has to compute the prompt itself.
+        direct: The member, or the endpoint, for which one engine has to do the whole request; "" if
+            none has to.
         prompt_tokens: Exact for token ids; else None.
         prompt_characters: Length of the prompt's text, if `prompt_tokens` is None.
         max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
@@ -66,7 +67,7 @@ class Shape:
     model: str
     stream: bool
     sequences: int
-    direct: bool
+    direct: str
     prompt_tokens: int | None
     prompt_characters: int
     max_tokens: int | None
@@ -108,7 +109,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     )
 
 
-PROMPT_MEMBER = {
+PROMPT_MEMBER: dict[Api, str] = {
     Api.CHAT: "messages",
     Api.COMPLETIONS: "prompt",
     Api.RESPONSES: "input",
@@ -148,33 +149,37 @@ def _limit(values: Mapping[str, Any]) -> object:
     return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
 
 
-def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> bool:
+def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> str:
+    """Return the member, or the endpoint, for which one engine has to do the whole request."""
     values = body.values
     if api not in (Api.CHAT, Api.COMPLETIONS):
-        return True
+        return str(api.value)
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
     if PROMPT_MEMBER[api] not in values:
-        return True
+        return PROMPT_MEMBER[api]
     # A decode engine makes a request of each sequence, and each pulls for itself. The first that has the
     # KV cache frees it: with vLLM 0.32's Mooncake the second waits for ever (seen), with NIXL it reads
     # blocks that may be another prompt's by then (`PullWorker._get_new_notifs`).
     if sequences > 1:
-        return True
-    if values.get("use_beam_search") or body.is_given("prompt_embeds"):
-        return True
+        return "prompt" if integer(values.get("n")) in (None, 1) else "n"
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
     # would be missing if the prefill's one token were the whole answer.
-    if values.get("prompt_logprobs") is not None or values.get("echo"):
-        return True
+    for name in ("use_beam_search", "echo"):
+        if values.get(name):
+            return name
+    if body.is_given("prompt_embeds"):
+        return "prompt_embeds"
+    if values.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
     # -1 cuts the prompt to what max_tokens leaves of the context, so the legs would differ in it.
     truncate = values.get("truncate_prompt_tokens")
     if truncate is not None and count(truncate, 0) is None:
-        return True
+        return "truncate_prompt_tokens"
     # The prefill leg replaces these, so a bad value would be found out only after a prefill.
     limit, least_wanted = count(_limit(values), 1), count(values.get("min_tokens"), 0)
     if limit is not None and least_wanted is not None and least_wanted > limit:
-        return True
-    return not all(
-        values.get(name) is None or count(values[name], least) is not None
-        for name, least in _REPLACED
-    )
+        return "min_tokens"
+    for name, least in _REPLACED:
+        if values.get(name) is not None and count(values[name], least) is None:
+            return name
+    return ""

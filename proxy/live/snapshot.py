@@ -28,6 +28,7 @@ class PrefillerState:
     open: bool
     status: str
     probes: int
+    direct: int  # Sequences of the requests that it does whole.
     held_tokens: int
     utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
 

@@ -104,6 +104,7 @@ def _prefillers(driver: "Driver") -> list[PrefillerState]:
             open=prefiller.open,
             status=prefiller.status.value,
             probes=budgets.probes[prefiller.id],
+            direct=budgets.direct[prefiller.id],
             held_tokens=budgets.held_tokens[prefiller.id],
             utilisation=prefiller.utilisation,
         )

@@ -16,6 +16,7 @@ from balanceroute.proxy.live.config import AdminConfig, LogConfig, ProxyConfig
 from balanceroute.proxy.live.configure import ENGINE_KEY_VARIABLE, make_config
 from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.credentials import Secret
+from balanceroute.proxy.live.direct import Direct
 from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.flags import OPTIONS
@@ -119,6 +120,8 @@ SAMPLES: dict[str, object] = {
     "single_engine_limit": 12,
     "lease_s": 60.0,
     "lease_margin_s": 1.0,
+    "direct": "refuse",
+    "direct_limit": 7,
     "on_missing_kv": "fail",
     "count_tokens": "events",
     "projection": "point",
@@ -267,6 +270,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         rank_kv_tokens=100_000,
         prefillers=1,
         probe_limit=4,
+        direct_limit=7,
         prefiller_kv_tokens=200_000,
         pool_limit=9,
         deadline_ns=3_500_000_000,
@@ -283,6 +287,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         backoff_s=0.5,
         backoff_max_s=2.0,
         answer_bytes=6_000,
+        direct=Direct.REFUSE,
         recompute_missing_kv=False,
         count_by_usage=False,
     )

@@ -43,26 +43,26 @@ def judge(
 
 
 def test_every_failure_of_a_leg_has_its_rule() -> None:
-    of_one_leg = {
-        What.NO_KV: Leg.PREFILL,
-        What.NO_PREFILL: Leg.DECODE,
-        What.ERROR_EVENT: Leg.DECODE,
+    of_some_legs = {
+        What.NO_KV: [Leg.PREFILL],
+        What.NO_PREFILL: [Leg.DECODE],
+        What.ERROR_EVENT: [Leg.DECODE, Leg.DIRECT],
     }
     for leg in Leg:
         for what in What:
-            assert ((leg, what) in RULES) == (of_one_leg.get(what, leg) is leg), (leg, what)
+            assert ((leg, what) in RULES) == (leg in of_some_legs.get(what, [leg])), (leg, what)
     for (leg, what), rule in RULES.items():
         assert judge(leg, failure(what)) == rule
         # A prefill has no rank to go to, and no rank computes another's prefill.
         prefill_only = rule.then is Next.OTHER_PREFILLER
-        assert prefill_only == (leg is Leg.PREFILL and what is not What.REFUSED)
+        assert prefill_only == (leg is not Leg.DECODE and what is not What.REFUSED)
 
 
-@pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.DECODE])
-def test_a_decode_leg_that_fails_behind_an_open_stream_ends_the_request(what: What) -> None:
-    rule = judge(Leg.DECODE, failure(what), stream_open=True)
+@pytest.mark.parametrize(("leg", "what"), [pair for pair in RULES if pair[0] is not Leg.PREFILL])
+def test_a_leg_that_fails_behind_an_open_stream_ends_the_request(leg: Leg, what: What) -> None:
+    rule = judge(leg, failure(what), stream_open=True)
     assert rule.then is Next.FAIL
-    assert rule.blame == RULES[Leg.DECODE, what].blame
+    assert rule.blame == RULES[leg, what].blame
 
 
 @pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.PREFILL])

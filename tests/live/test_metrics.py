@@ -62,7 +62,7 @@ SNAPSHOT = Snapshot(
         RankState(0, "http://d:8000@0", True, "up", 4000, 3, 2, 13),
         RankState(1, "http://d:8000@1", False, "quarantined", 1000, 1, 1, 15),
     ],
-    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 2, 3000, 0.25)],
+    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 2, 1, 3000, 0.25)],
     queued=5,
     prefilling=2,
     pooled=4,
@@ -344,6 +344,7 @@ def test_state_is_read_from_the_snapshot() -> None:
     assert value(subject, "rank_open", rank="1", name="http://d:8000@1") == 0
     prefiller = {"prefiller": "0", "name": "http://p:8000"}
     assert value(subject, "prefiller_probes", **prefiller) == 2
+    assert value(subject, "prefiller_direct_sequences", **prefiller) == 1
     assert value(subject, "prefiller_held_tokens", **prefiller) == 3000
     assert value(subject, "prefiller_utilisation_ratio", **prefiller) == 0.25
     assert value(subject, "prefiller_open", **prefiller) == 1
@@ -443,6 +444,7 @@ def test_equal_runs_give_equal_pages() -> None:
 def test_units_end_the_names() -> None:
     units = ("_seconds", "_tokens", "_total", "_ratio", "_requests", "_connections", "_info")
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
+    plain |= {"prefiller_direct_sequences"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
     for family in text_string_to_metric_families(metrics().render().decode()):
         name = family.name.removeprefix("balanceroute_")

@@ -34,7 +34,7 @@ def test_an_ordinary_request_takes_the_pd_path() -> None:
         model="m",
         stream=True,
         sequences=1,
-        direct=False,
+        direct="",
         prompt_tokens=None,
         prompt_characters=len('"messages": ' + json.dumps(MESSAGES)),
         max_tokens=5,

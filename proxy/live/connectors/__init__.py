@@ -16,7 +16,7 @@ CONNECTORS: dict[str, Connector] = {
     for connector in (
         PullConnector("nixl", lease_s=30.0, recomputes=False),
         MooncakeConnector("mooncake", lease_s=480.0),
-        PullConnector("mooncake-ascend", lease_s=480.0, recomputes=True),
+        PullConnector("mooncake-ascend", lease_s=480.0, recomputes=True, ranks_prefill=False),
         LayerwiseConnector(),
     )
 }

@@ -38,6 +38,11 @@ class Connector(Protocol):
         """Whether the decode leg goes first and calls back for its prefill."""
         ...
 
+    @property
+    def ranks_prefill(self) -> bool:
+        """Whether its decode ranks can be relied on to compute a prompt."""
+        ...
+
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Return the prefill leg's parameters. `transfer` is unique per leg."""
         ...

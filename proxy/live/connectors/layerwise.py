@@ -27,6 +27,7 @@ class LayerwiseConnector:
     lease_s: float | None = None
     recomputes: bool = True
     decode_first: bool = True
+    ranks_prefill: bool = False
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Refuse: the decode rank makes the prefill leg's parameters."""

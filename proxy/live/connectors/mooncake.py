@@ -19,6 +19,7 @@ class MooncakeConnector:
     lease_s: float | None
     recomputes: bool = False
     decode_first: bool = False
+    ranks_prefill: bool = True
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Return the parameters that name the transfer."""

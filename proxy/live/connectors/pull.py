@@ -29,6 +29,7 @@ class PullConnector:
     lease_s: float | None
     recomputes: bool
     decode_first: bool = False
+    ranks_prefill: bool = True
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Return the parameters that make the prefiller keep the KV cache for a decoder."""
