@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.policy_flags import add_flag
@@ -70,7 +71,10 @@ def configure_and_serve(topology: "Topology | None", given: "Mapping[str, object
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.configure import make_config  # noqa: PLC0415
+    from balanceroute.proxy.live.configure import make_config, read_credentials  # noqa: PLC0415
     from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
 
-    return serve(make_config(topology, given, environment=os.environ))
+    return serve(
+        make_config(topology, given, environment=os.environ),
+        partial(read_credentials, topology, given, environment=os.environ),
+    )

@@ -116,7 +116,11 @@ class _Refusal(Exception):  # noqa: N818
 
 
 class Admin:
-    """The application of the admin listener: call it with a request and where its answer goes."""
+    """The application of the admin listener: call it with a request and where its answer goes.
+
+    Attributes:
+        token: What a request must present; None to ask for nothing.
+    """
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class Admin:
         self._page_of_metrics = page_of_metrics
         # JSON has no infinity, which some limits are set to: those become texts.
         self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
-        self._token = token
+        self.token = token
         self._names = names
         self._additions: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
@@ -181,7 +185,7 @@ class Admin:
     def _authorise(self, request: Request) -> None:
         if request.path in _OPEN_PATHS:
             return
-        if self._token is None:
+        if self.token is None:
             foreign = check_host(request.headers, self._names)
             if foreign is not None:
                 _log.warning("admin: refused what a web page may have sent", extra=_where(request))
@@ -189,7 +193,7 @@ class Admin:
             return
         given = [value for name, value in request.headers if name == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not self._token.matches(token):
+        if scheme.lower() != b"bearer" or not self.token.matches(token):
             _log.warning("admin: refused a request without the token", extra=_where(request))
             raise _Refusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]

@@ -36,6 +36,7 @@ class ListenConfig:
         api_keys: The keys that clients may present; empty if all may come.
         limits: What is accepted from a client.
         public_metrics: Whether clients may read the metrics.
+        cors_origins: Whose pages may use the API from a browser; `*` stands for all.
     """
 
     host: str
@@ -45,6 +46,7 @@ class ListenConfig:
     api_keys: tuple[Secret, ...]
     limits: ServerLimits
     public_metrics: bool
+    cors_origins: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.options import Option, Values
 from balanceroute.proxy.live.predictors import make_predictor, predictor_name
+from balanceroute.proxy.live.renewal import Credentials
 from balanceroute.proxy.live.scrape import ScrapeSettings
 from balanceroute.proxy.live.tls import engine_context, server_context
 from balanceroute.proxy.wire.messages import ServerLimits
@@ -58,16 +59,7 @@ def make_config(
     Raises:
         ConfigError: A value is unknown or cannot be served.
     """
-    if topology is None:
-        values = Values(flags.OPTIONS, flags=given)
-    else:
-        values = Values(
-            flags.OPTIONS,
-            flags=given,
-            top={"connector": topology.connector, "model": topology.models or None},
-            table=topology.proxy,
-            file=topology.path,
-        )
+    values = _values(topology, given)
     fleet = _fleet(values, topology, environment)
     listen = _listen(values)
     return ProxyConfig(
@@ -88,6 +80,41 @@ def make_config(
         ),
         drain_timeout_s=values.get(flags.DRAIN_TIMEOUT_S),
         log=_log(values),
+    )
+
+
+def read_credentials(
+    topology: "Topology | None",
+    given: Mapping[str, object],
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Credentials:
+    """Read the files of keys and certificates again; see `make_config`.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    values = _values(topology, given)
+    listen = _listen(values)
+    admin = _admin(values, listen)
+    return Credentials(
+        api_keys=listen.api_keys,
+        engine_key=_engine_key(values, environment),
+        admin_token=None if admin is None else admin.token,
+        tls_cert=listen.tls_cert,
+        tls_key=listen.tls_key,
+    )
+
+
+def _values(topology: "Topology | None", given: Mapping[str, object]) -> Values:
+    if topology is None:
+        return Values(flags.OPTIONS, flags=given)
+    return Values(
+        flags.OPTIONS,
+        flags=given,
+        top={"connector": topology.connector, "model": topology.models or None},
+        table=topology.proxy,
+        file=topology.path,
     )
 
 
@@ -124,6 +151,7 @@ def _listen(values: Values) -> ListenConfig:
             connections_per_peer=values.get(flags.PEER_CONNECTION_LIMIT),
         ),
         public_metrics=values.get(flags.PUBLIC_METRICS),
+        cors_origins=values.get(flags.CORS_ORIGIN),
     )
 
 
@@ -157,12 +185,6 @@ def _fleet(
     for model in models:
         if models.count(model) > 1:
             raise ConfigError(f"{values.where(flags.MODEL)} names {model!r} twice")
-    key = _secret(values, flags.ENGINE_KEY_FILE)
-    if key is None and ENGINE_KEY_VARIABLE in environment:
-        try:
-            key = as_secret(environment[ENGINE_KEY_VARIABLE].encode(errors="replace"))
-        except ConfigError as error:
-            raise ConfigError(f"{ENGINE_KEY_VARIABLE}: {error}") from None
     ca_file = values.get(flags.ENGINE_CA_FILE)
     insecure = values.get(flags.INSECURE_ENGINES)
     if ca_file is not None:
@@ -184,11 +206,21 @@ def _fleet(
         metaserver=_metaserver(values, connector),
         lease_s=_finite(lease_s),
         models=models,
-        key=key,
+        key=_engine_key(values, environment),
         ca_file=ca_file,
         insecure=insecure,
         connect_timeout_s=values.get(flags.CONNECT_TIMEOUT_S),
     )
+
+
+def _engine_key(values: Values, environment: Mapping[str, str]) -> Secret | None:
+    key = _secret(values, flags.ENGINE_KEY_FILE)
+    if key is None and ENGINE_KEY_VARIABLE in environment:
+        try:
+            return as_secret(environment[ENGINE_KEY_VARIABLE].encode(errors="replace"))
+        except ConfigError as error:
+            raise ConfigError(f"{ENGINE_KEY_VARIABLE}: {error}") from None
+    return key
 
 
 def _metaserver(values: Values, connector: str) -> str:

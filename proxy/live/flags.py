@@ -39,6 +39,7 @@ PREDICTORS = ("none", "survival", "exact-match")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DISCOVER = "discover"
 _KNOBS = PolicySettings()
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
 _MODEL = re.compile(r"[!-~]{1,256}")
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -69,6 +70,12 @@ def _base(word: str) -> str:
 def _model(word: str) -> str:
     if not _MODEL.fullmatch(word):
         raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
+    return word
+
+
+def _origin(word: str) -> str:
+    if word != "*" and not _ORIGIN.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be *, or http:// or https:// and a host")
     return word
 
 
@@ -131,6 +138,13 @@ TLS_CERT = file("tls_cert", "serve https with this certificate chain (PEM)")
 TLS_KEY = file("tls_key", "the certificate's private key (PEM)")
 API_KEY_FILE = file(
     "api_key_file", "holds the keys that clients may present, one a line; without it all may come"
+)
+CORS_ORIGIN = texts(
+    "cors_origin",
+    "sites whose pages may use the API from a browser, such as https://chat.example; * for all",
+    check=_origin,
+    metavar="ORIGIN",
+    at_top=False,
 )
 PUBLIC_METRICS = switch(
     "public_metrics",
@@ -486,6 +500,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         TLS_CERT,
         TLS_KEY,
         API_KEY_FILE,
+        CORS_ORIGIN,
         PUBLIC_METRICS,
         ADMIN,
         ADMIN_HOST,

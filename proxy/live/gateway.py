@@ -117,6 +117,10 @@ class Gateway:
             instances, driver, metrics=metrics, log=log, limits=settings.pass_through
         )
 
+    def use_keys(self, api_keys: tuple[Secret, ...], engine_key: Secret | None) -> None:
+        """Take these keys, and send this one to the engines, from the next request on."""
+        self._settings = replace(self._settings, api_keys=api_keys, engine_key=engine_key)
+
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         del peer

@@ -48,6 +48,11 @@ class HttpxFetcher:
         async with self._borrow() as client:
             return await fetch_body(client, url, max_bytes=max_bytes)
 
+    def renew(self) -> None:
+        """Use a fresh client from the next exchange on."""
+        before, self._current = self._current, _Borrowed(self._make_client())
+        self._close_if_left(before)
+
     async def aclose(self) -> None:
         """Close every connection."""
         await self._current.client.aclose()
@@ -65,8 +70,11 @@ class HttpxFetcher:
             raise
         finally:
             borrowed.exchanges -= 1
-            if borrowed is not self._current and not borrowed.exchanges:
-                # A task: this one may be cancelled.
-                task = asyncio.get_running_loop().create_task(borrowed.client.aclose())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+            self._close_if_left(borrowed)
+
+    def _close_if_left(self, borrowed: _Borrowed) -> None:
+        if borrowed is not self._current and not borrowed.exchanges:
+            # A task: this one may be cancelled.
+            task = asyncio.get_running_loop().create_task(borrowed.client.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

@@ -36,9 +36,14 @@ class JsonFormatter(logging.Formatter):
             secrets: Keys to black out wherever they appear.
         """
         super().__init__()
-        # Longest first: one may be part of another.
+        self._secrets: list[str] = []
+        self.redact_too(secrets)
+
+    def redact_too(self, secrets: Iterable[Secret]) -> None:
+        """Black out these keys as well from now on."""
         texts = {secret.value.decode("latin-1") for secret in secrets}
-        self._secrets = sorted(texts, key=lambda text: (-len(text), text))
+        # Longest first: one may be part of another.
+        self._secrets = sorted(texts.union(self._secrets), key=lambda text: (-len(text), text))
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, without its newline."""
@@ -102,6 +107,13 @@ def set_up_process_log(
     logger = logging.getLogger(LOGGER)
     logger.handlers = [handler]
     logger.propagate = False
+
+
+def redact_too(secrets: Iterable[Secret]) -> None:
+    """Black out these keys as well from now on."""
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.formatter.redact_too(secrets)
 
 
 def set_log_level(level: str) -> None:

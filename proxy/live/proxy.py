@@ -27,6 +27,7 @@ from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control import ProxyControl
+from balanceroute.proxy.live.cors import Cors
 from balanceroute.proxy.live.driver import Driver, DriverSettings, Log
 from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engine_url import EngineUrl
@@ -110,13 +111,19 @@ class Environment:
 
 
 class Proxy:
-    """One proxy. `start` it, then `drain` and `close` it."""
+    """One proxy. `start` it, then `drain` and `close` it.
+
+    Attributes:
+        gateway: The application behind the public listener.
+        pages: The one behind the admin listener; None without that.
+        tls: What the public listener serves https with; None for http.
+    """
 
     def __init__(self, config: "ProxyConfig", environment: Environment) -> None:
         self.config = config
         self._environment = environment
         self._fetcher = environment.fetcher
-        self._tls: SSLContext | None = None
+        self._engine_tls: SSLContext | None = None
         self._policy_name = config.scheduling.policy
         self.instances = Instances()
         self.roster = Roster(
@@ -152,8 +159,9 @@ class Proxy:
         self._tasks: list[asyncio.Task[None]] = []
         self.driver: Driver
         self.server: Server
+        self.tls: SSLContext | None = None
         self.admin: Server | None = None
-        self._pages: Admin | None = None
+        self.pages: Admin | None = None
 
     async def start(self) -> None:
         """Find the engines and listen.
@@ -214,8 +222,8 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._pages is not None:
-            self._pages.close()
+        if self.pages is not None:
+            self.pages.close()
         self.driver.draining = True
         self.driver.shut_down()
         if self._keeper is not None:
@@ -288,23 +296,25 @@ class Proxy:
             unix_s=self._environment.unix_s,
         )
         self.gateway = gateway
+        origins = config.listen.cors_origins
+        cors = Cors(origins, gateway, gateway.admit) if origins else None
         self.server = Server(
-            gateway,
+            cors or gateway,
             limits=config.listen.limits,
             refuse=gateway.refusals.render,
-            admit=gateway.admit,
+            admit=gateway.admit if cors is None else cors.admit,
+            common=None if cors is None else cors.fields,
         )
-        tls = None
         if config.listen.tls_cert is not None and config.listen.tls_key is not None:
-            tls = server_context(config.listen.tls_cert, config.listen.tls_key)
+            self.tls = server_context(config.listen.tls_cert, config.listen.tls_key)
         place = "--host {} --port {}"
-        await _listen_at(self.server, place, config.listen.host, config.listen.port, tls)
+        await _listen_at(self.server, place, config.listen.host, config.listen.port, self.tls)
         if not config.fleet.metaserver:
-            scheme = "http" if tls is None else "https"
+            scheme = "http" if self.tls is None else "https"
             own = EngineUrl(scheme, config.listen.host, self.server.port)
             self.driver.connector = make_connector(config.fleet.connector, callback=own.base)
         if config.admin is not None:
-            self._pages = Admin(
+            self.pages = Admin(
                 ProxyControl(self),
                 page_of_metrics=page_of_metrics,
                 config=config.redacted(),
@@ -315,7 +325,7 @@ class Proxy:
             limits = replace(
                 config.listen.limits, connections=_ADMIN_CONNECTIONS, connections_per_peer=None
             )
-            self.admin = Server(self._pages, limits=limits, refuse=_refuse)
+            self.admin = Server(self.pages, limits=limits, refuse=_refuse)
             place = "--admin-host {} --admin-port {}"
             await _listen_at(self.admin, place, config.admin.host, config.admin.port, None)
 
@@ -392,12 +402,12 @@ class Proxy:
     def _connect(self, url: EngineUrl) -> Endpoint:
         fleet = self.config.fleet
         is_https = url.scheme == "https"
-        if is_https and self._tls is None:
-            self._tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
+        if is_https and self._engine_tls is None:
+            self._engine_tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
         return Endpoint(
             url.host,
             url.port,
-            ssl=self._tls if is_https else None,
+            ssl=self._engine_tls if is_https else None,
             connect_timeout_s=fleet.connect_timeout_s,
         )
 

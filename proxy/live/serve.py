@@ -20,15 +20,17 @@ from balanceroute.proxy.live.httpx_fetcher import HttpxFetcher
 from balanceroute.proxy.live.line_writer import LineWriter
 from balanceroute.proxy.live.process_log import set_up_process_log
 from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.renewal import renew
 from balanceroute.proxy.live.request_log import RequestLog
 from balanceroute.proxy.live.tls import engine_context
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from balanceroute.proxy.live.config import ProxyConfig
     from balanceroute.proxy.live.credentials import Secret
     from balanceroute.proxy.live.record import RequestRecord
+    from balanceroute.proxy.live.renewal import Credentials
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
@@ -39,15 +41,20 @@ class _NoLog:
         del record
 
 
-def serve(config: "ProxyConfig") -> int:
+def serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") -> int:
     """Serve until SIGINT or SIGTERM; return the exit status.
 
     The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
+    SIGHUP opens the logs again, and reads keys and certificates again.
+
+    Args:
+        config: All settings.
+        read_credentials: Reads its files of keys and certificates again. Raises ConfigError.
     """
-    return uvloop.run(_serve(config))
+    return uvloop.run(_serve(config, read_credentials))
 
 
-async def _serve(config: "ProxyConfig") -> int:
+async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") -> int:
     loop = asyncio.get_running_loop()
     stop, now = asyncio.Event(), asyncio.Event()
 
@@ -60,8 +67,7 @@ async def _serve(config: "ProxyConfig") -> int:
     # Without a sink too: Python itself would write warnings to standard error.
     write = _discard if writer is None else writer.write
     set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
-    descriptors = raise_limit()
-    config = _bounded(config, descriptors)
+    config, descriptors = _with_descriptors(config)
     loads = None if config.log.loads is None else LineWriter(config.log.loads)
     writers = [one for one in (writer, loads) if one is not None]
 
@@ -69,19 +75,24 @@ async def _serve(config: "ProxyConfig") -> int:
         for one in writers:
             one.reopen()
 
-    if writers:
-        loop.add_signal_handler(signal.SIGHUP, reopen)
-    headers = {}
-    if config.fleet.key is not None:
-        headers["authorization"] = f"Bearer {config.fleet.key.value.decode()}"
+    loop.add_signal_handler(signal.SIGHUP, reopen)
     fleet = config.fleet
-    make_client = partial(
-        make_http_client,
-        engine_context(fleet.ca_file, insecure=fleet.insecure),
-        timeout_s=fleet.connect_timeout_s,
-        headers=headers,
+    headers: dict[str, str] = {}
+    fetcher = HttpxFetcher(
+        partial(
+            make_http_client,
+            engine_context(fleet.ca_file, insecure=fleet.insecure),
+            timeout_s=fleet.connect_timeout_s,
+            headers=headers,
+        )
     )
-    fetcher = HttpxFetcher(make_client)
+
+    def use_engine_key(key: "Secret") -> None:
+        headers["authorization"] = f"Bearer {key.value.decode()}"
+        fetcher.renew()
+
+    if fleet.key is not None:
+        use_engine_key(fleet.key)
     environment = Environment(
         fetcher=fetcher,
         log=_NoLog() if writer is None else RequestLog(writer.write),
@@ -93,9 +104,15 @@ async def _serve(config: "ProxyConfig") -> int:
         write_loads=None if loads is None else loads.write,
     )
     proxy = Proxy(config, environment)
+
+    def on_hangup() -> None:
+        reopen()
+        renew(proxy, read_credentials, new_engine_key=use_engine_key)
+
     watch = DescriptorWatch(proxy.listening)
     try:
         await proxy.start()
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         _settle_garbage_collector()
         _announce(proxy, descriptors)
         await _until(stop, (proxy.watch(), watch.run()))
@@ -123,22 +140,23 @@ async def _until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None]
         task.result()
 
 
-def _bounded(config: "ProxyConfig", descriptors: int) -> "ProxyConfig":
-    """Return the configuration with as many connections as there are descriptors for."""
+def _with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
+    """Get file descriptors; return the settings with connections for them, and their number."""
+    descriptors = raise_limit()
     fleet, listen = config.fleet, config.listen
     engines = len(fleet.prefill) + sum(max(1, len(one.ranks)) for one in fleet.decode)
     enough = connections_for(descriptors, engines)
     limit = listen.limits.connections
     if limit is None:
         limits = replace(listen.limits, connections=enough)
-        return replace(config, listen=replace(listen, limits=limits))
+        return replace(config, listen=replace(listen, limits=limits)), descriptors
     if limit > enough:
         fields = {"limit": limit, "descriptors": descriptors, "enough_for": enough}
         _log.warning(
             "the connection limit is beyond what the descriptors are enough for",
             extra={"fields": fields},
         )
-    return config
+    return config, descriptors
 
 
 def _announce(proxy: Proxy, descriptors: int) -> None:

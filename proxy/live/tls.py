@@ -18,6 +18,18 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
         ConfigError: They cannot be read, others may read the key, or they do not belong together.
             The message reads on from the name of the setting.
     """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_certificate(context, cert, key)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Serve with this certificate from the next handshake on; see `server_context`.
+
+    After an error the context may hold half of it: try it on another context first.
+    """
     for path in (cert, key):
         try:
             status = path.stat()
@@ -25,9 +37,6 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
             raise ConfigError(f"is {path}: {error.strerror}") from None
         if path is key:
             refuse_if_shared(path, status)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
 
     def no_password() -> bytes:
         # Without this, an encrypted key makes OpenSSL ask on the terminal.
@@ -38,7 +47,6 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     except OSError as error:
         reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"is {cert} with key {key}: {reason or error}") from None
-    return context
 
 
 def engine_context(ca_file: Path | None, *, insecure: bool) -> ssl.SSLContext:

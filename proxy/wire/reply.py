@@ -50,6 +50,7 @@ class Reply:
 
     __slots__ = (
         "_chunked",
+        "_common",
         "_connection",
         "_head_only",
         "_http_1_0",
@@ -69,6 +70,7 @@ class Reply:
         *,
         head_only: bool,
         http_1_0: bool,
+        common: bytes = b"",
     ) -> None:
         self.closed = False
         self.on_closed: Callable[[], None] | None = None
@@ -77,6 +79,7 @@ class Reply:
         self.started = False
         self.written = 0
         self._connection = connection
+        self._common = common  # Header lines, beside the application's.
         self._write = write
         self._head_only = head_only
         self._http_1_0 = http_1_0
@@ -172,7 +175,7 @@ class Reply:
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        fields = encode_fields(headers)
+        fields = encode_fields(headers) + self._common
         if self._connection.closes_after_answer:
             framing += b"connection: close\r\n"
         elif self._http_1_0:

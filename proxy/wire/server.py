@@ -9,7 +9,7 @@ from balanceroute.proxy.wire.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application, Reply
 from balanceroute.proxy.wire.server_connection import ServerConnection
-from balanceroute.proxy.wire.service import Admit, Refuse, Service
+from balanceroute.proxy.wire.service import Admit, Common, Refuse, Service
 
 __all__ = ["Admit", "Application", "Refuse", "Reply", "Server"]
 
@@ -34,6 +34,7 @@ class Server:
         refuse: Renders what does not reach the application: protocol errors and what `admit` rejects.
         admit: Judges each head before its body is read, and before the client is told to send it;
             None to admit everything. What it rejects is answered at once, and the body dropped.
+        common: Makes header lines for every answer to a request, beside the application's.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class Server:
         limits: ServerLimits | None = None,
         refuse: Refuse = plain_refusal,
         admit: Admit | None = None,
+        common: Common | None = None,
     ) -> None:
         self._application = application
         self._limits = limits or ServerLimits()
         self._refuse = refuse
         self._admit = admit
+        self._common = common
         self._service: Service | None = None
         self._listener: asyncio.Server | None = None
         self._addresses: list[tuple[str, int]] = []
@@ -70,7 +73,14 @@ class Server:
         """
         assert self._service is None, "already started"
         loop = asyncio.get_running_loop()
-        service = Service(loop, self._application, self._limits, self._refuse, self._admit)
+        service = Service(
+            loop,
+            self._application,
+            self._limits,
+            refuse=self._refuse,
+            admit=self._admit,
+            common=self._common,
+        )
         if self._limits.connections is not None:
             backlog = min(backlog, self._limits.connections)
         # A handshake is to the sweep what a head is, but asyncio keeps its time.

@@ -406,6 +406,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write,
             head_only=head.method == b"HEAD",
             http_1_0=head.http_1_0,
+            common=self._service.common_fields(head),
         )
         self._reply = reply
         self._stage = _Stage.ANSWER
@@ -431,9 +432,10 @@ class ServerConnection(asyncio.Protocol):
 
     def _refuse(self, rejection: Rejection) -> None:
         headers, body = self._service.refuse(rejection, self._head, self._peer)
+        fields = encode_fields(headers) + self._service.common_fields(self._head)
         self._transport.write(
             b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (STATUS_LINES[rejection.status], encode_fields(headers), len(body), body)
+            % (STATUS_LINES[rejection.status], fields, len(body), body)
         )
         self._linger()
 

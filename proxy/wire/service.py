@@ -16,6 +16,8 @@ Refuse = Callable[[Rejection, RequestHead | None, str], tuple[Headers, bytes]]
 
 It is told the head, if it could be read, and the client's address.
 """
+Common = Callable[[RequestHead], bytes]
+"""Makes header lines for every answer to a request, beside the application's."""
 
 
 class Member(Evictable, Protocol):
@@ -55,12 +57,15 @@ class Service:
         loop: asyncio.AbstractEventLoop,
         application: Application,
         limits: ServerLimits,
+        *,
         refuse: Refuse,
         admit: Admit | None,
+        common: Common | None,
     ) -> None:
         self.loop = loop
         self.application = application
         self.admit = admit
+        self._common = common
         self.limits = limits
         self.refuse = refuse
         self.limit = ConnectionLimit(
@@ -97,6 +102,10 @@ class Service:
             self._timer = None
         if self.on_empty is not None:
             self.on_empty()
+
+    def common_fields(self, head: RequestHead | None) -> bytes:
+        """Return the header lines of every answer to a request whose head could be read."""
+        return b"" if self._common is None or head is None else self._common(head)
 
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(self._sweep_s, self._sweep)

@@ -153,6 +153,7 @@ SAMPLES: dict[str, object] = {
     "scrape_timeout_s": 4.25,
     "quarantine_failures": 5,
     "public_metrics": False,
+    "cors_origin": "https://chat.example:8443",
     "admin_name": "OPS.example",
     "connection_limit": 70,
     "peer_connection_limit": 7,
@@ -332,6 +333,8 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         ({"host": ""}, "--host", "is '', must be a text"),
         ({"host": "a/b"}, "--host", "is 'a/b': it has a host that is neither"),
         ({"host": 7}, "--host", "is 7, must be a text"),
+        ({"cors_origin": "chat.example"}, "--cors-origin", "is 'chat.example', must be *, or http"),
+        ({"cors_origin": "http://a/"}, "--cors-origin", "is 'http://a/', must be *, or http"),
         ({"port": -1}, "--port", "is -1, must be from 0 to 65535"),
         ({"port": 65_536}, "--port", "is 65536, must be from 0 to 65535"),
         ({"port": "x"}, "--port", "is 'x', must be an integer"),
@@ -741,6 +744,7 @@ def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> Non
         "api_keys": ["***", "***"],
         "limits": of_flags(prefill=["http://x"]).redacted()["listen"]["limits"],  # type: ignore[index]
         "public_metrics": True,
+        "cors_origins": [],
     }
     assert config["admin"] == {
         "host": "127.0.0.1",

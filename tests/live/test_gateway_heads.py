@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.live.credentials import Secret
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -212,6 +213,23 @@ def test_engines_get_their_own_key_and_never_the_clients(play: "Play", tmp_path:
             assert given == [b"Bearer engines"]
 
     play(scenario, flags={"engine_key_file": keys(tmp_path, "key", "engines")})
+
+
+def test_new_keys_are_used_from_the_next_request_on(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        given = with_key("Bearer first")
+        assert (await site.post(COMPLETIONS, BODY, given)).status == 200
+        site.world.proxy.gateway.use_keys((Secret(b"second"),), Secret(b"newer"))
+        assert (await site.post(COMPLETIONS, BODY, given)).status == 401
+        assert (await site.post(COMPLETIONS, BODY, with_key("Bearer second"))).status == 200
+        sent = [seen.header(b"authorization") for seen in site.seen]
+        assert sent == [b"Bearer engines"] * 2 + [b"Bearer newer"] * 2
+
+    flags = {
+        "api_key_file": keys(tmp_path, "keys", "first"),
+        "engine_key_file": keys(tmp_path, "key", "engines"),
+    }
+    play(scenario, flags=flags)
 
 
 def test_without_keys_the_clients_own_is_for_the_engines(play: "Play") -> None:

@@ -86,3 +86,33 @@ def test_a_client_with_a_cancelled_exchange_serves_its_others_to_their_end() -> 
         assert [client.is_closed for client in made] == [True, True]
 
     asyncio.run(main())
+
+
+def test_a_renewed_fetcher_lets_exchanges_end_and_begins_others_anew() -> None:
+    async def main() -> None:
+        waiting, go = asyncio.Event(), asyncio.Event()
+        made: list[httpx.AsyncClient] = []
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/slow":
+                waiting.set()
+                await go.wait()
+            return httpx.Response(204, stream=httpx.ByteStream(b""))
+
+        def make_client() -> httpx.AsyncClient:
+            made.append(httpx.AsyncClient(transport=httpx.MockTransport(answer)))
+            return made[-1]
+
+        fetcher = HttpxFetcher(make_client)
+        slow = asyncio.create_task(fetcher.status("http://e/slow"))
+        await waiting.wait()
+        fetcher.renew()
+        assert await fetcher.status("http://e/") == 204
+        assert [client.is_closed for client in made] == [False, False]
+        go.set()
+        assert await slow == 204
+        fetcher.renew()
+        await fetcher.aclose()
+        assert [client.is_closed for client in made] == [True] * 3
+
+    uvloop.run(main())

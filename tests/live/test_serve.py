@@ -29,6 +29,8 @@ from balanceroute.proxy.wire.server import Server
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, MakeExchanged
 
+    from balanceroute.proxy.wire.messages import Headers
+
 HOST = "127.0.0.1"
 PATIENCE_S = 30.0  # Only ever waited for by a test that fails.
 COMPLETIONS = "/v1/completions"
@@ -58,10 +60,12 @@ class Client:
         self._endpoint = Endpoint(HOST, port, ssl=context)
         self._make = make
 
-    def send(self, method: bytes, path: str, values: object = None) -> "Exchanged":
+    def send(
+        self, method: bytes, path: str, values: object = None, headers: "Headers | None" = None
+    ) -> "Exchanged":
         exchanged = self._make()
         body = b"" if values is None else json.dumps(values).encode()
-        headers = [(b"content-type", b"application/json")]
+        headers = headers or [(b"content-type", b"application/json")]
         exchanged.call = self._endpoint.request(method, path.encode(), headers, body, exchanged)
         return exchanged
 
@@ -417,9 +421,13 @@ def test_a_port_in_use_is_told_in_one_line(flag: str) -> None:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a self-signed certificate for loopback, and its key."""
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a self-signed certificate for loopback, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     words += f" -subj /CN=localhost -addext subjectAltName=IP:{HOST} -keyout {key} -out {cert}"
@@ -492,6 +500,88 @@ def test_tls_on_both_sides(
             assert await served.exit() == (0, "")
 
     play(main())
+
+
+def is_logged(log: Path, words: bytes) -> bool:
+    return words in log.read_bytes()
+
+
+async def status_of(client: Client, path: str, key: bytes) -> int:
+    """Get a page with a key."""
+    headers = [(b"authorization", b"Bearer " + key)]
+    return (await client.send(b"GET", path, headers=headers).end()).status
+
+
+def test_certificates_and_keys_are_read_again_on_sighup(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    """Finding L4: a renewed certificate, and new keys, needed a restart that ends all streams."""
+    cert, key = make_certificate(tmp_path)
+    log, keys, token = tmp_path / "log", tmp_path / "keys", tmp_path / "token"
+    files = {"--api-key-file": keys, "--admin-token-file": token}
+    files |= {"--tls-cert": cert, "--tls-key": key, "--log": log}
+    for path in (keys, token):
+        path.write_text("first\n")
+        path.chmod(0o600)
+
+    async def main() -> None:
+        any_certificate = ssl.create_default_context()
+        any_certificate.check_hostname = False
+        any_certificate.verify_mode = ssl.CERT_NONE
+        async with (
+            engines() as fleet,
+            serving(
+                make_exchanged,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *(str(word) for pair in files.items() for word in pair),
+                context=any_certificate,
+            ) as served,
+        ):
+            there = (HOST, served.ports()[0])
+
+            async def shown() -> str:
+                return await asyncio.to_thread(ssl.get_server_certificate, there)
+
+            async def statuses(key: bytes) -> tuple[int, int]:
+                public = await status_of(served.client, "/v1/models", key)
+                return public, await status_of(served.admin, "/admin/state", key)
+
+            before = cert.read_text()
+            assert await shown() == before
+            assert await statuses(b"first") == (200, 200)
+            assert await statuses(b"second") == (401, 401)
+            make_certificate(tmp_path)
+            for path in (keys, token):
+                path.write_text("second\n")
+            served.process.send_signal(signal.SIGHUP)
+            while not is_logged(log, b"were read again"):  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0)
+            assert await statuses(b"first") == (401, 401)
+            assert await statuses(b"second") == (200, 200)
+            assert await shown() == cert.read_text() != before
+            # One bad file, and all stays as it is.
+            after = cert.read_text()
+            make_certificate(tmp_path)
+            keys.write_text("third\n")
+            token.write_text("fourth fourth\n")
+            served.process.send_signal(signal.SIGHUP)
+            while not is_logged(log, b"stay as they are"):  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0)
+            assert await statuses(b"second") == (200, 200)
+            assert await statuses(b"third") == (401, 401)
+            assert await shown() == after
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
+    text = log.read_text()
+    (told,) = [line for line in map(json.loads, text.splitlines()) if "stay as" in line["message"]]
+    assert (told["level"], told["reason"]) == (
+        "error",
+        f"--admin-token-file is {token}: line 1: a key has 1 to 1024 visible ASCII characters",
+    )
+    assert not {"first", "second", "third", "fourth"} & set(text.replace('"', " ").split())
 
 
 def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(

@@ -37,7 +37,7 @@ sys.stdin.read()
 """
 
 
-def use_serve(monkeypatch: pytest.MonkeyPatch, serve: Callable[[ProxyConfig], int]) -> None:
+def use_serve(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., int]) -> None:
     module = ModuleType(SERVE)
     module.serve = serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, SERVE, module)
@@ -48,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
     """Return the configurations that were served, instead of serving them."""
     configs: list[ProxyConfig] = []
 
-    def serve(config: ProxyConfig) -> int:
+    def serve(config: ProxyConfig, _: object) -> int:
         configs.append(config)
         return 0
 
@@ -134,7 +134,7 @@ def test_the_engines_key_is_taken_from_the_environment(
 
 
 def test_the_status_is_that_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_serve(monkeypatch, lambda _: 7)
+    use_serve(monkeypatch, lambda *_: 7)
     assert main(["serve", *ENGINES]) == 7
 
 
@@ -279,7 +279,7 @@ def test_up_serves_before_the_engines_that_it_started(
     note = fake(FAKE)
     configs: list[ProxyConfig] = []
 
-    def serve(config: ProxyConfig) -> int:
+    def serve(config: ProxyConfig, _: object) -> int:
         configs.append(config)
         assert not gone(int(note.read_text()))
         return 5
@@ -313,7 +313,7 @@ def test_up_ends_with_the_reason_when_its_engines_do(
     woken, wake = socket.socketpair()
     wake.setblocking(False)
 
-    def serve(_: ProxyConfig) -> int:
+    def serve(*_: object) -> int:
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         told = signal.set_wakeup_fd(wake.fileno())
         try:
@@ -340,7 +340,7 @@ def test_the_engines_end_with_the_proxy_however_it_ends(
 ) -> None:
     note = fake(FAKE)
 
-    def serve(_: ProxyConfig) -> int:
+    def serve(*_: object) -> int:
         raise error
 
     use_serve(monkeypatch, serve)

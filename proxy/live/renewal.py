@@ -1,0 +1,67 @@
+"""Certificates and keys that are read again while the proxy serves.
+
+All files are read and checked before any of them takes effect: if one is bad, everything stays.
+Connections that are open, and requests that run, are not touched.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.credentials import Secret
+from balanceroute.proxy.live.process_log import redact_too
+from balanceroute.proxy.live.tls import load_certificate
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.proxy import Proxy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What is read again; see `ListenConfig`, `FleetConfig` and `AdminConfig`."""
+
+    api_keys: tuple[Secret, ...]
+    engine_key: Secret | None
+    admin_token: Secret | None
+    tls_cert: Path | None
+    tls_key: Path | None
+
+    @property
+    def secrets(self) -> list[Secret]:
+        """All keys."""
+        others = (self.engine_key, self.admin_token)
+        return [*self.api_keys, *(one for one in others if one is not None)]
+
+
+def renew(
+    proxy: "Proxy", read: Callable[[], Credentials], *, new_engine_key: Callable[[Secret], None]
+) -> None:
+    """Read certificates and keys again, and use them from now on.
+
+    Args:
+        proxy: Serves.
+        read: Reads and checks them. Raises ConfigError.
+        new_engine_key: Told the key for probes and scrapes.
+    """
+    try:
+        credentials = read()
+        if proxy.tls is not None:
+            assert credentials.tls_cert is not None
+            assert credentials.tls_key is not None
+            load_certificate(proxy.tls, credentials.tls_cert, credentials.tls_key)
+    except ConfigError as error:
+        _log.error("certificates and keys stay as they are", extra={"fields": {"reason": error}})
+        return
+    redact_too(credentials.secrets)
+    proxy.gateway.use_keys(credentials.api_keys, credentials.engine_key)
+    if proxy.pages is not None:
+        proxy.pages.token = credentials.admin_token
+    if credentials.engine_key is not None:
+        new_engine_key(credentials.engine_key)
+    fields = {"api_keys": len(credentials.api_keys)}
+    _log.info("certificates and keys were read again", extra={"fields": fields})

@@ -1,0 +1,109 @@
+"""Requests of other sites' pages: what a browser is told before, and with every answer."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.wire.messages import Headers
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
+PAGE = b"https://chat.example"
+ALLOW = b"access-control-allow-origin"
+
+
+def of(origin: bytes, *more: tuple[bytes, bytes]) -> "Headers":
+    return [(b"origin", origin), *more]
+
+
+def asking(origin: bytes) -> "Headers":
+    return of(
+        origin,
+        (b"access-control-request-method", b"POST"),
+        (b"access-control-request-headers", b"authorization,content-type"),
+    )
+
+
+async def answers(site: "Site", headers: "Headers") -> "list[Exchanged]":
+    """Ask for answers of every kind: whole, streamed, passed on, own, and errors of all layers."""
+    return [
+        await site.post(COMPLETIONS, BODY, headers),
+        await site.post(COMPLETIONS, BODY | {"stream": True}, headers),
+        await site.get("/v1/models", headers),
+        await site.get("/health", headers),
+        await site.post(COMPLETIONS, b"{", headers),
+        await site.get("/v1/nothing", headers),
+        await site.send("/v1/completions", method="OPTIONS", headers=headers).end(),
+        await site.post(COMPLETIONS, bytes(2_000), headers),
+    ]
+
+
+STATUSES = [200, 200, 200, 200, 400, 404, 405, 413]
+FLAGS = {"body_limit_bytes": 1_000}
+
+
+def test_every_answer_lets_any_page_read_it_if_all_may(play: "Play") -> None:
+    """Finding M8: web applications that worked with vLLM did not work here."""
+
+    async def scenario(site: "Site") -> None:
+        given = await answers(site, of(PAGE))
+        assert [answer.status for answer in given] == STATUSES
+        for answer in given:
+            assert [value for name, value in answer.headers if name == ALLOW] == [b"*"]
+        for answer in await answers(site, []):
+            assert answer.header(ALLOW) is None
+
+    play(scenario, flags=FLAGS | {"cors_origin": "*"})
+
+
+def test_a_preflight_allows_what_was_asked_for(play: "Play", tmp_path: "Path") -> None:
+    path = tmp_path / "keys"
+    path.write_text("right\n")
+    path.chmod(0o600)
+
+    async def scenario(site: "Site") -> None:
+        for target in (COMPLETIONS, "/v1/models", "/v1/nothing"):
+            answer = await site.send(target, method="OPTIONS", headers=asking(PAGE)).end()
+            assert (answer.status, answer.body) == (200, b"OK")
+            assert answer.header(ALLOW) == b"*"
+            assert b"POST" in (answer.header(b"access-control-allow-methods") or b"")
+            allowed = answer.header(b"access-control-allow-headers")
+            assert allowed == b"authorization,content-type"
+            assert answer.header(b"access-control-max-age") == b"600"
+            assert answer.header(b"access-control-allow-credentials") is None
+        assert (await site.post(COMPLETIONS, BODY, of(PAGE))).status == 401
+        assert site.seen == []
+
+    play(scenario, flags={"cors_origin": "*", "api_key_file": str(path)})
+
+
+def test_only_the_listed_sites_may(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for answer in await answers(site, of(PAGE)):
+            assert answer.header(ALLOW) == PAGE
+            assert answer.header(b"vary") == b"Origin"
+        answer = await site.send(COMPLETIONS, method="OPTIONS", headers=asking(PAGE)).end()
+        assert (answer.status, answer.header(ALLOW)) == (200, PAGE)
+        for other in (b"https://evil.example", b"http://chat.example", b"null", PAGE + b".evil"):
+            assert {one.header(ALLOW) for one in await answers(site, of(other))} == {None}
+            refused = await site.send(COMPLETIONS, method="OPTIONS", headers=asking(other)).end()
+            assert (refused.status, refused.header(ALLOW)) == (400, None)
+
+    origins = ["https://other.example", PAGE.decode()]
+    play(scenario, flags=FLAGS | {"cors_origin": origins})
+
+
+@pytest.mark.parametrize("headers", [of(PAGE), asking(PAGE)])
+def test_without_the_setting_nothing_of_it_is_there(play: "Play", headers: "Headers") -> None:
+    async def scenario(site: "Site") -> None:
+        given = await answers(site, headers)
+        assert [answer.status for answer in given] == STATUSES
+        for answer in given:
+            assert not [name for name, _ in answer.headers if name.startswith(b"access-control")]
+
+    play(scenario, flags=FLAGS)
