@@ -1,13 +1,9 @@
 """One run: the plan of a seed carried out, and everything looked at afterwards."""
 
 import asyncio
-import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.chaos.audit import (
     Census,
@@ -21,6 +17,7 @@ from balanceroute.proxy.chaos.audit import (
     take_census,
 )
 from balanceroute.proxy.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.chaos.log_keeper import LogKeeper, log_kept
 from balanceroute.proxy.chaos.oracle import Oracle
 from balanceroute.proxy.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.chaos.saboteur import Saboteur
@@ -40,9 +37,6 @@ from balanceroute.proxy.virtual.link import Link
 from balanceroute.proxy.virtual.loop import VirtualLoop
 from balanceroute.proxy.virtual.runner import run
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.chaos.journal import Journal
-
 # With all faults over, everything ends within this time. A request that fits on no rank takes longest:
 # it is handed back 32 times, two seconds each.
 LIVENESS_S = 120.0
@@ -54,7 +48,6 @@ _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
 _STORM_SPAN_S = 0.5
-_PACKAGE = "balanceroute"
 _BIG_BYTES = 20_000
 
 
@@ -104,18 +97,14 @@ def run_seed(seed: int, *, requests: int) -> Report:
 def run_plan(plan: Plan) -> Report:
     """Carry a plan out and return what came of it."""
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
-    with _log_kept() as log:
+    with log_kept() as log:
         try:
             run(lambda loop: Trial(plan, loop, report, log).run(), seed=plan.seed)
         except Exception as error:
             # Whatever it is, the seed goes with it.
             notes = "; ".join(getattr(error, "__notes__", []))
             report.violations.append(f"{type(error).__name__}: {error} ({notes})")
-    report.violations += [
-        f"logged: {record.getMessage()}: {record.exc_info and record.exc_info[1]!r}"
-        for record in log.records
-        if record.levelno >= logging.ERROR
-    ]
+    report.violations += [f"logged: {line}" for line in log.errors()]
     return report
 
 
@@ -129,7 +118,7 @@ class Trial:
         log: What the package logs goes here.
     """
 
-    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: "LogKeeper") -> None:
+    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
         self._plan = plan
         self._loop = loop
         self._report = report
@@ -336,38 +325,3 @@ def _client_faults(plan: Plan) -> Counter[str]:
 
 def _is_shared(plan: Plan, name: str) -> bool:
     return sum(request.request_id == name for request in plan.requests) > 1
-
-
-class LogKeeper(logging.Handler):
-    """Keeps what is logged, and writes it into a journal if there is one.
-
-    Attributes:
-        records: All of it.
-        journal: Of the run.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-        self.journal: Journal | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
-        self.records.append(record)
-        if self.journal is not None:
-            fields = getattr(record, "fields", "")
-            self.journal.write("log", record.levelname, record.getMessage(), fields)
-
-
-@contextmanager
-def _log_kept() -> Iterator[LogKeeper]:
-    """Keep what the package logs, and show nothing of it."""
-    logger = logging.getLogger(_PACKAGE)
-    keeper = LogKeeper()
-    propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(keeper)
-    try:
-        yield keeper
-    finally:
-        logger.removeHandler(keeper)
-        logger.propagate = propagates

@@ -1,0 +1,54 @@
+"""What the package logs during a run, kept and shown to nobody."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.chaos.journal import Journal
+
+_PACKAGE = "balanceroute"
+
+
+class LogKeeper(logging.Handler):
+    """Keeps what is logged, and writes it into a journal if there is one.
+
+    Attributes:
+        records: All of it.
+        journal: Of the run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.journal: Journal | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.records.append(record)
+        if self.journal is not None:
+            fields = getattr(record, "fields", "")
+            self.journal.write("log", record.levelname, record.getMessage(), fields)
+
+    def errors(self) -> list[str]:
+        """Return the messages of the errors, with their exceptions."""
+        return [
+            f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}"
+            for record in self.records
+            if record.levelno >= logging.ERROR
+        ]
+
+
+@contextmanager
+def log_kept() -> Iterator[LogKeeper]:
+    """Keep what the package logs, and show nothing of it."""
+    logger = logging.getLogger(_PACKAGE)
+    keeper = LogKeeper()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(keeper)
+    try:
+        yield keeper
+    finally:
+        logger.removeHandler(keeper)
+        logger.propagate = propagates
