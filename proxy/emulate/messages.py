@@ -40,12 +40,15 @@ def as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("stream"):
         usage = {"include_usage": True, "continuous_usage_stats": True}
         chat |= {"stream": True, "stream_options": usage}
-    if values.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in values["tools"]]
+    tools = values.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise invalid("list_type", "body.tools", "Input should be a valid list", tools)
+    if tools:
+        chat["tools"] = list(map(_tool, tools))
     choice = values.get("tool_choice")
     if isinstance(choice, dict):
         named = {"type": "function", "function": {"name": choice.get("name")}}
-        chat["tool_choice"] = _TOOL_CHOICES.get(choice.get("type", ""), named)
+        chat["tool_choice"] = _TOOL_CHOICES.get(str(choice.get("type")), named)
     return chat
 
 
@@ -227,8 +230,12 @@ class _MessageStream:
 def _system(system: Any) -> list[dict[str, object]]:
     if not system:
         return []
-    if not isinstance(system, str):
-        system = "".join(block["text"] for block in system if block.get("type") == "text")
+    if isinstance(system, list):
+        system = "".join(
+            str(block.get("text") or "") for block in system if isinstance(block, dict)
+        )
+    elif not isinstance(system, str):
+        raise invalid("string_type", "body.system", "Input should be a valid string", system)
     return [{"role": "system", "content": system}]
 
 

@@ -1,9 +1,8 @@
-"""What the `openai` package gets from the proxy. `check_clients.py` runs this in a venv of its own.
+"""What the `openai` package gets from the proxy before emulated engines.
 
     python openai_checks.py BASE_URL ADMIN_URL STRICT_URL KEY
 
-STRICT_URL is a proxy that asks for a key and whose queue is tiny. Prints the package's
-version, then a line of JSON for each check: its name, and what went wrong or null.
+STRICT_URL is a proxy that asks for a key and whose queue is tiny.
 """
 
 import asyncio
@@ -11,10 +10,10 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import openai  # type: ignore[import-not-found]
+from reporting import raised, report
 
 MODEL = "emulated"
 WEATHER = {
@@ -35,15 +34,6 @@ _LONG = 100_000  # Tokens: an answer that takes an hour.
 def say(text: str) -> list[dict[str, str]]:
     """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
-
-
-def raised(kind: type[Exception], call: Callable[[], object]) -> Any:
-    """Return the exception of that kind which a call raises."""
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError("it was taken")
 
 
 class Checks:
@@ -310,29 +300,5 @@ class Checks:
         self._wait_until_free()
 
 
-def _checks(checks: Checks) -> Iterator[tuple[str, Callable[[], Awaitable[None] | None]]]:
-    for name in vars(Checks):
-        if not name.startswith("_"):
-            yield name.replace("_", " "), getattr(checks, name)
-
-
-def main() -> int:
-    """Run all checks."""
-    checks = Checks(*sys.argv[1:5])
-    failures = 0
-    print(openai.__version__, flush=True)
-    for name, check in _checks(checks):
-        fault = None
-        try:
-            ending = check()
-            if ending is not None:
-                asyncio.run(ending)  # type: ignore[arg-type]
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-            failures += 1
-        print(json.dumps([name, fault]), flush=True)
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(openai.__version__, Checks(*sys.argv[1:5])))
