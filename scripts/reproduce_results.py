@@ -111,7 +111,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     for row in report["results"]:
         cells = [
-            figure(scale * row[name], scale * row["stderr"][name], digits)
+            figure(scale * row[name], scale * (row["stderr"][name] or 0.0), digits)
             for _, name, digits, scale in COLUMNS
         ]
         lines.append(f"| `{row['policy']}` | {' | '.join(cells)} |")
