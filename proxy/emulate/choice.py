@@ -102,6 +102,7 @@ class Choice:
         request = self.request
         key = request.sampling + (self.index % request.n).to_bytes(4, "little")
         self.sampler = Sampler(read.packed, key, self.mean_tokens)
+        self.most_reasoning = 0
         if not self.eos_first:
             self.script = tool_script(request, read, key)
         self.plain = self.script is None and not (

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.target import Fault, FetchError, Target
 
-_CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.CONNECT_TIMEOUT})
+_CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT})
 _TIMEOUTS = frozenset({Fault.CONNECT_TIMEOUT, Fault.TIMEOUT})
 # Of the interval or back-off, so that probes of many instances do not fall together.
 _JITTER = 0.1

@@ -13,7 +13,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 import httpx
 
 from balanceroute import __version__
-from balanceroute.proxy.live.target import Fault, FetchError, is_local
+from balanceroute.proxy.live.target import Fault, FetchError, is_local, is_refused, is_unresolved
 
 # httpx sweeps its idle connections at each request, in quadratic time: 4 ms for 256 of them.
 _MAX_IDLE_CONNECTIONS = 32
@@ -107,10 +107,10 @@ def _faults() -> Iterator[None]:
     except httpx.TimeoutException as error:
         raise FetchError(Fault.TIMEOUT, str(error)) from error
     except httpx.NetworkError as error:
-        if is_local(error):
+        if is_local(error) or is_unresolved(error):
             fault = Fault.LOCAL
         elif isinstance(error, httpx.ConnectError):
-            fault = Fault.CONNECT
+            fault = Fault.CONNECT if is_refused(error) else Fault.UNREACHABLE
         else:
             fault = Fault.RESET
         raise FetchError(fault, str(error)) from error

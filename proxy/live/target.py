@@ -1,8 +1,10 @@
 """An engine instance as health checks and scrapes know it, and what can go wrong with it."""
 
 import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from socket import gaierror
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.instances import Role
@@ -25,13 +27,15 @@ class Target:
 class Fault(Enum):
     """How an exchange with an engine failed."""
 
-    CONNECT = "connect"  # Refused, unreachable, or its certificate is not good.
+    CONNECT = "connect"  # Refused: nobody listens there.
+    UNREACHABLE = "unreachable"  # No route, no such name, or its certificate is not good.
     CONNECT_TIMEOUT = "connect_timeout"
     RESET = "reset"  # Closed before a complete answer.
     TIMEOUT = "timeout"  # Connected, then silent for too long.
     SERVER_ERROR = "server_error"  # An answer of 5xx.
     PROTOCOL = "protocol"  # An answer that is not HTTP, or not what was asked for.
-    LOCAL = "local"  # Ours: no file descriptor, memory or port left. Says nothing of the engine.
+    # Ours: no file descriptor, memory or port left, or no resolver. Says nothing of the engine.
+    LOCAL = "local"
 
 
 # The system's errors that mean a want of this process. A proxy that blamed the engines for them
@@ -40,7 +44,8 @@ _LOCAL_ERRORS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 )
 _FAULTS = {
-    WireFault.CONNECT: Fault.CONNECT,
+    WireFault.CONNECT: Fault.UNREACHABLE,
+    WireFault.NO_ADDRESS: Fault.LOCAL,
     WireFault.CONNECT_TIMEOUT: Fault.CONNECT_TIMEOUT,
     WireFault.RESET: Fault.RESET,
     WireFault.PROTOCOL: Fault.PROTOCOL,
@@ -51,11 +56,30 @@ _FAULTS = {
 
 def fault_of(error: WireError) -> Fault:
     """Return what a broken exchange says of its engine."""
-    return Fault.LOCAL if is_local(error) else _FAULTS[error.kind]
+    if error.kind is WireFault.CONNECT and is_refused(error):
+        return Fault.CONNECT
+    if is_local(error):
+        return Fault.LOCAL
+    return _FAULTS[error.kind]
 
 
 def is_local(error: BaseException) -> bool:
     """Tell whether an error comes, through any chain of causes, from a want of this process."""
+    return any(isinstance(one, OSError) and one.errno in _LOCAL_ERRORS for one in _causes(error))
+
+
+def is_unresolved(error: BaseException) -> bool:
+    """Tell whether an error comes, through any chain of causes, from a name that did not resolve."""
+    return any(isinstance(one, gaierror) for one in _causes(error))
+
+
+def is_refused(error: BaseException) -> bool:
+    """Tell whether an error comes, through any chain of causes, from a connection that was refused."""
+    return any(isinstance(one, ConnectionRefusedError) for one in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and whatever it comes from."""
     seen: set[int] = set()
     open_ends: list[BaseException | None] = [error]
     while open_ends:
@@ -63,12 +87,10 @@ def is_local(error: BaseException) -> bool:
         if cause is None or id(cause) in seen:
             continue
         seen.add(id(cause))
-        if isinstance(cause, OSError) and cause.errno in _LOCAL_ERRORS:
-            return True
+        yield cause
         open_ends += [cause.__cause__, cause.__context__]
         if isinstance(cause, BaseExceptionGroup):
             open_ends += cause.exceptions
-    return False
 
 
 class FetchError(BalanceRouteError):

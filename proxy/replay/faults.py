@@ -16,6 +16,7 @@ UNREAD_FLEET = "fleet figures"
 
 _KINDS = {
     WireFault.CONNECT: "connect",
+    WireFault.NO_ADDRESS: "connect",
     WireFault.CONNECT_TIMEOUT: "connect timeout",
     WireFault.RESET: "reset",
     WireFault.PROTOCOL: "protocol",

@@ -1,8 +1,10 @@
 """An endpoint: the keep-alive connections to one engine address."""
 
 import asyncio
+from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
 
+from balanceroute.proxy.wire.addresses import Addresses, Resolve
 from balanceroute.proxy.wire.client_connection import Call, ClientConnection, ResponseHandler
 from balanceroute.proxy.wire.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, WireFault
@@ -28,7 +30,8 @@ class Endpoint:
         loop: By default the running one.
         ssl: For TLS; its settings decide how the engine is verified.
         host_header: By default the host and port.
-        connect_timeout_s: Until a connection is open, TLS included.
+        connect_timeout_s: Until a connection is open, the host's name resolved and TLS included.
+        resolve: Finds the addresses of a name; by default the loop's `getaddrinfo`.
         max_idle: Connections kept; more are closed.
         idle_timeout_s: How long. Below the 5 s of uvicorn, which serves vLLM, so that it rarely closes
             first.
@@ -47,6 +50,7 @@ class Endpoint:
         ssl: SSLContext | None = None,
         host_header: bytes | None = None,
         connect_timeout_s: float = 5.0,
+        resolve: Resolve | None = None,
         max_idle: int = 1024,
         idle_timeout_s: float = 4.0,
         max_head_bytes: int = 65_536,
@@ -54,8 +58,10 @@ class Endpoint:
         bracketed = f"[{host}]" if ":" in host else host
         self.name = f"{'http' if ssl is None else 'https'}://{bracketed}:{port}"
         self._host = host
+        self._server_hostname = None if ssl is None else host
         self._port = port
         self._loop = loop or asyncio.get_running_loop()
+        self._addresses = Addresses(host, port, self._loop, resolve=resolve)
         self._ssl = ssl
         self._host_header = host_header or f"{bracketed}:{port}".encode()
         self._connect_timeout_s = connect_timeout_s
@@ -200,22 +206,45 @@ class Endpoint:
         self._connecting -= 1
 
     async def _open_for(self, call: Call) -> None:
+        addresses = self._addresses
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: ClientConnection(self, self._max_head_bytes),
-                    self._host,
-                    self._port,
-                    ssl=self._ssl,
-                )
+                connection = await self._reach()
         except TimeoutError:
-            call.fail(WireFault.CONNECT_TIMEOUT, f"no connection to {self.name} in time")
+            kind = WireFault.CONNECT_TIMEOUT if addresses.known else WireFault.NO_ADDRESS
+            addresses.doubt()
+            call.fail(kind, f"no connection to {self.name} in time")
             return
-        except (OSError, UnicodeError) as error:  # The latter for a name that DNS cannot hold.
-            call.fail(WireFault.CONNECT, f"no connection to {self.name}: {error}", error)
+        except (OSError, UnicodeError) as error:
+            # A name that is known not to exist says of its engine that it is not there.
+            unresolved = isinstance(error, gaierror) and error.errno != EAI_NONAME
+            kind = WireFault.NO_ADDRESS if unresolved else WireFault.CONNECT
+            addresses.doubt()
+            call.fail(kind, f"no connection to {self.name}: {error}", error)
             return
         if connection.usable:
             connection.join()
             connection.begin(call)
         else:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")
+
+    async def _reach(self) -> ClientConnection:
+        """Connect to the first address that lets us."""
+        errors: list[OSError] = []
+        for address in await self._addresses.get():
+            try:
+                _, connection = await self._loop.create_connection(
+                    lambda: ClientConnection(self, self._max_head_bytes),
+                    address,
+                    self._port,
+                    ssl=self._ssl,
+                    server_hostname=self._server_hostname,
+                )
+            except OSError as error:
+                errors.append(error)
+            else:
+                return connection
+        # Refused only if all refuse: the others say nothing as certain.
+        raise next(
+            (one for one in errors if not isinstance(one, ConnectionRefusedError)), errors[0]
+        )

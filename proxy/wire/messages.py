@@ -115,6 +115,7 @@ class WireFault(Enum):
     """Why an exchange with an engine failed."""
 
     CONNECT = "refused, unreachable, or no TLS"
+    NO_ADDRESS = "the name did not resolve"
     CONNECT_TIMEOUT = "no connection in time"
     RESET = "closed before a complete response"
     PROTOCOL = "malformed response"

@@ -228,7 +228,24 @@ def test_waiting_for_our_own_other_exchanges_is_ours() -> None:
     assert exchange(hang, main, timeout_s=0.1, max_connections=1) >= {Fault.LOCAL}
 
 
-def test_an_engine_whose_handshake_fails_is_not_there() -> None:
+@pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_NONAME])
+def test_a_name_that_does_not_resolve_is_not_the_engines_fault(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(*_args: object, **_options: object) -> None:
+        raise socket.gaierror(code, "no answer")
+
+    async def main() -> Fault:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        async with make_http_client(TLS, timeout_s=5.0) as client:
+            with pytest.raises(FetchError) as caught:
+                await fetch_status(client, "http://engine-0:8000/health")
+        return caught.value.fault
+
+    assert asyncio.run(main()) is Fault.LOCAL
+
+
+def test_an_engine_whose_handshake_fails_is_unreachable() -> None:
     async def no_tls(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -241,4 +258,4 @@ def test_an_engine_whose_handshake_fails_is_not_there() -> None:
                     await fetch_status(client, f"https://127.0.0.1:{port}/health")
             return caught.value.fault
 
-    assert asyncio.run(main()) is Fault.CONNECT
+    assert asyncio.run(main()) is Fault.UNREACHABLE

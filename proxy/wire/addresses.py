@@ -1,0 +1,112 @@
+"""The addresses of a host, kept for a while, and for longer while its name does not resolve."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger(__name__)
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Returns the addresses of a name. Raises OSError (socket.gaierror) or UnicodeError."""
+
+# How long a host whose address is known is waited for when it is asked for again.
+_PATIENCE_S = 1.0
+
+
+class Addresses:
+    """The addresses of one host.
+
+    A name is asked for again after `ttl_s`, so that an engine that moved is found. While that fails or
+    takes long, the last good addresses are used: a resolver that is down says nothing of the engine.
+
+    Args:
+        host: A name or an address.
+        port: For the resolver.
+        loop: The loop.
+        resolve: By default the loop's `getaddrinfo`.
+        ttl_s: How long an answer is good.
+
+    Attributes:
+        known: The last good addresses; empty as long as there were none.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        resolve: Resolve | None = None,
+        ttl_s: float = 5.0,
+    ) -> None:
+        self.known: list[str] = []
+        self._host = host
+        self._port = port
+        self._loop = loop
+        self._resolve = resolve or self._getaddrinfo
+        self._ttl_s = ttl_s
+        self._good_until_s = 0.0
+        self._asking: asyncio.Task[None] | None = None
+        self._error: OSError | UnicodeError | None = None
+        self._is_literal = _is_literal(host)
+        if self._is_literal:
+            self.known = [host]
+
+    async def get(self) -> list[str]:
+        """Return the addresses, in the order in which they are to be tried.
+
+        Raises:
+            OSError: The name has never resolved (socket.gaierror).
+            UnicodeError: It cannot be a name.
+        """
+        if self._is_literal or self._loop.time() < self._good_until_s:
+            return self.known
+        if self._asking is None:
+            self._asking = self._loop.create_task(self._ask())
+        # Not cancelled with the one who waits: others wait for it too.
+        patience_s = _PATIENCE_S if self.known else None
+        _, silent = await asyncio.wait([self._asking], timeout=patience_s)
+        if silent:
+            self._failed(TimeoutError(f"no answer within {patience_s:g} s"))
+        if not self.known:
+            assert self._error is not None
+            raise self._error
+        return self.known
+
+    def doubt(self) -> None:
+        """Ask again before the next connection: none of the addresses answered."""
+        self._good_until_s = 0.0
+
+    async def _ask(self) -> None:
+        try:
+            found = await self._resolve(self._host, self._port)
+        except (OSError, UnicodeError) as error:
+            self._failed(error)
+        else:
+            self.known, self._error = found, None
+            self._good_until_s = self._loop.time() + self._ttl_s
+        finally:
+            self._asking = None
+
+    def _failed(self, error: OSError | UnicodeError) -> None:
+        if self.known:
+            self._good_until_s = self._loop.time() + self._ttl_s
+            if self._error is None:  # Once for each time that this begins.
+                fields = {"host": self._host, "addresses": self.known, "reason": str(error)}
+                message = "a name does not resolve; its last address is used"
+                _log.warning(message, extra={"fields": fields})
+        self._error = error
+
+    async def _getaddrinfo(self, host: str, port: int) -> list[str]:
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [str(sockaddr[0]) for *_, sockaddr in found]
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
