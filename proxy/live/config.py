@@ -79,6 +79,7 @@ class FleetConfig:
         ca_file: Certificates to trust from https engines; None for the system's.
         insecure: Whether to accept every certificate.
         connect_timeout_s: For a connection.
+        tcp_timeout_s: A host that acknowledges nothing for so long has its connections ended.
     """
 
     prefill: tuple[PrefillServer, ...]
@@ -91,6 +92,7 @@ class FleetConfig:
     ca_file: Path | None
     insecure: bool
     connect_timeout_s: float
+    tcp_timeout_s: float
 
     @property
     def ranks(self) -> tuple[EngineUrl, ...] | None:

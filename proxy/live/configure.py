@@ -210,6 +210,7 @@ def _fleet(
         ca_file=ca_file,
         insecure=insecure,
         connect_timeout_s=values.get(flags.CONNECT_TIMEOUT_S),
+        tcp_timeout_s=values.get(flags.TCP_TIMEOUT_S),
     )
 
 

@@ -378,6 +378,13 @@ POOL_DEADLINE_S = optional_number(
     metavar="S",
 )
 CONNECT_TIMEOUT_S = seconds("connect_timeout_s", 5.0, "for a connection to an engine")
+TCP_TIMEOUT_S = seconds(
+    "tcp_timeout_s",
+    30.0,
+    "silence of an engine's host, to TCP's own probes too, after which its connections end",
+    least=2,
+    most=10_000,
+)
 PREFILL_TIMEOUT_S = seconds("prefill_timeout_s", 300.0, "for a prefill's whole answer")
 FIRST_TOKEN_TIMEOUT_S = seconds(
     "first_token_timeout_s", 60.0, "from dispatch to a decode rank to its first token"
@@ -535,6 +542,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         POOL_TTL_S,
         POOL_DEADLINE_S,
         CONNECT_TIMEOUT_S,
+        TCP_TIMEOUT_S,
         PREFILL_TIMEOUT_S,
         FIRST_TOKEN_TIMEOUT_S,
         IDLE_STREAM_TIMEOUT_S,

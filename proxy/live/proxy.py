@@ -409,6 +409,7 @@ class Proxy:
             url.port,
             ssl=self._engine_tls if is_https else None,
             connect_timeout_s=fleet.connect_timeout_s,
+            tcp_timeout_s=fleet.tcp_timeout_s,
         )
 
     async def _page(self, url: str) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from balanceroute.proxy.live.body import is_deep
 from balanceroute.proxy.live.shape import Api, Shape
 
 # As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
@@ -61,7 +62,7 @@ def ask_for_counts(
     options = values.get("stream_options")
     if options is None:
         options = {}
-    if not isinstance(options, dict):
+    if not isinstance(options, dict) or is_deep(options):
         return None
     wishes = options.get("include_usage"), options.get("continuous_usage_stats")
     if any(wish is not None and not isinstance(wish, bool) for wish in wishes):

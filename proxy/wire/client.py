@@ -8,6 +8,7 @@ from balanceroute.proxy.wire.addresses import Addresses, Resolve
 from balanceroute.proxy.wire.client_connection import Call, ClientConnection, ResponseHandler
 from balanceroute.proxy.wire.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, WireFault
+from balanceroute.proxy.wire.tcp_timeout import end_if_silent
 
 __all__ = ["Call", "Endpoint", "ResponseHandler"]
 
@@ -31,6 +32,8 @@ class Endpoint:
         ssl: For TLS; its settings decide how the engine is verified.
         host_header: By default the host and port.
         connect_timeout_s: Until a connection is open, the host's name resolved and TLS included.
+        tcp_timeout_s: A host that acknowledges nothing for so long has its connections ended; 0 for
+            the system's own limits.
         resolve: Finds the addresses of a name; by default the loop's `getaddrinfo`.
         max_idle: Connections kept; more are closed.
         idle_timeout_s: How long. Below the 5 s of uvicorn, which serves vLLM, so that it rarely closes
@@ -50,6 +53,7 @@ class Endpoint:
         ssl: SSLContext | None = None,
         host_header: bytes | None = None,
         connect_timeout_s: float = 5.0,
+        tcp_timeout_s: float = 30.0,
         resolve: Resolve | None = None,
         max_idle: int = 1024,
         idle_timeout_s: float = 4.0,
@@ -65,6 +69,7 @@ class Endpoint:
         self._ssl = ssl
         self._host_header = host_header or f"{bracketed}:{port}".encode()
         self._connect_timeout_s = connect_timeout_s
+        self._tcp_timeout_s = tcp_timeout_s
         self._max_idle = max_idle
         self._idle_timeout_s = idle_timeout_s
         self._max_head_bytes = max_head_bytes
@@ -233,7 +238,7 @@ class Endpoint:
         errors: list[OSError] = []
         for address in await self._addresses.get():
             try:
-                _, connection = await self._loop.create_connection(
+                transport, connection = await self._loop.create_connection(
                     lambda: ClientConnection(self, self._max_head_bytes),
                     address,
                     self._port,
@@ -243,6 +248,7 @@ class Endpoint:
             except OSError as error:
                 errors.append(error)
             else:
+                end_if_silent(transport.get_extra_info("socket"), self._tcp_timeout_s)
                 return connection
         # Refused only if all refuse: the others say nothing as certain.
         raise next(

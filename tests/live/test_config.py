@@ -139,6 +139,7 @@ SAMPLES: dict[str, object] = {
     "pool_ttl_s": 2.5,
     "pool_deadline_s": 3.5,
     "connect_timeout_s": 4.5,
+    "tcp_timeout_s": 12.0,
     "prefill_timeout_s": 5.5,
     "first_token_timeout_s": 6.5,
     "idle_stream_timeout_s": 7.5,

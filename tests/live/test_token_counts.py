@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.live.test_stream_leg import DONE, ERROR, Client, event, in_pieces
 
-from balanceroute.proxy.live.body import RequestBody
+from balanceroute.proxy.live.body import BodyError, RequestBody
+from balanceroute.proxy.live.leg_body import decode_body
 from balanceroute.proxy.live.shape import Api, read_shape
 from balanceroute.proxy.live.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -49,6 +50,28 @@ def total(tokens: int, **more: Any) -> bytes:
 
 
 # What is asked.
+
+
+def test_deep_options_are_written_again_or_left_alone() -> None:
+    """Finding L9: options may be nested as deep as a body may, and are the one value encoded again."""
+
+    def encode(body: RequestBody, frames: int) -> bytes:
+        if frames:  # A leg may be sent from further down than its request was read.
+            return encode(body, frames - 1)
+        wanted = ask_for_counts(read_shape(Api.CHAT, body, max_sequences=8), body.values)
+        return decode_body(body, {}, None, wanted)
+
+    encoded = 0
+    for levels in range(1, 1_000, 7):
+        nested = "[" * levels + "]" * levels
+        text = f'{{"messages":[],"stream":true,"stream_options":{{"a":{nested}}}}}'
+        try:
+            body = RequestBody(text.encode())
+        except BodyError:
+            break
+        assert nested in encode(body, 100).decode().replace(" ", "")
+        encoded += 1
+    assert encoded > 100
 
 
 @pytest.mark.parametrize(
