@@ -38,8 +38,12 @@ def not_up(state: Mapping[str, Any]) -> list[str]:
 
 
 def held_by_engines(stats: Mapping[str, Any]) -> dict[str, object]:
-    """Return what /emulation/stats says is in use."""
-    found: dict[str, object] = {"leases": stats["leases"]["held"], "anything": not stats["idle"]}
+    """Return what /emulation/stats says is in use, or was read of another prompt's KV cache."""
+    found: dict[str, object] = {
+        "leases": stats["leases"]["held"],
+        "misreads": stats["misreads"],
+        "anything": not stats["idle"],
+    }
     for name in ("loads", "running", "waiting", "arriving", "held_blocks"):
         found[name] = stats[name] if any(stats[name]) else None
     return {name: value for name, value in found.items() if value}

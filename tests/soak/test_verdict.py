@@ -170,9 +170,14 @@ def test_whatever_is_held_is_told() -> None:
         held = held_by_proxy(state | {"prefillers": [prefiller | {name: 3}]})
         assert held == {f"{name} of p": 3}
     lists = ("loads", "running", "waiting", "arriving", "held_blocks")
-    stats = {name: [0, 0] for name in lists} | {"idle": True, "leases": {"held": 0}}
+    stats = {name: [0, 0] for name in lists} | {
+        "idle": True,
+        "leases": {"held": 0},
+        "misreads": 0,
+    }
     assert held_by_engines(stats) == {}
     for name in lists:
         assert held_by_engines(stats | {name: [0, 1]}) == {name: [0, 1]}
     assert held_by_engines(stats | {"idle": False})
     assert held_by_engines(stats | {"leases": {"held": 1}})
+    assert held_by_engines(stats | {"misreads": 1}) == {"misreads": 1}
