@@ -52,6 +52,7 @@ from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.session import Session
 from balanceroute.proxy.live.shape import CHARACTERS_PER_TOKEN, Shape
+from balanceroute.proxy.live.stall_watch import StallWatch
 from balanceroute.proxy.live.step_clock import StepClock
 from balanceroute.proxy.live.target import Fault, Target
 
@@ -128,6 +129,7 @@ class Driver:
         capacity_tokens: See `Snapshot`.
         clock_of_steps: The inferred steps.
         transfers: Judges who is at fault when KV caches cannot be pulled.
+        stalls: Tells what is new from what waited while the process stood still.
         draining: Whether new requests are refused.
     """
 
@@ -152,6 +154,7 @@ class Driver:
         self.connector = connector
         self.legs = settings.legs
         self.lease_s = settings.lease_s
+        self.stalls = StallWatch(_SWEEP_S, loop.time)
         self.clock = loop.time
         self.call_later = loop.call_later
         self.observe_gap = metrics.observe_itl
@@ -229,6 +232,7 @@ class Driver:
         self._empty.clear()
         if self._sweep_timer is None:
             self._unready_since_s = None  # Nobody looked meanwhile.
+            self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
         tokens = shape.prompt_tokens
         if tokens is None:
@@ -514,6 +518,7 @@ class Driver:
     def _sweep(self, expected_s: float) -> None:
         now_s = self.clock()
         self._metrics.loop_lag(max(0.0, now_s - expected_s))
+        self.stalls.tick()
         deadline_ns = self.scheduler.next_deadline_ns()
         if deadline_ns is not None and deadline_ns <= self._now_ns():
             self._tick()

@@ -109,6 +109,7 @@ class Session:
         "_leg",
         "_members",
         "_pooled_s",
+        "_prefill_sent_s",
         "_prefiller",
         "_rank",
         "_text",
@@ -154,6 +155,7 @@ class Session:
         self._attempts = dict.fromkeys(Leg, 0)
         # The prefill's result.
         self._prefiller: Prefiller | None = None
+        self._prefill_sent_s = 0.0
         self._transfer = ""
         self._kv: Mapping[str, Any] | None = None
         self._tries_of_kv = 0
@@ -223,6 +225,7 @@ class Session:
         leg = BufferedLeg(
             self._prefill_answered, self._prefill_broken, max_bytes=host.legs.answer_bytes
         )
+        self._prefill_sent_s = now_s
         self._deadline_s = now_s + host.legs.prefill_timeout_s
         self._call = prefiller.endpoint.request(
             b"POST", self.shape.api.value.encode(), self._headers, body, leg
@@ -443,7 +446,8 @@ class Session:
         lease_ns = None
         lease_s = self._host.lease_s
         if lease_s is not None and self._kv is not None:
-            lease_ns = round((self._host.clock() + lease_s) * 1e9)
+            since_s = max(self._prefill_sent_s, self._host.stalls.waiting_since_s())
+            lease_ns = round((since_s + lease_s) * 1e9)
         self.pooled()
         if self._emitted == 0:
             self._host.counted(self, prompt_tokens)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.kv_transfers import KvTransfers
     from balanceroute.proxy.live.leg_settings import LegSettings
     from balanceroute.proxy.live.session import Session
+    from balanceroute.proxy.live.stall_watch import StallWatch
     from balanceroute.proxy.live.target import Fault, Target
 
 
@@ -27,6 +28,8 @@ class Host(Protocol):
     def transfers(self) -> "KvTransfers": ...  # noqa: D102
     @property
     def lease_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def stalls(self) -> "StallWatch": ...  # noqa: D102
 
     def clock(self) -> float:
         """Return the loop's time, in seconds."""

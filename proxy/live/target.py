@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from socket import gaierror
+from ssl import SSLCertVerificationError
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.instances import Role
@@ -27,8 +28,8 @@ class Target:
 class Fault(Enum):
     """How an exchange with an engine failed."""
 
-    CONNECT = "connect"  # Refused: nobody listens there.
-    UNREACHABLE = "unreachable"  # No route, no such name, or its certificate is not good.
+    CONNECT = "connect"  # Refused, or its certificate is another's: the engine is not there.
+    UNREACHABLE = "unreachable"  # No route, no such name, or no TLS.
     CONNECT_TIMEOUT = "connect_timeout"
     RESET = "reset"  # Closed before a complete answer.
     TIMEOUT = "timeout"  # Connected, then silent for too long.
@@ -74,8 +75,9 @@ def is_unresolved(error: BaseException) -> bool:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Tell whether an error comes, through any chain of causes, from a connection that was refused."""
-    return any(isinstance(one, ConnectionRefusedError) for one in _causes(error))
+    """Tell whether an error comes, through any chain of causes, from a refusal of either side."""
+    refusals = ConnectionRefusedError, SSLCertVerificationError
+    return any(isinstance(one, refusals) for one in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -16,7 +16,7 @@ UNREAD_FLEET = "fleet figures"
 
 _KINDS = {
     WireFault.CONNECT: "connect",
-    WireFault.NO_ADDRESS: "connect",
+    WireFault.NO_ADDRESS: "no address",
     WireFault.CONNECT_TIMEOUT: "connect timeout",
     WireFault.RESET: "reset",
     WireFault.PROTOCOL: "protocol",
