@@ -20,11 +20,12 @@ from balanceroute.proxy.live.instances import Role
 if TYPE_CHECKING:
     from balanceroute.proxy.live.record import RequestRecord
 
+_CALL_BACK = "/v1/metaserver/"
 _CENSUS_SAMPLES = 20
 _CENSUS_GAP_S = 0.05
 # What the proxy's retry budget promises.
 _RETRY_SHARE = 0.2
-_RETRY_RESERVE = 3
+_RETRY_RESERVE = 10
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
 _SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 
@@ -177,6 +178,8 @@ async def audit_answers(
     """
     records: dict[str, list[RequestRecord]] = {}
     for record in world.ended:
+        if record.endpoint.startswith(_CALL_BACK):
+            continue  # An engine's, for a transfer that is over.
         records.setdefault(record.request_id, []).append(record)
     names = Counter(request.request_id for client in clients for request in client.visit.requests)
     misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
