@@ -248,7 +248,8 @@ class Endpoint:
             except OSError as error:
                 errors.append(error)
             else:
-                end_if_silent(transport.get_extra_info("socket"), self._tcp_timeout_s)
+                if connection.usable:
+                    end_if_silent(transport.get_extra_info("socket"), self._tcp_timeout_s)
                 return connection
         # Refused only if all refuse: the others say nothing as certain.
         raise next(
