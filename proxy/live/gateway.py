@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from balanceroute import __version__
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.body import BodyError, RequestBody, is_deep
 from balanceroute.proxy.live.body_queue import BodyQueue
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.context_limit import refuse_if_too_long
 from balanceroute.proxy.live.credentials import Secret
 from balanceroute.proxy.live.direct import check_direct
 from balanceroute.proxy.live.instances import Instances
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.metrics import Metrics
     from balanceroute.proxy.live.model_choice import ModelChoice
+    from balanceroute.proxy.live.served_models import ServedModels
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
@@ -49,6 +52,7 @@ _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Of a hand-off: ids and addresses of the blocks of one prompt.
 _HAND_OFF_BYTES = 1 << 20
 _NOT_FOUND = Rejection(404, "Not Found")
+_MODEL = b"/v1/models/"
 _BAD_HAND_OFF = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 _UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
@@ -82,6 +86,7 @@ class Gateway:
         driver: Takes the generation requests.
         instances: Serve the rest.
         models: Which models are served.
+        served: What is known of the engines' models.
         metrics: Told of refused requests.
         page_of_metrics: What /metrics shows.
         log: Told of refused requests.
@@ -95,6 +100,7 @@ class Gateway:
         instances: Instances,
         models: "ModelChoice",
         *,
+        served: "ServedModels",
         metrics: "Metrics",
         page_of_metrics: Callable[[], bytes],
         log: "Log",
@@ -104,6 +110,7 @@ class Gateway:
         self._driver = driver
         self._instances = instances
         self._models = models
+        self._served = served
         self._metrics = metrics
         self._page_of_metrics = page_of_metrics
         self._log = log
@@ -225,6 +232,11 @@ class Gateway:
         if no_model is not None:
             self._refuse(reply, record, 404, no_model, param="model")
             return
+        try:
+            refuse_if_too_long(api, body, self._served.max_model_len(shape.model))
+        except BodyError as error:
+            self._refuse(reply, record, 400, str(error), param=error.param)
+            return
         refusal = driver.refuse()
         if refusal is not None:
             status = 503 if driver.draining else 429
@@ -303,7 +315,21 @@ class Gateway:
         self._metrics.request_ended(record)
         self._log.request_ended(record)
 
+    def _answer_model(self, request: "Request", reply: "Reply") -> None:
+        """Tell of one model what an engine's list of them tells; vLLM has no such route."""
+        name = unquote_to_bytes(request.path.removeprefix(_MODEL)).decode("utf-8", "replace")
+        model = self._served.find(name)
+        if model is None:
+            message = f"The model `{name[:128]}` does not exist."
+            self._reject(request, reply, Rejection(404, message, param="model"))
+            return
+        headers = [*JSON_HEADERS, (b"x-request-id", self._driver.unique().encode())]
+        reply.send(200, headers, json.dumps(model.card, separators=(",", ":")).encode())
+
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
+        if request.path.startswith(_MODEL):
+            self._answer_model(request, reply)
+            return
         request_id = (b"x-request-id", self._driver.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if request.path in (b"/health", b"/ping"):

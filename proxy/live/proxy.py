@@ -49,6 +49,7 @@ from balanceroute.proxy.live.predictors import (
 )
 from balanceroute.proxy.live.roster import Roster
 from balanceroute.proxy.live.scrape import Scraper
+from balanceroute.proxy.live.served_models import ServedModels
 from balanceroute.proxy.live.state import take_snapshot
 from balanceroute.proxy.live.target import Fault, FetchError, Target
 from balanceroute.proxy.live.tls import engine_context, server_context
@@ -156,6 +157,9 @@ class Proxy:
             clock=asyncio.get_running_loop().time,
             rng=environment.rng,
         )
+        self.served_models = ServedModels(
+            self.instances, fetch=self._page, clock=asyncio.get_running_loop().time
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.driver: Driver
         self.server: Server
@@ -180,6 +184,7 @@ class Proxy:
         self._tasks = [
             asyncio.create_task(self.health.run()),
             asyncio.create_task(self.scraper.run()),
+            asyncio.create_task(self.served_models.run()),
         ]
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             self._tasks.append(asyncio.create_task(self._identify()))
@@ -281,6 +286,7 @@ class Proxy:
             self.driver,
             self.instances,
             ListedModels(config.fleet.models) if config.fleet.models else AnyModel(),
+            served=self.served_models,
             metrics=self.metrics,
             page_of_metrics=page_of_metrics,
             log=self._environment.log,

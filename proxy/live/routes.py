@@ -106,7 +106,7 @@ ROUTES: tuple[Route, ...] = (
     # It names engines, models and loads.
     *_own("/metrics", keyed=True),
     Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
-    *_own("/load", keyed=True),
+    *_own("/load", "/v1/models/{id}", keyed=True),
     *_not_served(_NOT_KEPT, "/v1/responses/{id}", "/v1/responses/{id}/cancel"),
     *_not_served("WebSockets are not served", "/v1/realtime"),
     *_not_served("call the API that is meant, such as /v1/chat/completions", "/invocations"),

@@ -154,7 +154,7 @@ class Site:
 
     Attributes:
         world: The proxy and its engines.
-        seen: What the engines received, but for health probes and scrapes.
+        seen: What the engines received, but for what the proxy asks them by itself.
         handlers: Paths that the engines answer otherwise than an emulated engine does.
     """
 
@@ -168,7 +168,8 @@ class Site:
 
     def take(self, engine: str, request: Request, reply: Reply) -> bool:
         """Note what an engine received; return whether it was answered."""
-        if request.path not in (b"/health", b"/metrics"):
+        own = request.path == b"/v1/models" and request.header(b"x-request-id") is None
+        if not own and request.path not in (b"/health", b"/metrics"):
             self.seen.append(Seen(engine, request, self.loop.time()))
         handler = self.handlers.get(request.path)
         if handler is not None:

@@ -34,7 +34,7 @@ def key_file(folder: "Path") -> str:
 
 async def counted(site: "Site") -> dict[tuple[str, str, str], float]:
     """Return the requests counted, by endpoint, outcome and status."""
-    page = (await site.get("/metrics")).body.decode()
+    page = (await site.get("/metrics", [(b"x-api-key", KEY.encode())])).body.decode()
     found: dict[tuple[str, str, str], float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
