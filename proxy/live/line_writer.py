@@ -8,12 +8,15 @@ dropped: when a full disk cuts one, its rest is the first thing written when the
 import os
 import select
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from balanceroute.proxy.core.errors import ConfigError
 
 _BATCH_LINES = 1024
+_COMPLAINT_S = 60.0
 _FILE_MODE = 0o640
 
 
@@ -32,16 +35,26 @@ class LineWriter:
         fault: What the file failed with last; empty if it took everything since.
     """
 
-    def __init__(self, sink: Path | int, *, capacity: int = 16_384) -> None:
+    def __init__(
+        self,
+        sink: Path | int,
+        *,
+        capacity: int = 16_384,
+        complain: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open the file and start the thread.
 
         Args:
             sink: The file to append to, or a descriptor such as standard output's, which stays open.
             capacity: Lines that may wait.
+            complain: Told of dropped lines, at most once a minute and at the end, by the thread.
+            clock: Seconds, for that minute.
 
         Raises:
             ConfigError: The file cannot be opened.
         """
+        self._sink = sink
         self._path = sink if isinstance(sink, Path) else None
         self.fault = ""
         self._capacity = capacity
@@ -50,6 +63,10 @@ class LineWriter:
         self._lost = 0  # Counted by the thread.
         self._cut = b""  # The rest of a line that is already in the file in part.
         self._closing = False
+        self._complain = complain
+        self._clock = clock
+        self._told = 0  # Of the lines dropped.
+        self._told_s = -_COMPLAINT_S
         try:
             self._file = _open(sink) if isinstance(sink, Path) else sink
         except OSError as error:
@@ -101,11 +118,24 @@ class LineWriter:
         while order is not _CLOSE:
             lines, order = self._next_batch()
             self._write_batch(lines)
+            now_s = self._clock()
+            if now_s >= self._told_s + _COMPLAINT_S:
+                self._tell_dropped(now_s)
             if order is _REOPEN and self._path is not None:
                 self._reopen(self._path)
         self._lost += self._cut != b""
+        self._tell_dropped(self._clock())
         if self._path is not None:
             os.close(self._file)
+
+    def _tell_dropped(self, now_s: float) -> None:
+        """Say how many lines were dropped since it was said last, if any were."""
+        count = self.dropped - self._told
+        if count:
+            self._told += count
+            self._told_s = now_s
+            reason = self.fault or "they come faster than they are written"
+            self._complain(f"{count} lines of the log {self._sink} were dropped: {reason}")
 
     def _next_batch(self) -> tuple[list[bytes], _Order | None]:
         """Wait for lines; return them, and the order that stands behind them, if any."""
@@ -152,7 +182,8 @@ class LineWriter:
         except OSError as error:
             self.fault = error.strerror or type(error).__name__
         else:
-            self.fault = ""
+            if text:
+                self.fault = ""
         return done
 
     def _reopen(self, path: Path) -> None:

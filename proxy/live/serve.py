@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
     write = _discard if writer is None else writer.write
     set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
     config, descriptors = _with_descriptors(config)
-    loads = None if config.log.loads is None else LineWriter(config.log.loads)
+    loads = None if config.log.loads is None else LineWriter(config.log.loads, complain=_complain)
     writers = [one for one in (writer, loads) if one is not None]
 
     def reopen() -> None:
@@ -192,7 +193,15 @@ def _settle_garbage_collector() -> None:
 def _make_writer(to: str) -> LineWriter | None:
     if to == "none":
         return None
-    return LineWriter(sys.stderr.fileno() if to == "-" else Path(to))
+    if to == "-":
+        return LineWriter(sys.stderr.fileno())
+    return LineWriter(Path(to), complain=_complain)
+
+
+def _complain(message: str) -> None:
+    """Say on standard error what the log cannot say."""
+    with suppress(OSError):  # Standard error may be closed, and the log's thread must live on.
+        print(f"balanceroute: {message}", file=sys.stderr, flush=True)  # noqa: T201 - not to the log.
 
 
 def _discard(line: bytes) -> None:

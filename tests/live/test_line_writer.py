@@ -206,3 +206,47 @@ def test_a_descriptor_stays_open() -> None:
     assert os.read(reader, 100) == b"line\nafter\n"
     os.close(reader)
     os.close(descriptor)
+
+
+def test_dropped_lines_are_told_once_a_minute_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=0)
+    monkeypatch.setattr(os, "write", disk.write)
+    now_s = 0.0
+    told: list[str] = []
+    asked = threading.Semaphore(0)
+
+    def clock() -> float:
+        asked.release()
+        return now_s
+
+    path = tmp_path / "log"
+    writer = LineWriter(path, complain=told.append, clock=clock)
+
+    def write(at_s: float) -> None:
+        nonlocal now_s
+        now_s = at_s
+        writer.write(b"line\n")
+        assert disk.refused.acquire(timeout=LONG_S)
+        assert asked.acquire(timeout=LONG_S)  # The thread has looked at the time.
+
+    write(0.0)
+    write(30.0)
+    write(59.0)
+    write(61.0)
+    write(62.0)
+    assert writer.close(timeout_s=LONG_S)
+    counts = [int(message.partition(" ")[0]) for message in told]
+    assert counts == [1, 3, 1]
+    for message in told:
+        assert str(path) in message
+        assert "No space left on device" in message
+
+
+def test_nothing_is_told_while_nothing_is_dropped(tmp_path: Path) -> None:
+    told: list[str] = []
+    writer = LineWriter(tmp_path / "log", complain=told.append)
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert told == []
