@@ -11,6 +11,7 @@ check: lint types test ## lint, types and tests (the default)
 install: $(INSTALLED) ## make .venv with the package (editable) and its tools
 
 $(INSTALLED): pyproject.toml
+	@echo "installing into .venv (about a minute)"
 ifdef UV
 	@uv venv -q --allow-existing --python $(PYTHON) .venv
 	@uv pip install -q --python $(BIN)/python -e '.[dev]'

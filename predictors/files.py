@@ -66,12 +66,15 @@ def save(path: str | PathLike[str], predictor: Savable) -> None:
     write_state(path, predictor.state())
 
 
-def write_state(path: str | PathLike[str], state: State) -> None:
+def write_state(path: str | PathLike[str], state: State) -> list[Path]:
     """Write a state, whole or not at all; `save` in two halves, for a thread that may wait for disks.
 
     Args:
         path: The document to create or replace; the texts go into the same folder.
         state: What to write.
+
+    Returns:
+        The document and its texts: they belong together.
 
     Raises:
         PredictorFileError: It cannot be written; what was there before still is.
@@ -101,6 +104,7 @@ def write_state(path: str | PathLike[str], state: State) -> None:
         _sync_folder(path)
     except OSError as error:
         raise PredictorFileError(path, f"written, but may not last: {_why(error)}") from error
+    return [path, *(path.with_name(name) for name in contents)]
 
 
 def load(path: str | PathLike[str]) -> Savable:

@@ -164,7 +164,7 @@ def test_a_bad_setting_is_named_with_its_reason(
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,12,many\n", ":2: "),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n{"arrival_s"\n', ":2: "),
         ("hello\n", ":1: unknown trace format"),
-        ("", ":0: the file is empty"),
+        ("", ": the file is empty"),
     ],
     ids=["bad number", "bad JSON", "not a trace", "empty"],
 )

@@ -26,7 +26,8 @@ _TIMESTAMP = re.compile(
 
 def recognises(first_line: str) -> bool:
     """Tell whether a file with this first line is an Azure trace, complete or not."""
-    return not columns_of(first_line).isdisjoint(COLUMNS)
+    # The time's name is no format's own, in whatever case.
+    return not columns_of(first_line).isdisjoint(name.lower() for name in COLUMNS[1:])
 
 
 def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:

@@ -22,15 +22,15 @@ def split_row(line: str) -> list[str]:
 
 
 def columns_of(line: str) -> frozenset[str]:
-    """Return the cells of a line as a set; none if it is not a CSV line."""
+    """Return the cells of a line as a set, in lower case; none if it is not a CSV line."""
     try:
-        return frozenset(split_row(line))
+        return frozenset(cell.strip().lower() for cell in split_row(line))
     except MalformedLineError:
         return frozenset()
 
 
 def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[str]]:
-    """Yield the named cells of each row, in the order of `names`.
+    """Yield the named cells of each row, in the order of `names`; case does not matter in a header.
 
     Args:
         lines: The lines of the file, the header first; at least one.
@@ -41,12 +41,13 @@ def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[
             cells.
     """
     header = split_row(next(lines))
+    lower = [cell.strip().lower() for cell in header]
     for name in names:
-        if name not in header:
+        if name.lower() not in lower:
             raise MalformedLineError(f"missing column {name!r} in header {shown(','.join(header))}")
-        if header.count(name) > 1:
+        if lower.count(name.lower()) > 1:
             raise MalformedLineError(f"column {name!r} occurs more than once in the header")
-    positions = [header.index(name) for name in names]
+    positions = [lower.index(name.lower()) for name in names]
     for line in lines:
         row = split_row(line)
         if len(row) < len(header):

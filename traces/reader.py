@@ -8,7 +8,7 @@ Rules:
 - Formats raise `MalformedLineError`; `text_lines` turns it into a `TraceError`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from os import PathLike
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from balanceroute.traces import azure, burstgpt, mooncake, native
+from balanceroute.traces import columns as own_columns
 from balanceroute.traces.fields import MalformedLineError, shown
 from balanceroute.traces.record import TraceError, TraceRequest
 from balanceroute.traces.text_lines import text_lines
@@ -43,12 +44,16 @@ FORMATS = tuple(_FORMATS)
 def read_trace(
     path: str | PathLike[str],
     format: str = "auto",  # noqa: A002 - the word that users know from the command line.
+    *,
+    columns: Mapping[str, str] | None = None,
 ) -> list[TraceRequest]:
     """Read a trace: requests by arrival, the first at 0, equal arrivals in the order of the file.
 
     Args:
         path: The file.
         format: One of `FORMATS`, or `auto` to tell by the first line.
+        columns: What the columns of a table of no known format are called, by field
+            (`balanceroute.traces.columns`); None for a known format.
 
     Raises:
         TraceError: The file cannot be read, holds no request or a malformed line, or its format is
@@ -60,8 +65,12 @@ def read_trace(
         )
     with text_lines(Path(path)) as lines:
         first_line = _first(Path(path), lines)
-        name = _recognised(first_line) if format == "auto" else format
-        requests = list(_FORMATS[name].parse(chain((first_line,), lines)))
+        every = chain((first_line,), lines)
+        if columns is not None:
+            requests = list(own_columns.parse(every, columns))
+        else:
+            name = _recognised(first_line) if format == "auto" else format
+            requests = list(_FORMATS[name].parse(every))
         if not requests:
             raise MalformedLineError("the trace holds no request")
     requests.sort(key=lambda request: request.arrival_ns)
@@ -93,4 +102,7 @@ def _recognised(first_line: str) -> str:
     for name, candidate in _FORMATS.items():
         if candidate.recognises(first_line):
             return name
-    raise MalformedLineError(f"unknown trace format: the file begins with {shown(first_line)}")
+    raise MalformedLineError(
+        f"unknown trace format: the file begins with {shown(first_line)}; known: {', '.join(FORMATS)} "
+        "(--help shows them), or any table whose columns --columns names"
+    )

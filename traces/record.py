@@ -27,7 +27,8 @@ class TraceError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
+        place = f"{self.path}:{self.line}" if self.line else str(self.path)
+        return f"{place}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class World:
     """One proxy before one fleet.
 
     Args:
-        settings: See there.
+        settings: The fleet, and the proxy's flags.
         loop: The running loop.
         rng: Of the fleet's and the proxy's draws.
         watch: Told of every step of the scheduler.

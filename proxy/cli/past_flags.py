@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.traced import past_requests
+from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +31,9 @@ def add_past_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags, all but `--horizon`, whose meaning is each command's own."""
     group = parser.add_argument_group("requests")
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, metavar="FILE", help="a request trace")
+    source.add_argument("--trace", type=Path, metavar="FILE", help=TRACE_HELP)
     source.add_argument("--log", type=Path, metavar="FILE", help="the proxy's request log")
-    group.add_argument("--format", choices=["auto", *FORMATS], help="of the trace (default: auto)")
+    add_format_flags(group)
     group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
     group.add_argument("--requests", type=int, metavar="N", help="take only the first N of these")
     group.add_argument(
@@ -51,8 +51,9 @@ def check_source(arguments: argparse.Namespace) -> None:
         ConfigError: They do not.
     """
     if arguments.log is not None:
-        for flag, value in (("--format", arguments.format), ("--token-ms", arguments.token_ms)):
-            if value is not None:
+        for name in ("format", "columns", "token_ms"):
+            flag = f"--{name.replace('_', '-')}"
+            if getattr(arguments, name) is not None:
                 raise ConfigError(f"{flag} is of traces: a request log needs none")
 
 
@@ -103,7 +104,7 @@ def read_past(arguments: argparse.Namespace) -> Past:
         past = Past(logged[skipped], logged[chosen])
     else:
         token_s = (_TOKEN_MS if arguments.token_ms is None else arguments.token_ms) / 1e3
-        trace = read_trace(arguments.trace, arguments.format or "auto")
+        trace = read_flagged_trace(arguments)
         past = Past(
             past_requests(trace[skipped], token_s=token_s),
             past_requests(trace[chosen], token_s=token_s),

@@ -19,6 +19,7 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output, write_output
+from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import replay
@@ -29,7 +30,6 @@ from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.sharegpt import BYTES_PER_TOKEN, read_exchanges, with_exchanges
 from balanceroute.proxy.replay.target import parse_target
 from balanceroute.proxy.replay.workload import plan
-from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
     from balanceroute.proxy.replay.driver import Progress as State
@@ -108,8 +108,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
-    group.add_argument("--trace", required=True, type=Path, metavar="FILE")
-    group.add_argument("--format", default="auto", choices=["auto", *FORMATS])
+    group.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
+    add_format_flags(group)
     pace = group.add_mutually_exclusive_group()
     pace.add_argument(
         "--rate", type=float, metavar="R", help="open loop: speed up the trace's times (default 1)"
@@ -216,7 +216,7 @@ def _workload(
     arguments: argparse.Namespace, settings: ReplaySettings
 ) -> "tuple[list[PlannedRequest], list[str]]":
     """Return the requests, and what the report must say about them."""
-    trace = read_trace(arguments.trace, arguments.format)
+    trace = read_flagged_trace(arguments)
     limits = {
         "max_prompt_tokens": arguments.max_prompt_tokens,
         "max_output_tokens": arguments.max_output_tokens,

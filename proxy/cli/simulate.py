@@ -15,6 +15,7 @@ from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
 from balanceroute.proxy.cli.stage_bar import StageBar
+from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.pictures import require_matplotlib
@@ -27,7 +28,6 @@ from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 from balanceroute.topologies import did_you_mean
-from balanceroute.traces import FORMATS, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +72,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.set_defaults(run=run)
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--trace", required=True, type=Path, metavar="FILE")
-    workload.add_argument("--format", default="auto", choices=["auto", *FORMATS])
+    workload.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
+    add_format_flags(workload)
     pace = workload.add_mutually_exclusive_group()
     pace.add_argument(
         "--rate", type=float, metavar="R", help="open loop: speed up the trace's times (default 1)"
@@ -254,7 +254,8 @@ def _deployment(arguments: argparse.Namespace) -> Deployment:
 def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
     with StageBar() as bar:
         bar.show(f"reading {arguments.trace}")
-        trace = read_trace(arguments.trace, arguments.format)
+        trace = read_flagged_trace(arguments)
+    total = len(trace)
     trace = trace[arguments.skip :][: arguments.requests]
     requests = playable(trace)
     warning = unending(requests)
@@ -263,14 +264,18 @@ def _workloads(arguments: argparse.Namespace) -> "tuple[list[Workload], int]":
     rate = arguments.rate
     if rate is None and arguments.backlog is None and arguments.concurrency is None:
         rate = 1.0
-    workloads = split(
-        requests,
-        segments=arguments.segments,
-        rate=rate,
-        backlog=arguments.backlog,
-        concurrency=arguments.concurrency,
-        known=arguments.known,
-    )
+    try:
+        workloads = split(
+            requests,
+            segments=arguments.segments,
+            rate=rate,
+            backlog=arguments.backlog,
+            concurrency=arguments.concurrency,
+            known=arguments.known,
+        )
+    except ConfigError as error:
+        passed = f"--skip {arguments.skip}, --known {arguments.known}"
+        raise ConfigError(f"{arguments.trace}: {error} ({total:,} in the file, {passed})") from None
     return workloads, len(trace) - len(requests)
 
 

@@ -85,15 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
         bar.show(f"reading {source_of(arguments)}")
         past = read_past(arguments).chosen
         if arguments.holdout:
-            judged = _judge_held_out(arguments, past, bar)
+            try:
+                judged = _judge_held_out(arguments, past, bar)
+            except ConfigError as error:
+                share = f"the check without the last {100 * arguments.holdout:g} % of the requests"
+                raise ConfigError(f"{share}: {error} (--holdout 0 leaves it out)") from None
         begin_s = time.perf_counter()
         predictor = _train(arguments, past, bar, "training")
         trained_s = time.perf_counter() - begin_s
     state = predictor.state()
-    files.write_state(arguments.out, state)
-    size = arguments.out.stat().st_size + sum(len(text.encode()) for text in state.texts.values())
+    written = files.write_state(arguments.out, state)
     warn_of_limits(past)
-    _print_facts(arguments, past, trained_s=trained_s, size=size)
+    _print_facts(arguments, past, trained_s=trained_s, written=written)
     if judged is not None:
         _print_held_out(arguments, *judged)
     return 0
@@ -150,7 +153,7 @@ def _print_facts(
     past: "Sequence[PastRequest]",
     *,
     trained_s: float,
-    size: int,
+    written: "Sequence[Path]",
 ) -> None:
     facts = Table.grid(padding=(0, 2))
     tokens = sum(request.output_tokens for request in past)
@@ -159,7 +162,10 @@ def _print_facts(
         ("on", f"{len(past):,} requests of {source_of(arguments)}"),
         ("that emitted", f"{tokens:,} tokens"),
         ("in", f"{trained_s:.1f} s"),
-        ("written to", f"{arguments.out}, {_bytes(size)}"),
+        (
+            "written to",
+            f"{', '.join(map(str, written))}; {_bytes(sum(path.stat().st_size for path in written))}",
+        ),
     ):
         facts.add_row(name, escape(value))
     console = Console()

@@ -119,7 +119,7 @@ class Driver:
         metrics: Told of everything countable.
         log: Told of every request that ended.
         admission: Asked before a request is let in.
-        settings: See there.
+        settings: Limits and times.
         rng: Makes tokens that name transfers.
         stopwatch: Real seconds, for the cost of decisions.
 
@@ -127,7 +127,7 @@ class Driver:
         sessions: All live requests.
         idle_tokens: Sum of the missing tokens over the inferred steps; see `Snapshot`.
         capacity_tokens: See `Snapshot`.
-        clock_of_steps: The inferred steps.
+        steps: The inferred steps.
         transfers: Judges who is at fault when KV caches cannot be pulled.
         stalls: Tells what is new from what waited while the process stood still.
         draining: Whether new requests are refused.

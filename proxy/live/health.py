@@ -47,7 +47,7 @@ class HealthSettings:
         stall_s: A timer this late means that the process itself stood still.
     """
 
-    interval_s: float = 5.0
+    interval_s: float = 2.0
     timeout_s: float = 2.0
     quarantine_failures: int = 3
     backoff_s: float = 1.0

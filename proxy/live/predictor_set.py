@@ -35,7 +35,7 @@ class NamedPredictor:
 
     Attributes:
         name: For metrics and logs.
-        predictor: Itself.
+        predictor: Who answers.
         uses_keys: Whether it learns by the keys of requests.
         failed: Whether it raised an exception; only of a shadow.
     """
@@ -101,7 +101,7 @@ class PredictorSet:
         """Judge a request that is over, and let everybody learn from it.
 
         Args:
-            request: It.
+            request: The request's number.
             output_tokens: What each of its sequences emitted.
             by_itself: Whether it was not cut short.
         """

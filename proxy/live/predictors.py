@@ -85,7 +85,7 @@ class StateKeeper:
         path: The file; it need not be there.
         fresh: The predictor as it begins if nothing was kept.
         metrics: Told of refusals and saves.
-        in_thread: See there.
+        in_thread: Runs a function in a thread, for what may wait for a disk.
         observed: Outputs that the predictor has learned from; nothing new is not saved again.
 
     Attributes:

@@ -47,7 +47,7 @@ class ScrapeSettings:
     """
 
     interval_s: Mapping[Role, float]
-    timeout_s: float = 2.0
+    timeout_s: float = 1.0
     blind_utilisation: float = 0.0
 
 

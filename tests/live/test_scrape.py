@@ -453,5 +453,5 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
         "http://bad0:8000": "vllm:kv_cache_usage_perc: not a finite number",
         "http://bad1:8000": "more than 4194304 bytes",
         "http://dead:8000": "connect: refused",
-        "http://hung:8000": "no page within 2 s",
+        "http://hung:8000": "no page within 1 s",
     }

@@ -178,7 +178,7 @@ def test_missing_matplotlib_is_a_config_error(
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install 'balanceroute\["):
+    with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install matplotlib"):
         write_plots(fake(SIX), tmp_path, title=TITLE)
     with pytest.raises(ConfigError, match="--plots needs matplotlib"):
         require_matplotlib()

@@ -117,7 +117,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, text: str, line: int, reason:
     assert caught.value.path == path
     assert caught.value.line == line
     assert reason in caught.value.reason
-    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert str(caught.value).startswith(f"{path}:{line}: " if line else f"{path}: ")
     assert len(caught.value.reason) < 200
 
 
@@ -132,9 +132,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 def test_a_missing_file_and_a_folder_are_errors_of_the_file(
     tmp_path: Path, read: Callable[[Path], object]
 ) -> None:
-    with pytest.raises(TraceError, match=r"absent:0: No such file or directory"):
+    with pytest.raises(TraceError, match=r"absent: No such file or directory"):
         read(tmp_path / "absent")
-    with pytest.raises(TraceError, match=r":0: Is a directory"):
+    with pytest.raises(TraceError, match=r": Is a directory"):
         read(tmp_path)
 
 

@@ -1,0 +1,93 @@
+"""Traces whose columns somebody names: `arrival=time,prompt=input_tokens,output=output_tokens`.
+
+A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any zero, or a date and
+time as Azure's traces have it. `limit`, the client's `max_tokens`, may be named too; an empty cell or null is none.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from balanceroute.traces.azure import timestamp_ns
+from balanceroute.traces.csv_table import read_columns
+from balanceroute.traces.fields import (
+    NS_PER_S,
+    MalformedLineError,
+    nanoseconds_from_json,
+    nanoseconds_from_text,
+    tokens_from_json,
+    tokens_from_text,
+)
+from balanceroute.traces.json_lines import decode_object, required
+from balanceroute.traces.record import TraceRequest
+
+FIELDS = ("arrival", "prompt", "output")
+OPTIONAL = "limit"
+
+
+def read_names(text: str) -> dict[str, str]:
+    """Return the columns by field, of a text such as `arrival=time,prompt=in,output=out`.
+
+    Raises:
+        ValueError: A field is unknown, missing or given twice, or a name is empty.
+    """
+    names: dict[str, str] = {}
+    for part in text.split(","):
+        field, mark, name = (word.strip() for word in part.partition("="))
+        if field not in (*FIELDS, OPTIONAL):
+            raise ValueError(f"{field!r} is none of {', '.join((*FIELDS, OPTIONAL))}")
+        if not mark or not name or field in names:
+            raise ValueError(f"{field} needs one column, as in {field}=NAME")
+        names[field] = name
+    missing = [field for field in FIELDS if field not in names]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    return names
+
+
+def parse(lines: Iterator[str], names: Mapping[str, str]) -> Iterator[TraceRequest]:
+    """Yield the requests, with arrivals since the file's own zero or since 1970.
+
+    Args:
+        lines: The lines of the file; at least one.
+        names: The columns by field.
+
+    Raises:
+        MalformedLineError: The line last taken from `lines` does not follow the format.
+    """
+    first = next(lines)
+    lines = chain((first,), lines)
+    if first.lstrip().startswith("{"):
+        for line in lines:
+            entry = decode_object(line)
+            yield _from_json({field: required(entry, name) for field, name in names.items()}, names)
+        return
+    for cells in read_columns(lines, tuple(names.values())):
+        yield _from_text(dict(zip(names, cells, strict=True)), names)
+
+
+def _from_json(values: Mapping[str, object], names: Mapping[str, str]) -> TraceRequest:
+    arrival, limit = values["arrival"], values.get(OPTIONAL)
+    return TraceRequest(
+        timestamp_ns(arrival)
+        if isinstance(arrival, str)
+        else nanoseconds_from_json(names["arrival"], arrival, unit_ns=NS_PER_S),
+        tokens_from_json(names["prompt"], values["prompt"]),
+        tokens_from_json(names["output"], values["output"]),
+        max_tokens=None if limit is None else tokens_from_json(names[OPTIONAL], limit),
+    )
+
+
+def _from_text(cells: Mapping[str, str], names: Mapping[str, str]) -> TraceRequest:
+    limit = cells.get(OPTIONAL)
+    try:
+        arrival_ns = nanoseconds_from_text(names["arrival"], cells["arrival"], unit_ns=NS_PER_S)
+    except MalformedLineError:
+        if ":" not in cells["arrival"]:
+            raise
+        arrival_ns = timestamp_ns(cells["arrival"])
+    return TraceRequest(
+        arrival_ns,
+        tokens_from_text(names["prompt"], cells["prompt"]),
+        tokens_from_text(names["output"], cells["output"]),
+        max_tokens=tokens_from_text(names[OPTIONAL], limit) if limit else None,
+    )
