@@ -4,6 +4,7 @@ What the head of a request rules out is rejected before its body is read.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
+
+_log = logging.getLogger(__name__)
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Of a hand-off: ids and addresses of the blocks of one prompt.
@@ -177,7 +180,7 @@ class Gateway:
             return
         go_on = partial(self._pass_through, route, request, reply, record)
         if route.generates:
-            self._bodies.read(request.body, reply, go_on)
+            self._bodies.read(request.body, reply, partial(_guarded, go_on, reply))
         else:
             go_on(None)
 
@@ -203,7 +206,7 @@ class Gateway:
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.
         take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
-        self._bodies.read(request.body, reply, take)
+        self._bodies.read(request.body, reply, partial(_guarded, take, reply))
 
     def _take(
         self,
@@ -349,6 +352,20 @@ class Gateway:
             reply.send(200, headers, self._page_of_metrics())
         else:
             self._reject(request, reply, _NOT_FOUND)
+
+
+def _guarded(
+    take: Callable[[RequestBody | BodyError], None], reply: "Reply", body: RequestBody | BodyError
+) -> None:
+    """Go on with a request whose body was read: not within the server, which would answer a 500."""
+    try:
+        take(body)
+    except Exception:
+        _log.exception("a request failed when its body was read")
+        if reply.started:
+            reply.abort()
+        else:
+            _error(reply, 500, "internal error")
 
 
 def _error(

@@ -375,7 +375,8 @@ def _check_number(found: "re.Match[bytes]") -> None:
 def decoded_beginning(text: bytes) -> str:
     """Decode a string of a valid object that is cut off somewhere, as far as it goes."""
     end = _whole(text + b"a", 1, len(text))
-    content: str = _decode_string(text[:end].decode() + '"')[0]
+    # Nothing else can be wrong with it than a last character that is not whole.
+    content: str = _decode_string(text[:end].decode(errors="ignore") + '"')[0]
     return content
 
 

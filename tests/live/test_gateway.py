@@ -637,3 +637,17 @@ def test_a_large_body_that_is_malformed_is_refused(play: "Play") -> None:
         assert site.seen == []
 
     play(scenario)
+
+
+@pytest.mark.parametrize("body", [BODY, SLICED])
+def test_a_request_that_fails_here_is_answered_all_the_same(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("on purpose")
+
+    async def scenario(site: "Site") -> None:
+        monkeypatch.setattr(site.world.proxy.driver, "submit", fail)
+        assert is_error(await site.post(COMPLETIONS, body), 500) == "internal error"
+
+    play(scenario)

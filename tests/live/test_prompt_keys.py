@@ -238,12 +238,17 @@ def test_any_body_has_one_to_five_distinct_keys(api: Api, values: dict[str, Any]
 
 
 def test_large_prompts_share_their_beginnings_with_small_ones() -> None:
-    for unit in ("word ", "数\n", "\U0001f999 "):
-        long = unit * 70_000
+    # The last ones so that a character, or an escape, is cut wherever a beginning ends.
+    units = ("word ", "数\n", "\U0001f999 ", *("a" * i + "数" * 9 + "\\" * 7 for i in range(4)))
+    for unit in units:
+        long = unit * (280_000 // len(unit))
+        small = text(long[: CHARACTERS[-1] + 9])
         for prompt in (long, [long]):
-            small = long[: CHARACTERS[-1] + 9]
-            assert text(prompt)[1:] == text(small)[1:]
-            assert len(text(prompt)) == 4
+            values = TEXT | {"prompt": prompt}
+            for is_ascii in (True, False):
+                found = keys(Api.COMPLETIONS, json.dumps(values, ensure_ascii=is_ascii))
+                assert found[1:] == small[1:]
+                assert len(found) == 4
     ids = list(range(100_000, 140_000))
     assert text(ids)[1:] == text([ids])[1:] == text(ids[:2000])[1:]
     assert len(text(ids)) == 4
