@@ -46,6 +46,7 @@ simulate: $(INSTALLED) ## five policies on a public trace in virtual time: table
 bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vllm-router (10 minutes)
 	@$(BIN)/python scripts/bench_dispatch.py
 	@$(BIN)/python scripts/bench_wire.py
+	@$(BIN)/python scripts/bench_bodies.py
 	@$(BIN)/python scripts/bench_proxy.py
 
 fmt: $(INSTALLED) ## format in place
