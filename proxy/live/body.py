@@ -12,6 +12,7 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Generator, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -30,6 +31,8 @@ SMALL_BYTES = 131_072
 _PROMPTS = frozenset({"input", "messages", "prompt"})
 # One slice of reading a large body.
 _SLICE_NS = 4_000_000
+_HASH_SLICE = 1 << 20
+_HASH_BYTES = 16
 # Characters of a refused key that are told.
 _MAX_NAME = 64
 # Parsing takes some 970 levels and dumping a few less, so what is dumped again must stay well below.
@@ -69,11 +72,12 @@ class RequestBody:
             different requests. Or it costs more to read than any request should.
     """
 
-    __slots__ = ("_data", "_is_ascii", "_places", "_summaries", "values")
+    __slots__ = ("_data", "_digests", "_is_ascii", "_places", "_summaries", "values")
 
     def __init__(self, data: bytes, scan: JsonScanner | None = None) -> None:
         data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
         self._data = data
+        self._digests: dict[tuple[int, int], bytes] = {}
         self._summaries: dict[str, PromptSummary] = {}
         self.values: Mapping[str, Any]
         self._places: Places
@@ -132,11 +136,48 @@ class RequestBody:
         _, begin, end = self._places.get(key, (0, 0, 0))
         return memoryview(self._data)[begin:end] if end - begin > SMALL_BYTES else None
 
+    def fingerprint(self, key: str) -> memoryview | bytes:
+        """Return the text of a member, or its hash if it is large: what tells it from others."""
+        begin, value_begin, end = self._places.get(key, (0, 0, 0))
+        if end - value_begin > SMALL_BYTES:
+            return self.digest(begin, end)
+        return self.member(key)
+
+    def digest(self, begin: int, end: int) -> bytes:
+        """Return the hash of a part of a large body."""
+        found = self._digests.get((begin, end))
+        return (
+            blake2b(self.part(begin, end), digest_size=_HASH_BYTES).digest()
+            if found is None
+            else found
+        )
+
+    def hash_in_slices(self) -> Generator[None, None, None]:
+        """Hash what is hashed of the large members, yielding every few milliseconds."""
+        parts = [
+            (begin, end)
+            for begin, value_begin, end in self._places.values()
+            if end - value_begin > SMALL_BYTES
+        ]
+        parts += [summary.middle for summary in self._summaries.values()]
+        for begin, end in parts:
+            hasher = blake2b(digest_size=_HASH_BYTES)
+            for at in range(begin, end, _HASH_SLICE):
+                hasher.update(self.part(at, min(end, at + _HASH_SLICE)))
+                yield
+            self._digests[begin, end] = hasher.digest()
+
     def text_length(self, key: str) -> int:
-        """Return the number of characters of a member's text; 0 if it is absent."""
+        """Return the number of characters of a member's text; 0 if it is absent.
+
+        Escapes count as they are written; in a large body that is not ASCII, as what they are.
+        """
         begin, _, end = self._places.get(key, (0, 0, 0))
         if self._is_ascii:
             return end - begin
+        summary = self._summaries.get(key)
+        if summary is not None:
+            return summary.characters + summary.data_characters
         return len(self._data[begin:end].translate(None, _CONTINUATION_BYTES))
 
     def summary(self, key: str) -> PromptSummary:
@@ -184,8 +225,12 @@ class Members(Mapping[str, Any]):
         return len(self._places)
 
 
-def read_in_slices(data: bytes) -> Generator[None, None, RequestBody]:
+def read_in_slices(data: bytes, *, hashed: bool = False) -> Generator[None, None, RequestBody]:
     """Read a body, yielding whenever that has taken some milliseconds.
+
+    Args:
+        data: The body.
+        hashed: Whether to prepare `fingerprint` and `digest` too.
 
     Raises:
         BodyError: See `RequestBody`.
@@ -196,7 +241,10 @@ def read_in_slices(data: bytes) -> Generator[None, None, RequestBody]:
     scan = JsonScanner(data, _PROMPTS)
     while not _advance(scan):
         yield
-    return RequestBody(data, scan)
+    body = RequestBody(data, scan)
+    if hashed:
+        yield from body.hash_in_slices()
+    return body
 
 
 def _advance(scan: JsonScanner) -> bool:

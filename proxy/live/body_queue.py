@@ -32,9 +32,12 @@ class BodyQueue:
         self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
         self._scheduled = False
 
-    def read(self, data: bytes, waiting: Waiting, done: Done) -> None:
-        """Read a body. `done` is told, at once if the body is small; not if the client is gone."""
-        self._read_on(read_in_slices(data), waiting, done)
+    def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
+        """Read a body; see `read_in_slices`.
+
+        `done` is told, at once if the body is small, and not if the client is gone.
+        """
+        self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
 
     def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
         result: RequestBody | BodyError

@@ -248,6 +248,11 @@ class Driver:
         self.feed(RequestArrived(number, tokens, slots, prefill, decode=session.decodes))
 
     @property
+    def uses_keys(self) -> bool:
+        """Whether the keys of requests are asked for; see `prompt_keys`."""
+        return self._predictors.uses_keys
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
         kept = (self.sessions, self._ids, self._started, self._unheard, self._hand_offs)

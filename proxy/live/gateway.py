@@ -206,7 +206,8 @@ class Gateway:
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.
         take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
-        self._bodies.read(request.body, reply, partial(_guarded, take, reply))
+        done = partial(_guarded, take, reply)
+        self._bodies.read(request.body, reply, done, hashed=self._driver.uses_keys)
 
     def _take(
         self,

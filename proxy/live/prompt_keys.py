@@ -4,7 +4,7 @@ The first key is the whole request's: every member that can change how long one 
 gets, as it stands in the body. The others are ever shorter beginnings of its prompt, with what comes
 before the prompt: a conversation up to its last message, up to the first turn, its system prompt
 alone; or the first 4,096, 1,024 and 256 characters of a text. Of messages of more than 128 KiB, what
-is between the first turn and the last message counts as it stands in the body. So a key is the more
+is between the first four and the last one counts as it stands in the body. So a key is the more
 specific the earlier it comes, and requests of one application share at least the last ones.
 
 No key tells a prompt: a hash of 64 bits is all that is kept and written.
@@ -86,13 +86,13 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
         if body.is_given(name):
             # No JSON text holds a NUL, so no two sequences of members are one text.
             whole.update(b"\0")
-            whole.update(body.member(name))
+            whole.update(body.fingerprint(name))
     keys = [whole.digest()]
     beginning = blake2b(api.value.encode(), digest_size=_BYTES)
     for name in _FRONT:
         if body.is_given(name):
             beginning.update(b"\0")
-            beginning.update(body.member(name))
+            beginning.update(body.fingerprint(name))
     beginning.update(b"\0\0")
     ends: list[bytes] = []
     try:
@@ -177,7 +177,7 @@ def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
         if end <= len(heads):
             yield b"".join(piece for _, piece in heads[begin:end])
         else:
-            yield bytes(body.part(summary.heads[begin - 1][1], summary.last))
+            yield b"".join(piece for _, piece in heads[begin:]) + body.digest(*summary.middle)
         begin = end
 
 

@@ -52,6 +52,12 @@ class PromptSummary:
     heads: list[tuple[int, int]] = field(default_factory=list)
     last: int = 0
 
+    @property
+    def middle(self) -> tuple[int, int]:
+        """What is behind the first elements and before the last one, in bytes of the body."""
+        begin = self.heads[-1][1] if self.heads else 0
+        return begin, max(begin, self.last)
+
     def count(self, kind: type, count: int) -> None:
         """Count elements of a kind."""
         self.elements += count
