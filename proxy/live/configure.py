@@ -142,6 +142,7 @@ def _listen(values: Values) -> ListenConfig:
             headers=values.get(flags.HEADER_LIMIT),
             target_bytes=values.get(flags.TARGET_LIMIT_BYTES),
             body_bytes=values.get(flags.BODY_LIMIT_BYTES),
+            body_budget_bytes=_body_budget(values),
             header_timeout_s=values.get(flags.HEADER_TIMEOUT_S),
             body_timeout_s=values.get(flags.BODY_TIMEOUT_S),
             idle_timeout_s=values.get(flags.KEEP_ALIVE_TIMEOUT_S),
@@ -153,6 +154,14 @@ def _listen(values: Values) -> ListenConfig:
         public_metrics=values.get(flags.PUBLIC_METRICS),
         cors_origins=values.get(flags.CORS_ORIGIN),
     )
+
+
+def _body_budget(values: Values) -> int:
+    budget, one = values.get(flags.BODY_BUDGET_BYTES), values.get(flags.BODY_LIMIT_BYTES)
+    if budget < one:
+        reason = f"is {budget}, less than one body may have by {flags.BODY_LIMIT_BYTES.flag}: {one}"
+        raise ConfigError(f"{values.where(flags.BODY_BUDGET_BYTES)} {reason}")
+    return budget
 
 
 def _admin(values: Values, listen: ListenConfig) -> AdminConfig | None:

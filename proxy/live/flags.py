@@ -439,6 +439,13 @@ PEER_CONNECTION_LIMIT = optional_integer(
 BODY_LIMIT_BYTES = integer(
     "body_limit_bytes", 16 * _MIB, "size of a request's body", least=1, most=1 << 40
 )
+BODY_BUDGET_BYTES = integer(
+    "body_budget_bytes",
+    512 * _MIB,
+    "all bodies of requests that are being received or wait; beyond it newcomers get 503",
+    least=1,
+    most=1 << 40,
+)
 HEADER_LIMIT_BYTES = integer(
     "header_limit_bytes", 32 * _KIB, "size of a request's header", least=256, most=_MIB
 )
@@ -563,6 +570,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         CONNECTION_LIMIT,
         PEER_CONNECTION_LIMIT,
         BODY_LIMIT_BYTES,
+        BODY_BUDGET_BYTES,
         HEADER_LIMIT_BYTES,
         HEADER_LIMIT,
         TARGET_LIMIT_BYTES,

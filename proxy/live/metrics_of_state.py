@@ -54,6 +54,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ),
     ("client_connections", "Connections of clients.", attrgetter("client_connections")),
     ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
+    (
+        "body_bytes",
+        "Bodies of requests that are being received or not answered yet.",
+        attrgetter("body_bytes"),
+    ),
     ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
@@ -61,6 +66,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "evicted_connections",
         "Idle client connections closed for a newcomer.",
         attrgetter("evicted_connections"),
+    ),
+    (
+        "rejected_bodies",
+        "Requests refused because the bodies in flight left no room for theirs.",
+        attrgetter("rejected_bodies"),
     ),
     (
         "predictor_rows_judged",

@@ -517,6 +517,7 @@ class Session:
             self._answer.open(status, headers)
         if not self._hands_back:
             self._body = None  # Large, and nothing is sent again after the first byte.
+            self._answer.reply.release_body()
         self._served()
         if self.decodes:
             host.started(self)

@@ -72,4 +72,6 @@ class Snapshot:
     predictors: list[PredictorScores]  # The one in use first, then its shadows.
     rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
     evicted_connections: int = 0  # Idle ones, for a newcomer.
+    body_bytes: int = 0  # Of requests that are being received or not answered yet.
+    rejected_bodies: int = 0  # For want of room for them.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

@@ -48,6 +48,8 @@ def take_snapshot(
         client_connections=server.connections,
         rejected_connections=server.limit.rejected,
         evicted_connections=server.limit.evicted,
+        body_bytes=server.bodies.used,
+        rejected_bodies=server.bodies.rejected,
         engine_connections=engine_connections,
         draining=driver.draining,
         rows_judged=rows_judged,

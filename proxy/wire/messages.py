@@ -94,6 +94,8 @@ class ServerLimits:
         connections: At a time; see `ConnectionLimit` for those beyond. With TLS a connection counts
             when its handshake is over. None for no bound.
         connections_per_peer: The same, of one address.
+        body_budget_bytes: All bodies that are being received or whose requests are not answered yet;
+            a request beyond it gets 503. None for no bound.
     """
 
     header_bytes: int = 32_768
@@ -109,6 +111,7 @@ class ServerLimits:
     half_close: bool = False
     connections: int | None = None
     connections_per_peer: int | None = None
+    body_budget_bytes: int | None = None
 
 
 class WireFault(Enum):
@@ -143,12 +146,14 @@ class MalformedError(BalanceRouteError):
     """Bytes that break HTTP/1.1 or a limit.
 
     Attributes:
-        status: What a server answers.
+        rejection: What a server answers.
     """
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    def __init__(
+        self, message: str, status: int = 400, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
         super().__init__(message)
-        self.status = status
+        self.rejection = Rejection(status, message, headers)
 
 
 class UnsafeHeaderError(BalanceRouteError, ValueError):

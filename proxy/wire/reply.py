@@ -25,6 +25,9 @@ class Carrier(Protocol):
     def answered(self) -> None:
         """Go on to the next request, or close."""
 
+    def release_body(self) -> None:
+        """Count the request's body no more."""
+
     def cut(self, *, reset: bool, flush: bool) -> None:
         """Close in the middle of an answer.
 
@@ -89,6 +92,11 @@ class Reply:
     def paused(self) -> bool:
         """More than the limit waits for the client to read."""
         return not self.closed and self._connection.paused
+
+    def release_body(self) -> None:
+        """Note that the application keeps the request's body no more."""
+        if not self.closed:
+            self._connection.release_body()
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer.

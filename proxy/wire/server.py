@@ -4,6 +4,7 @@ import asyncio
 import json
 from ssl import SSLContext
 
+from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
@@ -116,6 +117,12 @@ class Server:
         """Counts the connections that were not served."""
         assert self._service is not None, "not started"
         return self._service.limit
+
+    @property
+    def bodies(self) -> BodyBudget:
+        """Counts the bytes of the bodies in flight."""
+        assert self._service is not None, "not started"
+        return self._service.bodies
 
     @property
     def listening(self) -> list[int]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
 from balanceroute.proxy.wire.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
@@ -47,6 +48,7 @@ class Service:
 
     Attributes:
         limit: Who of those that come is served.
+        bodies: The bytes of the bodies in flight.
         connections: The open ones, in order of arrival (a set's order differs from run to run).
         stopping: Every connection closes after its present answer.
         on_empty: Called when the last connection is gone.
@@ -71,6 +73,7 @@ class Service:
         self.limit = ConnectionLimit(
             limits.connections, limits.connections_per_peer, clock=loop.time
         )
+        self.bodies = BodyBudget(limits.body_budget_bytes)
         self.connections: dict[Member, None] = {}
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None

@@ -69,7 +69,7 @@ def test_the_defaults_are_these() -> None:
     assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8000)
     assert (config.listen.tls_cert, config.listen.tls_key) == (None, None)
     assert config.listen.api_keys == ()
-    assert config.listen.limits == ServerLimits()
+    assert config.listen.limits == ServerLimits(body_bytes=16 << 20, body_budget_bytes=512 << 20)
     assert config.admin == AdminConfig("127.0.0.1", 9000, None)
     assert config.fleet.prefill == (PrefillServer(P),)
     assert config.fleet.decode == (DecodeServer(D),)
@@ -159,6 +159,7 @@ SAMPLES: dict[str, object] = {
     "connection_limit": 70,
     "peer_connection_limit": 7,
     "body_limit_bytes": 1_000,
+    "body_budget_bytes": 20_000_000,
     "header_limit_bytes": 2_000,
     "header_limit": 30,
     "target_limit_bytes": 400,
@@ -244,6 +245,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         headers=30,
         target_bytes=400,
         body_bytes=1_000,
+        body_budget_bytes=20_000_000,
         header_timeout_s=1.25,
         body_timeout_s=2.25,
         idle_timeout_s=3.75,
@@ -413,6 +415,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         ({"scrape_interval_s": 0}, "--scrape-interval-s", "must be from"),
         ({"scrape_timeout_s": 0}, "--scrape-timeout-s", "must be from"),
         ({"quarantine_failures": 0}, "--quarantine-failures", "must be from 1"),
+        ({"body_budget_bytes": 1 << 20}, "--body-budget-bytes", "is 1048576, less than one body"),
         ({"body_limit_bytes": 0}, "--body-limit-bytes", "must be from 1 to 1099511627776"),
         ({"header_limit_bytes": 255}, "--header-limit-bytes", "must be from 256"),
         ({"header_limit": 0}, "--header-limit", "must be from 1"),

@@ -442,7 +442,16 @@ def test_equal_runs_give_equal_pages() -> None:
 
 
 def test_units_end_the_names() -> None:
-    units = ("_seconds", "_tokens", "_total", "_ratio", "_requests", "_connections", "_info")
+    units = (
+        "_bytes",
+        "_seconds",
+        "_tokens",
+        "_total",
+        "_ratio",
+        "_requests",
+        "_connections",
+        "_info",
+    )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
     plain |= {"prefiller_direct_sequences"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}

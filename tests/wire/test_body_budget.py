@@ -1,0 +1,113 @@
+"""The bound on the bodies of all requests together: what counts, for how long, and what is refused."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.server import Reply
+
+if TYPE_CHECKING:
+    from tests.wire.conftest import Connect, Run, Serving
+
+CHUNKED = b"POST /p HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def head(length: int) -> bytes:
+    return b"POST /p HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % length
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
+        await asyncio.sleep(0)
+
+
+class Desk:
+    """Keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.replies: list[Reply] = []
+
+    def __call__(self, request: Request, reply: Reply) -> None:
+        self.bodies.append(request.body)
+        self.replies.append(reply)
+
+
+def test_bodies_count_as_they_come_and_until_they_are_answered(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    """Finding H2: nothing bounded the sum of the bodies."""
+
+    async def main() -> None:
+        desk = Desk()
+        async with (
+            serving(desk, body_budget_bytes=1000, body_bytes=900) as server,
+            connect(server.port) as first,
+            connect(server.port) as second,
+            connect(server.port) as third,
+        ):
+            bodies = server.bodies
+            # What is only announced holds nothing.
+            first.send(head(900) + b"a" * 300)
+            await until(lambda: bodies.used == 300)
+            second.send(head(600) + b"b" * 600)
+            await until(lambda: len(desk.bodies) == 1)
+            assert bodies.used == 900
+            # Judged on the head.
+            third.send(head(101))
+            answer = await third.until(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer
+            assert (bodies.used, bodies.rejected) == (900, 1)
+            # And as it comes.
+            first.send(b"a" * 101)
+            assert (await first.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+            assert (bodies.used, bodies.rejected) == (600, 2)
+            desk.replies[0].send(200, [], b"")
+            assert bodies.used == 0
+
+    run(main())
+
+
+def test_a_chunked_body_counts_as_it_comes(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        desk = Desk()
+        async with (
+            serving(desk, body_budget_bytes=1000, body_bytes=900) as server,
+            connect(server.port) as first,
+            connect(server.port) as second,
+        ):
+            first.send(CHUNKED + b"258\r\n" + b"a" * 600)
+            await until(lambda: server.bodies.used == 600)
+            second.send(CHUNKED + b"258\r\n" + b"a" * 401)
+            assert (await second.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+            assert server.bodies.used == 600
+            first.send(b"\r\n0\r\n\r\n")
+            await until(lambda: len(desk.bodies) == 1)
+            assert desk.bodies == [b"a" * 600]
+
+    run(main())
+
+
+def test_who_leaves_and_who_needs_the_body_no_more_gives_room(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        desk = Desk()
+        async with serving(desk, body_budget_bytes=1000) as server:
+            async with connect(server.port) as first, connect(server.port) as second:
+                first.send(head(500) + b"a" * 400)
+                second.send(head(500) + b"b" * 500)
+                await until(lambda: server.bodies.used == 900)
+                desk.replies[0].release_body()
+                desk.replies[0].release_body()
+                assert server.bodies.used == 400
+                desk.replies[0].start(200, [])
+                desk.replies[0].end()
+                assert server.bodies.used == 400
+            await until(lambda: server.bodies.used == 0)
+
+    run(main())
