@@ -138,10 +138,8 @@ class RequestBody:
 
     def fingerprint(self, key: str) -> memoryview | bytes:
         """Return the text of a member, or its hash if it is large: what tells it from others."""
-        begin, value_begin, end = self._places.get(key, (0, 0, 0))
-        if end - value_begin > SMALL_BYTES:
-            return self.digest(begin, end)
-        return self.member(key)
+        begin, _, end = self._places.get(key, (0, 0, 0))
+        return self.digest(begin, end) if end - begin > SMALL_BYTES else self.member(key)
 
     def digest(self, begin: int, end: int) -> bytes:
         """Return the hash of a part of a large body."""
@@ -154,13 +152,12 @@ class RequestBody:
 
     def hash_in_slices(self) -> Generator[None, None, None]:
         """Hash what is hashed of the large members, yielding every few milliseconds."""
-        parts = [
-            (begin, end)
-            for begin, value_begin, end in self._places.values()
-            if end - value_begin > SMALL_BYTES
-        ]
-        parts += [summary.middle for summary in self._summaries.values()]
+        parts = [(begin, end) for begin, _, end in self._places.values()]
+        for summary in self._summaries.values():
+            parts += [*summary.heads, summary.middle]
         for begin, end in parts:
+            if end - begin <= SMALL_BYTES:
+                continue
             hasher = blake2b(digest_size=_HASH_BYTES)
             for at in range(begin, end, _HASH_SLICE):
                 hasher.update(self.part(at, min(end, at + _HASH_SLICE)))

@@ -165,7 +165,7 @@ def _beginning(value: memoryview, summary: PromptSummary) -> object:
 def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
     """Yield the same of messages that are too large to be decoded: the long middle as it stands."""
     summary = body.summary(name)
-    heads = [_large_message(body.part(begin, end)) for begin, end in summary.heads]
+    heads = [_message_in(body, begin, end) for begin, end in summary.heads]
     system = 0
     while system < len(heads) and heads[system][0] in _SYSTEM_ROLES:
         system += 1
@@ -181,10 +181,11 @@ def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
         begin = end
 
 
-def _large_message(text: memoryview) -> tuple[object, bytes]:
-    if len(text) > SMALL_BYTES:
-        return None, bytes(text)
-    message = json.loads(bytes(text))
+def _message_in(body: RequestBody, begin: int, end: int) -> tuple[object, bytes]:
+    """Return the role of a message, and what of it goes into the keys."""
+    if end - begin > SMALL_BYTES:
+        return None, body.digest(begin, end)
+    message = json.loads(bytes(body.part(begin, end)))
     return _role(message), _message(message)
 
 
