@@ -47,6 +47,7 @@ from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Status
 from balanceroute.proxy.live.kv_transfers import KvTransfers
 from balanceroute.proxy.live.leg_settings import LegSettings
+from balanceroute.proxy.live.lost_engines import LostEngines
 from balanceroute.proxy.live.prompt_keys import prompt_keys
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.retry_budget import RetryBudget
@@ -130,6 +131,7 @@ class Driver:
         steps: The inferred steps.
         transfers: Judges who is at fault when KV caches cannot be pulled.
         stalls: Tells what is new from what waited while the process stood still.
+        lost: Moves requests away from engines that do not answer.
         draining: Whether new requests are refused.
     """
 
@@ -188,6 +190,7 @@ class Driver:
         self._unheard: dict[RequestId, float] = {}
         self._transfer_s = 0.0
         self._hand_offs: dict[str, HandOff] = {}
+        self.lost = LostEngines(self.sessions, self._loop.call_soon)
         self.transfers = KvTransfers(
             health.enough,
             pulling=lambda: [s.pair for s in self.sessions.values() if s.pair is not None],
@@ -467,8 +470,7 @@ class Driver:
             case ReleasePrefill(number):
                 # No engine takes such a word over HTTP: the blocks stay until their lease ends.
                 if number in self.scheduler.requests:
-                    session.lease_lapsed()
-                    self._metrics.abandoned_lease("lapsed")
+                    self._metrics.abandoned_lease(session.lease_ended())
                 else:
                     self._metrics.abandoned_lease("ended")
             case Admit(number, rank):

@@ -27,6 +27,8 @@ from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.target import Fault, FetchError, Target
 
 _CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT})
+# After these nothing more is to be expected of an engine.
+_GONE_FAULTS = _CONNECT_FAULTS | {Fault.TIMEOUT}
 _TIMEOUTS = frozenset({Fault.CONNECT_TIMEOUT, Fault.TIMEOUT})
 # Of the interval or back-off, so that probes of many instances do not fall together.
 _JITTER = 0.1
@@ -73,6 +75,7 @@ class _Watch:
     backoff_s: float
     up: bool = True
     on_trial: bool = False
+    gone: bool = False
     probing: bool = False
     request_failures: int = 0
     probe_failures: int = 0
@@ -147,6 +150,11 @@ class Health:
         watch = self._watches.get(target)
         return watch is not None and watch.up and watch.on_trial
 
+    def is_gone(self, target: Target) -> bool:
+        """Return whether an instance is quarantined because it does not answer."""
+        watch = self._watches.get(target)
+        return watch is not None and not watch.up and watch.gone
+
     def convict(self, target: Target, reason: str, again: bool) -> bool:
         """Quarantine an instance on the word of others, if its role can spare it.
 
@@ -162,6 +170,7 @@ class Health:
         if watch is None:
             return False
         if watch.up and self._can_spare_one(target.role):
+            watch.gone = False
             self._quarantine(watch, reason, starts_over=not again)
         return not watch.up
 
@@ -252,6 +261,7 @@ class Health:
         enough = fault is Fault.CONNECT or failures >= self._settings.quarantine_failures
         if not enough or not (fault in _CONNECT_FAULTS or self._can_spare_one(watch.target.role)):
             return
+        watch.gone = fault in _GONE_FAULTS
         self._quarantine(watch, reason or fault.value, starts_over=True)
 
     def _quarantine(self, watch: _Watch, reason: str, *, starts_over: bool) -> None:

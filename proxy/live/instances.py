@@ -1,6 +1,6 @@
 """The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ class Prefiller:
         utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
         crowded: Whether that is too much for another probe.
         hand_offs: Prefills that decode ranks called for, running now.
+        lost_kv: How often all KV caches that it had handed out were lost.
+        engines: Ids of the engines seen behind its address.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
         counts_dear: Whether it pays for its token counts with the length of an answer.
     """
@@ -57,6 +59,8 @@ class Prefiller:
     utilisation: float = 0.0
     crowded: bool = False
     hand_offs: int = 0
+    lost_kv: int = 0
+    engines: set[str] = field(default_factory=set)
     kv_trial: bool = False
     counts_dear: bool = False
 

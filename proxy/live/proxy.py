@@ -468,6 +468,7 @@ class Proxy:
         # Quarantine says that the engine may be another one when it comes back.
         if prefiller.status is Status.UP and identity != prefiller.identity:
             prefiller.identity = identity
+            self.driver.lost.engine_seen(prefiller, identity.engine_id)
             self.driver.reopen()
 
 

@@ -217,6 +217,12 @@ class Roster:
         )
         assert self._driver is not None
         self._driver.reopen()
+        assert self._health is not None
+        if self._health.is_gone(target):
+            self._driver.lost.gone(target)
+            for instance in self.instances.of(target):
+                if isinstance(instance, Prefiller):
+                    self._driver.lost.kv_lost(instance)
 
     def utilisation_changed(self, target: Target, utilisation: float) -> None:
         """Take in what a scrape told."""

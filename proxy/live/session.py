@@ -57,7 +57,7 @@ from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.resume import CannotResumeError, resumed_members
 from balanceroute.proxy.live.session_host import Host
 from balanceroute.proxy.live.shape import Api, Shape
-from balanceroute.proxy.live.short_answer import short_answer_body, short_answer_events
+from balanceroute.proxy.live.short_answer import answer_shortly
 from balanceroute.proxy.live.stream_leg import StreamLeg
 from balanceroute.proxy.live.target import Fault, Target
 from balanceroute.proxy.live.token_counts import CountsAsked, TokenCounts, ask_for_counts
@@ -106,6 +106,7 @@ class Session:
         "_host",
         "_hung",
         "_kv",
+        "_kv_taken",
         "_leg",
         "_members",
         "_pooled_s",
@@ -158,6 +159,7 @@ class Session:
         self._prefill_sent_s = 0.0
         self._transfer = ""
         self._kv: Mapping[str, Any] | None = None
+        self._kv_taken = 0  # `lost_kv` of its prefiller then.
         self._tries_of_kv = 0
         self._deaths = 0  # Ranks that broke off under it.
         self._pooled_s = 0.0
@@ -307,10 +309,13 @@ class Session:
         self._kv = None
         self._tries_of_kv = 0
 
-    def lease_lapsed(self) -> None:
-        """Note that the KV cache must not be used any more."""
+    def lease_ended(self) -> str:
+        """Note that the KV cache must not be used any more; return why."""
+        if self._kv is None:
+            return "lost"
         self.record.lease_lapses += 1
         self.forget_kv()
+        return "lapsed"
 
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
@@ -342,6 +347,37 @@ class Session:
         self.record.retries += 1
         # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
         self._host.feed(self._probe_lost() if self._rank is None else self._prefill_lost())
+
+    def engine_lost(self, target: Target) -> None:
+        """Leave an engine that does not answer any more, unless its answer has begun."""
+        hand_off = self._hand_off
+        if hand_off is not None and hand_off.target == target:
+            if self._host.may_retry(Leg.PREFILL.value, Fault.CONNECT):
+                hand_off.move()
+            return
+        # One that waits for its next attempt leaves anyway.
+        if self._call is None or (self._leg is not None and self._leg.started):
+            return
+        leg = Leg.PREFILL if self._rank is None else Leg.DECODE
+        engine = self._prefiller if self._rank is None else self._rank
+        if engine is None or engine.target != target:
+            return  # Whether its KV cache has been pulled from there the rank will tell.
+        if self._attempts[leg] >= self._host.legs.attempts:
+            return
+        if self._host.may_retry(leg.value, Fault.CONNECT):
+            self.instance_removed(target)
+
+    def drop_lost_kv(self) -> None:
+        """Prefill again if it waits in the pool with a KV cache that is lost."""
+        waits = self._rank is None and self._call is None and self._backoff is None
+        if waits and self._kv_is_lost:
+            self._host.feed(self._prefill_lost())
+
+    @property
+    def _kv_is_lost(self) -> bool:
+        if self._kv is None or self._prefiller is None:
+            return False
+        return self._prefiller.lost_kv != self._kv_taken
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""
@@ -422,6 +458,10 @@ class Session:
             )
         except MissingKvError as error:
             return str(error)
+        engine_id = self._kv.get("remote_engine_id")
+        if type(engine_id) is str:
+            self._host.lost.engine_seen(prefiller, engine_id)
+        self._kv_taken = prefiller.lost_kv
         return ""
 
     def _take_answer_without_kv(self, answer: PrefillAnswer, reason: str) -> bool:
@@ -479,16 +519,8 @@ class Session:
     def _answer_shortly(self, answer: PrefillAnswer) -> None:
         self.record.output_tokens = 1
         self.record.first_token_ns = self.record.prefilled_ns
-        if self.shape.stream:
-            assert self._body is not None
-            options = self._body.values.get("stream_options")
-            usage = isinstance(options, dict) and options.get("include_usage") is True
-            events = short_answer_events(self.shape.api, answer.message, include_usage=usage)
-            self._answer.open(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-            self._answer.reply.write(events)
-            self._answer.reply.end()
-        else:
-            self._answer.send(200, JSON_HEADERS, short_answer_body(answer.message))
+        assert self._body is not None
+        answer_shortly(self._answer, self.shape, self._body, answer.message)
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
@@ -640,6 +672,8 @@ class Session:
         self._answer.reply.write(leg.last_words)
 
     def _decode_lost(self) -> Event:
+        if self._kv_is_lost:
+            return self._prefill_lost()
         self._rank = self._leg = None
         self.pooled()
         return DecodeLost(self.number)

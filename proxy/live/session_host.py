@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.instances import Prefiller, Rank
     from balanceroute.proxy.live.kv_transfers import KvTransfers
     from balanceroute.proxy.live.leg_settings import LegSettings
+    from balanceroute.proxy.live.lost_engines import LostEngines
     from balanceroute.proxy.live.session import Session
     from balanceroute.proxy.live.stall_watch import StallWatch
     from balanceroute.proxy.live.target import Fault, Target
@@ -26,6 +27,8 @@ class Host(Protocol):
     def legs(self) -> "LegSettings": ...  # noqa: D102
     @property
     def transfers(self) -> "KvTransfers": ...  # noqa: D102
+    @property
+    def lost(self) -> "LostEngines": ...  # noqa: D102
     @property
     def lease_s(self) -> float | None: ...  # noqa: D102
     @property

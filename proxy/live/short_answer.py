@@ -6,9 +6,28 @@ A client that asked for a stream gets the same events that a decode engine would
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.live.shape import Api
+from balanceroute.proxy.live.api_error import JSON_HEADERS
+from balanceroute.proxy.live.shape import Api, Shape
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.body import RequestBody
+    from balanceroute.proxy.live.client_answer import ClientAnswer
+
+
+def answer_shortly(
+    client: "ClientAnswer", shape: "Shape", body: "RequestBody", message: Mapping[str, Any]
+) -> None:
+    """Give the client the probe's answer, as it asked for it."""
+    if not shape.stream:
+        client.send(200, JSON_HEADERS, short_answer_body(message))
+        return
+    options = body.values.get("stream_options")
+    usage = isinstance(options, dict) and options.get("include_usage") is True
+    client.open(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+    client.reply.write(short_answer_events(shape.api, message, include_usage=usage))
+    client.reply.end()
 
 
 def short_answer_body(message: Mapping[str, Any]) -> bytes:
