@@ -88,6 +88,14 @@ class Failure:
     answer: "tuple[int, Headers, bytes] | None" = None
     blamed: "Target | None" = None
 
+    def as_error(self, leg: Leg) -> tuple[int, str]:
+        """Return the status and the reason that the client gets if it cannot have `answer`."""
+        if self.answer is not None:  # The status of a resumed answer was sent long ago.
+            return 502, f"the engine answered {self.answer[0]}"
+        if self.what in (What.BROKEN, What.NOT_SENT):
+            return 502, f"{leg.value} failed: {self.reason}"
+        return 504 if self.what is What.TIMED_OUT else 502, self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:

@@ -37,3 +37,11 @@ class LegSettings:
     direct: Direct = Direct.DECODE
     recompute_missing_kv: bool = True
     count_by_usage: bool = True
+
+    def overdue(self, *, prefill: bool, stream: bool) -> str:
+        """Return what to say of a leg that has not begun to answer in time."""
+        if prefill:
+            return f"the prefill took longer than {self.prefill_timeout_s:g} s"
+        if stream:
+            return f"no token came within {self.first_token_timeout_s:g} s"
+        return f"no answer came within {self.answer_timeout_s:g} s"

@@ -36,6 +36,7 @@ from balanceroute.proxy.live.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.client_answer import ClientAnswer
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.direct import Direct
+from balanceroute.proxy.live.emitted import Emitted
 from balanceroute.proxy.live.failures import (
     Blame,
     Failure,
@@ -54,7 +55,7 @@ from balanceroute.proxy.live.prefill_answer import (
     read_prefill_answer,
 )
 from balanceroute.proxy.live.record import Outcome, RequestRecord
-from balanceroute.proxy.live.resume import CannotResumeError, resumed_members
+from balanceroute.proxy.live.resume import CannotResumeError
 from balanceroute.proxy.live.session_host import Host
 from balanceroute.proxy.live.shape import Api, Shape
 from balanceroute.proxy.live.short_answer import answer_shortly
@@ -96,11 +97,11 @@ class Session:
         "_answer",
         "_attempts",
         "_backoff",
+        "_before",
         "_body",
         "_call",
         "_deadline_s",
         "_deaths",
-        "_emitted",
         "_hand_off",
         "_headers",
         "_host",
@@ -108,12 +109,10 @@ class Session:
         "_kv",
         "_kv_taken",
         "_leg",
-        "_members",
         "_pooled_s",
         "_prefill_sent_s",
         "_prefiller",
         "_rank",
-        "_text",
         "_transfer",
         "_tries_of_kv",
         "decodes",
@@ -164,10 +163,7 @@ class Session:
         self._deaths = 0  # Ranks that broke off under it.
         self._pooled_s = 0.0
         self._rank: Rank | None = None
-        # Emitted in earlier bindings.
-        self._emitted = 0
-        self._text = ""
-        self._members: Mapping[str, object] = {}
+        self._before = Emitted()
 
     @property
     def rounds(self) -> int | None:
@@ -177,7 +173,7 @@ class Session:
     @property
     def emitted_tokens(self) -> int:
         """Tokens emitted so far, as far as a stream tells."""
-        return self._emitted + (0 if self._leg is None else self._leg.tokens)
+        return self._before.tokens + (0 if self._leg is None else self._leg.tokens)
 
     @property
     def pair(self) -> "tuple[Prefiller, Rank] | None":
@@ -222,10 +218,10 @@ class Session:
             return
         self._transfer = f"xfer-{host.unique()}"
         body = prefill_body(
-            self._body, self._members, host.connector.prefill_params(self._transfer)
+            self._body, self._before.members, host.connector.prefill_params(self._transfer)
         )
         leg = BufferedLeg(
-            self._prefill_answered, self._prefill_broken, max_bytes=host.legs.answer_bytes
+            self._prefill_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
         )
         self._prefill_sent_s = now_s
         self._deadline_s = now_s + host.legs.prefill_timeout_s
@@ -258,7 +254,7 @@ class Session:
         asked = None
         if host.legs.count_by_usage:
             asked = ask_for_counts(self.shape, self._body.values, each=not engine.counts_dear)
-        body = decode_body(self._body, self._members, self._kv, asked)
+        body = decode_body(self._body, self._before.members, self._kv, asked)
         leg: StreamLeg | BufferedLeg
         if self.shape.stream:
             leg = self._leg = self._make_stream_leg(asked)
@@ -284,7 +280,7 @@ class Session:
             host,
             self.shape.api,
             self._body,
-            self._members,
+            self._before.members,
             self._headers,
             other_than=self._hung,
             prefilled=self._handed_off,
@@ -350,21 +346,15 @@ class Session:
 
     def engine_lost(self, target: Target) -> None:
         """Leave an engine that does not answer any more, unless its answer has begun."""
-        hand_off = self._hand_off
-        if hand_off is not None and hand_off.target == target:
-            if self._host.may_retry(Leg.PREFILL.value, Fault.CONNECT):
-                hand_off.move()
-            return
-        # One that waits for its next attempt leaves anyway.
-        if self._call is None or (self._leg is not None and self._leg.started):
-            return
-        leg = Leg.PREFILL if self._rank is None else Leg.DECODE
-        engine = self._prefiller if self._rank is None else self._rank
-        if engine is None or engine.target != target:
-            return  # Whether its KV cache has been pulled from there the rank will tell.
-        if self._attempts[leg] >= self._host.legs.attempts:
-            return
-        if self._host.may_retry(leg.value, Fault.CONNECT):
+        if self._hand_off is not None and self._hand_off.target == target:
+            engine, leg, tried = target, Leg.PREFILL, 0
+        elif self._call is None or (self._leg is not None and self._leg.started):
+            return  # One that waits for its next attempt leaves anyway.
+        else:
+            engine, leg = self._engine.target, self._leg_kind
+            tried = self._attempts[leg]
+        again = engine == target and tried < self._host.legs.attempts
+        if again and self._host.may_retry(leg.value, Fault.CONNECT):
             self.instance_removed(target)
 
     def drop_lost_kv(self) -> None:
@@ -386,12 +376,8 @@ class Session:
             if not self._answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
                 self._time_out(f"the stream stood still for {legs.idle_timeout_s:g} s")
         elif now_s > self._deadline_s:
-            if self._leg_kind is Leg.PREFILL:
-                self._time_out(f"the prefill took longer than {legs.prefill_timeout_s:g} s")
-            elif self.shape.stream:
-                self._time_out(f"no token came within {legs.first_token_timeout_s:g} s")
-            else:
-                self._time_out(f"no answer came within {legs.answer_timeout_s:g} s")
+            prefill = self._leg_kind is Leg.PREFILL
+            self._time_out(legs.overdue(prefill=prefill, stream=self.shape.stream))
 
     # What the client does.
 
@@ -438,7 +424,7 @@ class Session:
         self._host.leg_succeeded(prefiller.target)
         record = self.record
         record.prefilled_ns = round(self._host.clock() * 1e9)
-        if self._emitted == 0:
+        if self._before.tokens == 0:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
         missing = self._take_kv(answer, prefiller)
@@ -467,7 +453,7 @@ class Session:
     def _take_answer_without_kv(self, answer: PrefillAnswer, reason: str) -> bool:
         """Return whether the request goes on to decode all the same."""
         self._kv = None
-        if answer.complete and self._emitted == 0:
+        if answer.complete and self._before.tokens == 0:
             self._answer_shortly(answer)
             return False
         legs = self._host.legs
@@ -489,7 +475,7 @@ class Session:
             since_s = max(self._prefill_sent_s, self._host.stalls.waiting_since_s())
             lease_ns = round((since_s + lease_s) * 1e9)
         self.pooled()
-        if self._emitted == 0:
+        if self._before.tokens == 0:
             self._host.counted(self, prompt_tokens)
         self._host.feed(PrefillDone(self.number, prompt_tokens, lease_ns))
 
@@ -500,7 +486,7 @@ class Session:
         record = self.record
         record.prefiller = self._hand_off.prefiller.name
         record.prefilled_ns = round(self._host.clock() * 1e9)
-        if self._emitted == 0:
+        if self._before.tokens == 0:
             try:
                 answer = read_prefill_answer(body)
             except BadPrefillAnswerError:
@@ -523,9 +509,6 @@ class Session:
         answer_shortly(self._answer, self.shape, self._body, answer.message)
         self._host.feed(RequestFinished(self.number))
         self._end(Outcome.OK, 200)
-
-    def _prefill_broken(self, error: WireError) -> None:
-        self._mend(breakage(error))
 
     def _probe_lost(self) -> Event:
         self._leg = None
@@ -593,10 +576,6 @@ class Session:
         """Ask this engine for its counts no more."""
         self._host.counts_dear(self._engine)
 
-    def stream_recomputed(self) -> None:
-        """Prefill again with what was emitted, and go on."""
-        self._recompute()
-
     def stream_broken(self, error: WireError) -> None:
         """Mend a decode leg that broke off, or end the answer truthfully."""
         self._mend(breakage(error))
@@ -615,7 +594,7 @@ class Session:
         self._call = None
         self._deadline_s = inf
         if self._hands_back and is_recomputed(body):
-            self._recompute()
+            self.stream_recomputed()
             return
         if not is_whole(body):
             reason = "the engine's answer is no JSON object"
@@ -636,7 +615,8 @@ class Session:
         """Whether the engine may give the request back: decode ranks alone do."""
         return self._host.connector.recomputes and self.decodes
 
-    def _recompute(self) -> None:
+    def stream_recomputed(self) -> None:
+        """Prefill again with what was emitted, and go on."""
         self._call_off()
         self.record.recomputes += 1
         leg = self._leg
@@ -646,8 +626,10 @@ class Session:
         advanced = leg is not None and leg.started and leg.all_tokens > 0
         if advanced:
             assert leg is not None
+            assert self._body is not None
             try:
-                self._remember(leg)
+                if self._before.add(leg, self.shape, self._body):
+                    self._answer.reply.write(leg.last_words)
             except CannotResumeError as error:
                 self._fail(502, f"the engine dropped the request, and {error}")
                 return
@@ -659,17 +641,6 @@ class Session:
         self._rank = None
         # A rank that did nothing for it would do so again.
         self._host.feed(RequestRecomputed(self.number, elsewhere=not advanced))
-
-    def _remember(self, leg: StreamLeg) -> None:
-        assert self._body is not None
-        if leg.text is None or self.shape.sequences != 1:
-            raise CannotResumeError("its answer cannot be continued from text")
-        text, emitted = self._text + "".join(leg.text), self._emitted + leg.all_tokens
-        if not text:
-            return
-        self._members = resumed_members(self.shape.api, self._body.large_values(), text, emitted)
-        self._text, self._emitted = text, emitted
-        self._answer.reply.write(leg.last_words)
 
     def _decode_lost(self) -> Event:
         if self._kv_is_lost:
@@ -735,14 +706,10 @@ class Session:
         self._host.feed(lost())
 
     def _give_up(self, leg: Leg, failure: Failure) -> None:
-        if failure.answer is not None and not self._answer.opened:
-            self._pass_on(*failure.answer)
-        elif failure.answer is not None:  # The status of a resumed answer was sent long ago.
-            self._fail(502, f"the engine answered {failure.answer[0]}")
-        elif failure.what in (What.BROKEN, What.NOT_SENT):
-            self._fail(502, f"{leg.value} failed: {failure.reason}")
+        if failure.answer is None or self._answer.opened:
+            self._fail(*failure.as_error(leg))
         else:
-            self._fail(504 if failure.what is What.TIMED_OUT else 502, failure.reason)
+            self._pass_on(*failure.answer)
 
     def _time_out(self, reason: str) -> None:
         prefilling = None if self._hand_off is None else self._hand_off.target
@@ -772,7 +739,7 @@ class Session:
             openai=self.shape.api in (Api.CHAT, Api.COMPLETIONS),
             sequences=self.shape.sequences,
             cached_tokens=self.record.cached_tokens,
-            resumed_tokens=self._emitted,
+            resumed_tokens=self._before.tokens,
             opened=self._answer.opened,
             keep_text=self._hands_back,
             observe_gap=host.observe_gap,
@@ -810,7 +777,7 @@ class Session:
 
     def _count_tokens(self) -> None:
         leg = self._leg
-        tokens = self._emitted
+        tokens = self._before.tokens
         if leg is not None:
             tokens += leg.all_tokens
             self.record.itl_max_ns = max(self.record.itl_max_ns, round(leg.gap_max_s * 1e9))

@@ -91,7 +91,7 @@ def test_a_fleet_that_falls_silent_makes_no_storm(play: "Play") -> None:
 
 async def pooled(site: "Site", count: int) -> "list[Exchanged]":
     """Fill the only slot for long, and let requests wait for it with their KV caches ready."""
-    await site.send(COMPLETIONS, body(99, max_tokens=1_000, stream=True)).until_events(1)
+    await site.send(COMPLETIONS, body(99, max_tokens=400, stream=True)).until_events(1)
     exchanges = [site.send(COMPLETIONS, body(i)) for i in range(count)]
     await site.until(lambda: len(site.world.scheduler.pool) == count)
     return exchanges
