@@ -2,9 +2,11 @@
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from balanceroute.proxy.wire.messages import Headers
 
 # What of an engine's response head may reach a client. The rest is the connection's own business, or
@@ -60,6 +62,12 @@ def is_whole(body: bytes) -> bool:
 def is_recomputed(body: bytes) -> bool:
     """Return whether the rank gave the request back instead of finishing it."""
     return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None
+
+
+def stops_at_recomputed(values: "Mapping[str, Any]") -> bool:
+    """Return whether the client's own stop words make an engine report what a hand-back does."""
+    stop = values.get("stop")
+    return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
 
 
 def counts_of(body: bytes) -> tuple[int, int]:

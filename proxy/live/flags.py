@@ -390,7 +390,7 @@ FIRST_TOKEN_TIMEOUT_S = seconds(
     "first_token_timeout_s", 60.0, "from dispatch to a decode rank to its first token"
 )
 IDLE_STREAM_TIMEOUT_S = seconds(
-    "idle_stream_timeout_s", 60.0, "between two pieces of a decode rank's answer"
+    "idle_stream_timeout_s", 300.0, "between two pieces of a decode rank's answer"
 )
 ANSWER_TIMEOUT_S = seconds(
     "answer_timeout_s", 1800.0, "for a decode rank's whole answer, if it is not streamed"

@@ -13,7 +13,8 @@ class LegSettings:
         prefill_timeout_s: For the whole prefill leg.
         first_token_timeout_s: From the decode leg's start to its first event. Some engines hang
             silently on a hand-off that cannot be used.
-        idle_timeout_s: Between two pieces of a stream that has begun.
+        idle_timeout_s: Between two pieces of a stream that has begun. vLLM's parsers of tool calls hold
+            back an argument until it is whole, some thousands of tokens of it.
         answer_timeout_s: For an answer that is not streamed.
         attempts: Of each leg, the first included.
         backoff_s: Before the second attempt; it doubles from one to the next.
@@ -28,7 +29,7 @@ class LegSettings:
 
     prefill_timeout_s: float = 300.0
     first_token_timeout_s: float = 60.0
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 300.0
     answer_timeout_s: float = 1800.0
     attempts: int = 3
     backoff_s: float = 0.05

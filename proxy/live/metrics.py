@@ -187,8 +187,8 @@ class Metrics:
         )
         self._late_pulls = counter(
             "late_pulls",
-            "KV caches that ranks pulled after the prefiller's lease had ended: such an answer may be "
-            "wrong. vLLM's NIXL connector tells.",
+            "KV caches that a prefiller was told of when it kept them no longer: called off, or pulled "
+            "after their lease, when such an answer may be wrong. vLLM's NIXL connector tells.",
         )
         self._kv_transfer_failures = counter(
             "kv_transfer_failures",

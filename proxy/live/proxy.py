@@ -441,9 +441,11 @@ class Proxy:
         self.metrics.pulled_late(count)
         fields = {"url": target.url, "count": count}
         message = (
-            "KV caches were pulled after their lease, and may be wrong: is --lease-s too long?"
+            "a prefiller was told of KV caches that it kept no longer: their requests were called "
+            "off, or they were pulled after their lease, and answers may be wrong (then --lease-s "
+            "is too long)"
         )
-        _log.error(message, extra={"fields": fields})
+        _log.warning(message, extra={"fields": fields})
 
     async def _identify(self) -> None:
         """Ask bootstrap servers who their engines are, again and again: each start has a new id."""

@@ -11,24 +11,14 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.core.events import (
-    DecodeLost,
-    DecodeStarted,
-    Event,
-    PrefillDone,
-    PrefillLost,
-    RequestCancelled,
-    RequestFailed,
-    RequestFinished,
-    RequestId,
-    RequestRecomputed,
-)
+from balanceroute.proxy.core import events
 from balanceroute.proxy.live.answer import (
     counts_of,
     error_words,
     is_error,
     is_recomputed,
     is_whole,
+    stops_at_recomputed,
     with_cached_tokens,
 )
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
@@ -76,7 +66,7 @@ if TYPE_CHECKING:
 
 # Not every engine has these routes.
 _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
-# Each makes progress, unless the engine takes an answer's own stop word for one.
+# Each makes progress.
 _MOST_RECOMPUTES = 32
 
 
@@ -124,7 +114,7 @@ class Session:
 
     def __init__(
         self,
-        number: RequestId,
+        number: events.RequestId,
         host: Host,
         *,
         shape: Shape,
@@ -319,7 +309,7 @@ class Session:
 
     def give_up(self, reason: str) -> None:
         """End the request, which somebody else may serve later."""
-        self._host.feed(RequestFailed(self.number))
+        self._host.feed(events.RequestFailed(self.number))
         self._refuse(503, reason, Outcome.UPSTREAM_ERROR, retry_after_s=1)
 
     def is_on(self, target: Target) -> bool:
@@ -390,10 +380,10 @@ class Session:
             # It had the whole answer, only not the last bytes of the stream.
             self._call_off()
             self._count_tokens()
-            self._host.feed(RequestFinished(self.number))
+            self._host.feed(events.RequestFinished(self.number))
             self._end(Outcome.OK, 200)
             return
-        self._host.feed(RequestCancelled(self.number))
+        self._host.feed(events.RequestCancelled(self.number))
         self._end(Outcome.CANCELLED, self.record.status)
 
     def _pause(self) -> None:
@@ -477,7 +467,7 @@ class Session:
         self.pooled()
         if self._before.tokens == 0:
             self._host.counted(self, prompt_tokens)
-        self._host.feed(PrefillDone(self.number, prompt_tokens, lease_ns))
+        self._host.feed(events.PrefillDone(self.number, prompt_tokens, lease_ns))
 
     def _handed_off(self, body: bytes) -> None:
         """Take the answer of a prefill that the decode rank called for."""
@@ -507,13 +497,13 @@ class Session:
         self.record.first_token_ns = self.record.prefilled_ns
         assert self._body is not None
         answer_shortly(self._answer, self.shape, self._body, answer.message)
-        self._host.feed(RequestFinished(self.number))
+        self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
-    def _probe_lost(self) -> Event:
+    def _probe_lost(self) -> events.Event:
         self._leg = None
         self.forget_kv()
-        return PrefillLost(self.number, elsewhere=True, decode=self.decodes)
+        return events.PrefillLost(self.number, elsewhere=True, decode=self.decodes)
 
     # What the engine that was asked answers: StreamOwner.
 
@@ -536,7 +526,7 @@ class Session:
         self._served()
         if self.decodes:
             host.started(self)
-            host.feed(DecodeStarted(self.number))
+            host.feed(events.DecodeStarted(self.number))
 
     def stream_ended(self) -> None:
         """Finish the answer."""
@@ -551,7 +541,7 @@ class Session:
             return
         self._count_tokens()
         self._answer.reply.end()
-        self._host.feed(RequestFinished(self.number))
+        self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
     def stream_error(self, message: str) -> None:
@@ -559,7 +549,7 @@ class Session:
         self._call = None
         self._count_tokens()
         self._answer.reply.end()
-        self._host.feed(RequestFailed(self.number))
+        self._host.feed(events.RequestFailed(self.number))
         self._end(Outcome.UPSTREAM_ERROR, 200, f"the engine reported: {message}")
 
     def stream_error_first(self, event: bytes) -> None:
@@ -607,13 +597,14 @@ class Session:
         if record.cached_tokens is not None:
             body = with_cached_tokens(body, record.cached_tokens)
         self._answer.send(200, headers, body)
-        self._host.feed(RequestFinished(self.number))
+        self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
     @property
     def _hands_back(self) -> bool:
         """Whether the engine may give the request back: decode ranks alone do."""
-        return self._host.connector.recomputes and self.decodes
+        able = self._host.connector.recomputes and self.decodes
+        return able and self._body is not None and not stops_at_recomputed(self._body.values)
 
     def stream_recomputed(self) -> None:
         """Prefill again with what was emitted, and go on."""
@@ -640,23 +631,23 @@ class Session:
             self.pooled()
         self._rank = None
         # A rank that did nothing for it would do so again.
-        self._host.feed(RequestRecomputed(self.number, elsewhere=not advanced))
+        self._host.feed(events.RequestRecomputed(self.number, elsewhere=not advanced))
 
-    def _decode_lost(self) -> Event:
+    def _decode_lost(self) -> events.Event:
         if self._kv_is_lost:
             return self._prefill_lost()
         self._rank = self._leg = None
         self.pooled()
-        return DecodeLost(self.number)
+        return events.DecodeLost(self.number)
 
-    def _prefill_lost(self, *, elsewhere: bool = False, same_rank: bool = False) -> Event:
+    def _prefill_lost(self, *, elsewhere: bool = False, same_rank: bool = False) -> events.Event:
         self._rank = self._leg = None
         if self._kv is None or self._host.connector.decode_first:
             self.forget_kv()
             self.pooled()
-            return DecodeLost(self.number)  # There is no prefill to repeat.
+            return events.DecodeLost(self.number)  # There is no prefill to repeat.
         self.forget_kv()
-        return PrefillLost(self.number, elsewhere=elsewhere, same_rank=same_rank)
+        return events.PrefillLost(self.number, elsewhere=elsewhere, same_rank=same_rank)
 
     # Shared by both legs.
 
@@ -685,7 +676,7 @@ class Session:
         free = pair is not None and pair[0].kv_trial
         # A rank that fails again, with another prefiller, is at fault itself. One that hangs is slow to.
         same_rank = failure.what is not What.TIMED_OUT and self._attempts[leg] == 1
-        mends: dict[Next, Callable[[], Event]] = {
+        mends: dict[Next, Callable[[], events.Event]] = {
             Next.OTHER_PREFILLER: self._probe_lost,
             Next.OTHER_RANK: self._decode_lost,
             Next.NEW_KV: self._prefill_lost,
@@ -701,7 +692,7 @@ class Session:
         delay_s = min(host.legs.backoff_max_s, host.legs.backoff_s * 2 ** (tried - 1))
         self._backoff = host.call_later(delay_s, partial(self._lose, lost))
 
-    def _lose(self, lost: Callable[[], Event]) -> None:
+    def _lose(self, lost: Callable[[], events.Event]) -> None:
         self._backoff = None
         self._host.feed(lost())
 
@@ -758,12 +749,12 @@ class Session:
             headers = JSON_HEADERS
             body = error_body(status, reason, endpoint=self.record.endpoint)
         self._answer.send(status, headers, body)
-        self._host.feed(RequestFailed(self.number))
+        self._host.feed(events.RequestFailed(self.number))
         self._end(outcome, status, reason)
 
     def _fail(self, status: int, reason: str) -> None:
         """Give the request up, truthfully."""
-        self._host.feed(RequestFailed(self.number))
+        self._host.feed(events.RequestFailed(self.number))
         self._refuse(status, reason, Outcome.UPSTREAM_ERROR)
 
     def _refuse(

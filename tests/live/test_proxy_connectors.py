@@ -322,6 +322,24 @@ def test_handed_back_many_times_the_limit_still_holds(play: "Play", path: str) -
     play(scenario, connector=Connector.MOONCAKE_ASCEND)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["recomputed", ["x", "recomputed"]])
+def test_a_clients_stop_word_of_that_name_is_no_hand_back(
+    play: "Play", stop: object, *, stream: bool
+) -> None:
+    """Finding M3: one such request made 33 prefills and 33 decodes, then 502."""
+
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", recomputed_after_tokens=5)
+        exchange = await site.post(COMPLETIONS, BODY | {"stop": stop, "stream": stream})
+        assert exchange.status == 200
+        (record,) = site.world.ended
+        assert (record.recomputes, record.outcome) == (0, Outcome.OK)
+        assert len(site.received("prefill")) == len(site.received("decode")) == 1
+
+    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+
+
 def test_a_whole_answer_that_is_handed_back_begins_again(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY)
