@@ -48,8 +48,8 @@ class Block:
     @property
     def is_commands(self) -> bool:
         """Whether its first command is one."""
-        commands = self.commands()
-        return self.kind in ("", "sh") and bool(commands) and _first(commands[0]) in COMMANDS
+        first = next(filter(None, map(_first, self.commands())), "")
+        return self.kind in ("", "sh") and first in COMMANDS
 
     def commands(self) -> list[list[str]]:
         """Return the words of each command, comments and line ends gone."""
@@ -64,7 +64,7 @@ class Block:
 
 
 def _first(words: list[str]) -> str:
-    """Return the command behind settings of the environment and paths."""
+    """Return the command behind settings of the environment; "" if there is none."""
     named = [word for word in words if not re.match(r"^[A-Z_]+=", word)]
     return "python" if named and named[0].startswith("scripts/") else named[0] if named else ""
 

@@ -67,7 +67,9 @@ def proxy(folder: Path) -> Iterator[ProxyProcess]:
             load = f"--target http://127.0.0.1:{process.port} --emulation {urls['decode'][0]}"
             trace = f"--trace {folder}/my.jsonl --concurrency 32"
             assert command_line.main(["replay", *load.split(), *trace.split()]) == 0
-            yield process
+            with pytest.MonkeyPatch.context() as environment:
+                environment.setenv("DECODE_URL", urls["decode"][0])
+                yield process
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -76,7 +78,6 @@ def test_what_a_page_shows_works(
 ) -> None:
     """Finding usability-H2 and H3: a log that was no trace, and a topology that was refused."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("A", f"http://127.0.0.1:{proxy.admin_port}")
     for block in blocks(page):
         if block.kind == "toml":
             file = folder / "shown.toml"
@@ -84,14 +85,19 @@ def test_what_a_page_shows_works(
             make_config(read_topology(file), {})
         if block.is_commands:
             for words in block.commands():
-                perform(words, block, proxy)
+                perform(words, block, proxy, monkeypatch)
 
 
-def perform(words: list[str], block: Block, proxy: ProxyProcess) -> None:
+def perform(
+    words: list[str], block: Block, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run a command, or parse it if it cannot run here."""
     words = [word for word in words if word not in {"&", "..."}]
-    while re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        monkeypatch.setenv(name, here(value, proxy))
+    if not words:
+        return
     command, *rest = words
     parse(words, block)
     if block.not_run is not None or (command == "balanceroute" and rest[0] in {"serve", "up"}):
@@ -133,6 +139,7 @@ def parse(words: list[str], block: Block) -> None:
 def here(word: str, proxy: ProxyProcess) -> str:
     """Put this proxy's address for that of the page."""
     host = r"(?:127\.0\.0\.1|localhost|proxy)"
+    word = word.replace("http://10.0.0.9:8000", os.environ["DECODE_URL"])
     word = re.sub(rf"{host}:8000", f"127.0.0.1:{proxy.port}", word)
     return re.sub(rf"{host}:9000", f"127.0.0.1:{proxy.admin_port}", word)
 
@@ -154,7 +161,9 @@ def test_pages_have_commands_that_run_and_blocks_that_cannot_have_a_reason() -> 
     assert marks == sum(block.not_run is not None for block in SHOWN)
 
 
-def test_a_wrong_command_is_found(tmp_path: Path, proxy: ProxyProcess) -> None:
+def test_a_wrong_command_is_found(
+    tmp_path: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "page.md"
     for text in (
         "    balanceroute simulate --trase x\n",
@@ -167,4 +176,4 @@ def test_a_wrong_command_is_found(tmp_path: Path, proxy: ProxyProcess) -> None:
         (block,) = blocks(page)
         (words,) = block.commands()
         with pytest.raises((AssertionError, SystemExit)):
-            perform(words, block, proxy)
+            perform(words, block, proxy, monkeypatch)
