@@ -37,6 +37,7 @@ from balanceroute.proxy.live.snapshot import Snapshot
 from balanceroute.proxy.wire.messages import Headers, Request
 
 MAX_BODY_BYTES = 65_536
+"""Of an order; the listener refuses a larger one."""
 MAX_TEXT = 2048
 MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
@@ -317,8 +318,6 @@ def _order(
     Raises:
         _Refusal: It is not a JSON object with the required keys and no others.
     """
-    if len(request.body) > MAX_BODY_BYTES:
-        raise _Refusal(413, f"the body is over {MAX_BODY_BYTES} bytes")
     try:
         order = json.loads(request.body, object_pairs_hook=_without_duplicates)
     # RecursionError: nesting too deep for the decoder. UnicodeDecodeError is a ValueError.

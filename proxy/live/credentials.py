@@ -91,7 +91,10 @@ def refuse_if_shared(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"is {path}: not a regular file")
     if status.st_mode & stat.S_IRWXO:
-        raise ConfigError(f"is {path}: open to every user (chmod o= {path})")
+        raise ConfigError(
+            f"is {path}: open to every user (chmod o= {path}; in Kubernetes "
+            "defaultMode: 0440 and an fsGroup)"
+        )
 
 
 def _read(path: Path) -> bytes:

@@ -22,7 +22,7 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.live.admin import Admin
+from balanceroute.proxy.live.admin import MAX_BODY_BYTES, Admin
 from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.connectors import make_connector
@@ -329,7 +329,10 @@ class Proxy:
             )
             # Few and its own: it answers when the public listener is full.
             limits = replace(
-                config.listen.limits, connections=_ADMIN_CONNECTIONS, connections_per_peer=None
+                config.listen.limits,
+                body_bytes=MAX_BODY_BYTES,
+                connections=_ADMIN_CONNECTIONS,
+                connections_per_peer=None,
             )
             self.admin = Server(self.pages, limits=limits, refuse=_refuse)
             place = "--admin-host {} --admin-port {}"

@@ -253,7 +253,10 @@ class ServerConnection(asyncio.Protocol):
         """Close if idle; return whether it was closed."""
         if self.idle_since_s is None:
             return False
-        self._close()
+        if self._transport.get_extra_info("sslcontext") is None:
+            self._close()
+        else:
+            self._abort()  # The client's part of closing TLS may never come.
         return True
 
     def drop(self) -> None:

@@ -15,7 +15,6 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.admin import (
     MAX_ADDITIONS,
-    MAX_BODY_BYTES,
     Admin,
     ConflictError,
     UnknownInstanceError,
@@ -550,10 +549,6 @@ def test_with_a_token_any_name_will_do(headers: Headers) -> None:
 
 def test_a_page_is_there_for_head_too() -> None:
     assert Bench().ask("HEAD", "/admin/state").status == 200
-
-
-def test_a_large_body_is_refused_unread() -> None:
-    assert Bench().post("/admin/policy", b" " * (MAX_BODY_BYTES + 1)).status == 413
 
 
 def test_orders_and_refused_tokens_leave_a_trace(caplog: pytest.LogCaptureFixture) -> None:

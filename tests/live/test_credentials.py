@@ -35,7 +35,7 @@ def test_a_group_may_read_a_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601])
 def test_a_file_of_keys_open_to_all_is_refused(mode: int, tmp_path: Path) -> None:
     path = write(tmp_path, b"sk-one\n", mode)
-    with pytest.raises(ConfigError, match=rf"is {path}: open to every user \(chmod o= {path}\)"):
+    with pytest.raises(ConfigError, match=rf"is {path}: open to every user \(chmod o= {path};"):
         read_secrets(path)
 
 

@@ -53,9 +53,9 @@ def keys(folder: Path, name: str, *words: str) -> str:
 # What the head alone rules out.
 
 
-async def answer_to_head(site: "Site", head: bytes) -> tuple[int, bytes]:
+async def answer_to_head(site: "Site", head: bytes, port: int | None = None) -> tuple[int, bytes]:
     """Send a head whose body never comes; return the status and the rest of the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port or site.world.port)
     begin_s = site.loop.time()
     writer.write(head + b"\r\n\r\n")
     answer = await reader.read()
@@ -108,6 +108,17 @@ def test_what_the_head_rules_out_is_answered_before_the_body(
 
     flags = {"api_key_file": keys(tmp_path, "keys", "right"), "body_limit_bytes": 2_000_000}
     play(scenario, flags=flags)
+
+
+def test_a_large_order_is_refused_before_its_body(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert site.world.proxy.admin is not None
+        port = site.world.proxy.admin.port
+        head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 65537"
+        status, answer = await answer_to_head(site, head, port)
+        assert (status, b'"error":{' in answer) == (413, True)
+
+    play(scenario)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.server import Reply, Server
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from tests.wire.conftest import Run
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -76,7 +81,7 @@ def play(scenario: Scenario, **limits: Any) -> None:
         await asyncio.sleep(0.1)
         assert loop.pending_timers == 0
 
-    run(main, seed=1)
+    run_virtually(main, seed=1)
 
 
 def test_beyond_the_limit_a_newcomer_is_told_to_come_again() -> None:
@@ -197,3 +202,36 @@ def test_rejections_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFi
     fields = [record.__dict__["fields"] for record in caplog.records]
     assert [one["count"] for one in fields] == [1, 20]
     assert fields[0] == {"reason": "limit", "count": 1, "open": 1, "peer": "127.0.0.1"}
+
+
+def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_same(
+    run: "Run", contexts: "tuple[SSLContext, SSLContext]"
+) -> None:
+    async def main() -> None:
+        server = Server(Desk(), limits=ServerLimits(connections=1))
+        await server.start("127.0.0.1", 0, ssl=contexts[0])
+
+        async def connect() -> Client:
+            client = Client(
+                *await asyncio.open_connection(
+                    "127.0.0.1", server.port, ssl=contexts[1], server_hostname="localhost"
+                )
+            )
+            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+            return client
+
+        clients: list[Client] = []
+        try:
+            clients.append(await connect())
+            clients[0].writer.transport.pause_reading()  # type: ignore[attr-defined]
+            clients.append(await connect())
+            while server.connections > 1:  # noqa: ASYNC110 (What is waited for sets no event.)
+                await asyncio.sleep(0)
+            assert server.limit.evicted == 1
+        finally:
+            for client in clients:
+                client.writer.transport.abort()
+            server.close()
+            await server.drain()
+
+    run(main())
