@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from client_checks import ClientChecks
 from dp_checks import DpChecks
 from engines import Order, free_port, running
 from environment import VLLM, mooncake_fault, prepare
@@ -95,9 +96,11 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
         )
-        groups: list[Checks | TraceChecks] = [DpChecks(fleet)]
+        groups: list[Checks | TraceChecks | ClientChecks] = [DpChecks(fleet)]
         if connector != "nixl-dp":
-            groups = [TraceChecks(fleet), Checks(fleet)]
+            # The last ones kill engines.
+            clients = [ClientChecks(fleet)] if connector == "nixl" else []
+            groups = [TraceChecks(fleet), *clients, Checks(fleet)]
         for group in groups:
             for name in group.names():
                 title = name.removeprefix("check_").replace("_", " ")
@@ -130,17 +133,21 @@ def main() -> int:
     prepare()
     print(f"vLLM {VLLM} on the CPU, one prefiller, two decode ranks", flush=True)
     passed = failed = 0
+    skipped: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="balanceroute-engines-"))
     for connector in connectors:
         fault = mooncake_fault() if connector == "mooncake" else None
         if fault is not None:
             print(f"{connector:9} SKIPPED: {fault}", flush=True)
+            skipped.append(f"mooncake (Debian's libibverbs1 is missing?: {fault})")
             continue
         for title, seen, wrong in check(connector, only, folder / connector):
             passed, failed = passed + (wrong is None), failed + (wrong is not None)
             verdict = f"ok    {seen}" if wrong is None else f"WRONG {wrong}"
             print(f"{connector:9} {title:58} {verdict}", flush=True)
-    print(f"{passed} passed, {failed} failed, {time.monotonic() - begin_s:.0f} s", flush=True)
+    took = f"{time.monotonic() - begin_s:.0f} s"
+    left_out = f"; not run: {', '.join(skipped)}" if skipped else ""
+    print(f"{passed} passed, {failed} failed, {took}{left_out}", flush=True)
     if arguments.keep or failed:
         print(f"logs in {folder}", flush=True)
     else:

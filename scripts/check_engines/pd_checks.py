@@ -31,6 +31,19 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+# What a grammar makes of random weights has to end by itself.
+_SHORT = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+_STRICT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _SHORT}}
+# The smallest PNG there is; the tiny model takes no image, so that the refusal is compared.
+_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+    "awAAAABJRU5ErkJggg=="
+)
 
 
 def chat(text: str, **values: Any) -> tuple[str, dict[str, Any]]:
@@ -71,6 +84,20 @@ def requests() -> dict[str, tuple[str, dict[str, Any]]]:
         "log-probabilities": chat("return None if", logprobs=True, top_logprobs=3),
         "log-probabilities, streamed": completion("print(value", logprobs=2, **usage),
         "tools": chat("What is the weather in Oslo?", tools=[_TOOL]),
+        "tools, required": chat(
+            "Weather?", tools=[_STRICT_TOOL], tool_choice="required", max_tokens=200
+        ),
+        "tools, required, streamed": chat(
+            "Weather?", tools=[_STRICT_TOOL], tool_choice="required", max_tokens=200, **usage
+        ),
+        "a JSON schema": chat(
+            "Weather?",
+            max_tokens=200,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "weather", "schema": _SHORT},
+            },
+        ),
         "tools, named, streamed": chat("Weather?", tools=[_TOOL], tool_choice=named, **usage),
         "stop word": completion("if x:", stop=["e"]),
         "one token": completion("lambda:", max_tokens=1),
@@ -111,20 +138,36 @@ class Checks:
         return f"{len(requests())} requests, {pulled_after - pulled:.0f} prompt tokens pulled"
 
     def check_refusals_are_the_engines(self) -> str:
+        image = {"type": "image_url", "image_url": {"url": _IMAGE}}
+        refused = (
+            (completion("a", max_tokens=100_000), 400),
+            (completion("word " * 3000), 400),
+            (completion("a", max_tokens=0), 400),
+            (completion("a", temperature=-1), 400),
+            (completion("a", model="other"), 404),
+            (chat("", messages=[{"role": "user", "content": [image]}]), 400),
+        )
         with self._fleet.proxy("refusals") as proxy:
-            for (path, body), status in (
-                (completion("a", max_tokens=100_000), 400),
-                (completion("word " * 3000), 400),
-                (completion("a", max_tokens=0), 400),
-                (completion("a", temperature=-1), 400),
-                (completion("a", model="other"), 404),
-            ):
+            for (path, body), status in refused:
                 ours = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
                 assert ours.status_code == status, f"{ours.status_code}, not {status}"
                 theirs = CLIENT.post(f"{self._prefiller.url}{path}", json=body, timeout=60.0)
                 if status == 400:
                     assert ours.json() == theirs.json()
-        return "5 of them, status and body"
+        return f"{len(refused)} of them, an image among them, status and body"
+
+    def check_several_answers_go_where_direct_says(self) -> str:
+        path, body = chat("with open(path) as file:", temperature=0.8, seed=11, n=2)
+        expected = essence(ask(self._prefiller.url, path, body))
+        for direct in ("prefill", "decode"):
+            with self._fleet.proxy(f"direct-{direct}", "--direct", direct) as proxy:
+                assert_equal(essence(ask(proxy.url, path, body)), expected)
+                (line,) = _lines(proxy)
+                assert (line["rank"] is None) == (direct == "prefill"), line
+        with self._fleet.proxy("direct-refuse", "--direct", "refuse") as proxy:
+            answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
+            assert answer.status_code == 400, answer.status_code
+        return "from the prefiller, from a decode rank, refused"
 
     def check_a_client_that_leaves_frees_both_sides(self) -> str:
         with self._fleet.proxy("leaves") as proxy:
@@ -330,6 +373,22 @@ def _bound(proxy: Proxy, engine: Engine) -> int:
     state: Any = proxy.state()
     (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
     return int(rank["bound"])
+
+
+def _lines(proxy: Proxy) -> list[dict[str, Any]]:
+    """Return the lines of requests in the log, once there is one."""
+    lines: list[dict[str, Any]] = []
+
+    def written() -> bool:
+        lines[:] = [
+            line
+            for line in map(json.loads, proxy.log.read_text().splitlines())
+            if "request_id" in line and "outcome" in line
+        ]
+        return bool(lines)
+
+    until(written, "a line of a request in the log")
+    return lines
 
 
 def _line_of(proxy: Proxy, request_id: str) -> dict[str, Any]:
