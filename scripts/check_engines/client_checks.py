@@ -29,7 +29,8 @@ class ClientChecks:
 
     def check_client_libraries(self) -> str:
         with self._fleet.proxy("libraries") as proxy:
-            return _judge(list(check_frameworks(proxy.url, _MODEL)))
+            # A model of random weights calls no tool that a library could parse.
+            return _judge(list(check_frameworks(proxy.url, _MODEL, "tool", "structured")))
 
     def check_statuses_are_one_engines_for_requests_of_its_own_schema(self) -> str:
         engine = self._fleet.prefillers[0].url

@@ -163,7 +163,7 @@ class Checks:
             with self._fleet.proxy(f"direct-{direct}", "--direct", direct) as proxy:
                 assert_equal(essence(ask(proxy.url, path, body)), expected)
                 (line,) = _lines(proxy)
-                assert (line["rank"] is None) == (direct == "prefill"), line
+                assert bool(line["rank"]) == (direct == "decode"), line
         with self._fleet.proxy("direct-refuse", "--direct", "refuse") as proxy:
             answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
             assert answer.status_code == 400, answer.status_code

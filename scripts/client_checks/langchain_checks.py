@@ -1,6 +1,6 @@
 """What `langchain-openai` gets from the proxy.
 
-python langchain_checks.py BASE_URL MODEL
+python langchain_checks.py BASE_URL MODEL [LEFT_OUT..]
 """
 
 import importlib.metadata
@@ -82,4 +82,8 @@ class Checks:
 
 
 if __name__ == "__main__":
-    sys.exit(report(importlib.metadata.version("langchain-openai"), Checks(*sys.argv[1:3])))
+    sys.exit(
+        report(
+            importlib.metadata.version("langchain-openai"), Checks(*sys.argv[1:3]), *sys.argv[3:]
+        )
+    )

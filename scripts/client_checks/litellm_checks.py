@@ -1,6 +1,6 @@
 """What the `litellm` package gets from the proxy, by either of its APIs.
 
-python litellm_checks.py BASE_URL MODEL
+python litellm_checks.py BASE_URL MODEL [LEFT_OUT..]
 """
 
 import asyncio
@@ -99,4 +99,4 @@ class Checks:
 
 
 if __name__ == "__main__":
-    sys.exit(report(importlib.metadata.version("litellm"), Checks(*sys.argv[1:3])))
+    sys.exit(report(importlib.metadata.version("litellm"), Checks(*sys.argv[1:3]), *sys.argv[3:]))
