@@ -3,7 +3,12 @@
 This folder is a leaf: it imports nothing else of the project.
 """
 
-from balanceroute.topologies.checks import Finding, PortUse, check_engines
+from balanceroute.topologies.checks import (
+    Finding,
+    PortUse,
+    check_engines,
+    check_local_prefill,
+)
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
 from balanceroute.topologies.tables import TopologyError, did_you_mean
@@ -29,6 +34,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "check_engines",
+    "check_local_prefill",
     "did_you_mean",
     "engine_commands",
     "proxy_command",

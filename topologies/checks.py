@@ -14,6 +14,8 @@ from balanceroute.topologies.tables import MAX_PORT
 # https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
 _ASCEND_DIRECT_FIRST = 20_000
 _ASCEND_DIRECT_PER_DEVICE = 1_000
+# vllm-ascend's MLAPO_MAX_SUPPORTED_TOKENS (attention/mla_v1.py).
+_MLAPO_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,25 @@ def _connector(engines: Engines) -> Iterator[Finding]:
             "of all others"
         )
         yield Finding("note", "engines.decode.recompute_scheduler", reason)
+
+
+def check_local_prefill(engines: Engines) -> Iterator[Finding]:
+    """Yield why decode ranks cannot compute prompts, where they are to (vllm-ascend#11882).
+
+    With MLAPO, which is on unless it is switched off, models with MLA in W8A8 lose the weights for it.
+    """
+    decode = engines.decode
+    tokens, additional = decode.max_num_batched_tokens, decode.additional
+    on = additional.get("enable_mlapo", decode.environment.get("VLLM_ASCEND_ENABLE_MLAPO") != "0")
+    if engines.device != "npu" or not on or tokens is None or tokens > _MLAPO_TOKENS:
+        return
+    if additional.get("mlapo_keep_prefill_weights") is not True:
+        reason = (
+            "lacks mlapo_keep_prefill_weights = true: with MLAPO and max_num_batched_tokens of "
+            f"{_MLAPO_TOKENS} or less a rank frees the weights that a prompt takes (MLA models in "
+            "W8A8), and [proxy].direct sends it prompts: it dies of the first"
+        )
+        yield Finding("error", "engines.decode.additional", reason)
 
 
 def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[PortUse]:

@@ -23,6 +23,8 @@ _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
 
 # What fits on no rank is handed back until the proxy gives it up.
 _GIVEN_UP = b"the engine dropped the request"
+# What one engine would have to do whole, where none is to.
+_NOT_SERVED = b"which this deployment does not serve"
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Judge:
         }
         if any(one.act is Act.MEDDLE for one in plan.injections):
             self._statuses.add(413)
+        self._refuses = plan.world.flags.get("direct") == "refuse"
         self._eos = any(
             "eos_first" in one.changes and one.role is Role.PREFILL for one in plan.injections
         )
@@ -156,6 +159,8 @@ class Judge:
         if request.forbidden:
             if status != 400:
                 verdict.wrong.append(f"it got {status} instead of 400")
+            return verdict
+        if status == 400 and self._refuses and _NOT_SERVED in received.body:
             return verdict
         if status in (400, 404, 413, 422) and status not in self._statuses:
             answer = await self._oracle.answer(request)

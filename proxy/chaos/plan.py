@@ -79,7 +79,7 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
     rng = random.Random(seed)
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng)
-    flags = _flags(rng, engines)
+    flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)
@@ -148,6 +148,13 @@ def _engines(rng: random.Random) -> EmulationSettings:
         partial_utf8=rng.choice([0.0, 0.0, 0.2]),
         merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
+
+
+def _direct(rng: random.Random) -> dict[str, object]:
+    return {
+        "direct": rng.choice(["auto", "auto", "prefill", "decode", "refuse"]),
+        "direct_limit": rng.choice([1, 4]),
+    }
 
 
 def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:

@@ -10,6 +10,7 @@ from balanceroute.topologies import (
     Finding,
     PortUse,
     check_engines,
+    check_local_prefill,
     did_you_mean,
     engine_commands,
     proxy_command,
@@ -168,6 +169,8 @@ def _proxy_ports(engines: "Engines", config: "ProxyConfig") -> Iterator[PortUse]
 
 def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]:
     """Yield where the proxy and the engines do not agree."""
+    from balanceroute.proxy.live.direct import Direct  # noqa: PLC0415
+
     batch, slots = config.scheduling.batch_limit, engines.decode.max_num_seqs
     if batch > slots:
         reason = (
@@ -189,6 +192,8 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
     ):
         reason = f"is {config.scheduling.probe_limit}, more than a prefiller's max_num_seqs"
         yield Finding("note", "proxy.probe_limit", reason)
+    if config.legs.direct is Direct.DECODE:
+        yield from check_local_prefill(engines)
     if config.listen.host in _LOOPBACK and engines.proxy_host not in _LOOPBACK:
         reason = f"is {config.listen.host}: only {engines.proxy_host} itself reaches the proxy"
         yield Finding("note", "proxy.host", reason)

@@ -340,6 +340,7 @@ def _legs(values: Values, connector: str) -> LegSettings:
         direct=_direct(values, connector),
         recompute_missing_kv=values.get(flags.ON_MISSING_KV) == "recompute",
         count_by_usage=values.get(flags.COUNT_TOKENS) == "usage",
+        pass_priority=values.get(flags.PASS_PRIORITY),
     )
 
 

@@ -52,10 +52,11 @@ from balanceroute.proxy.live.prompt_keys import prompt_keys
 from balanceroute.proxy.live.record import Outcome, RequestRecord
 from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.session import Session
-from balanceroute.proxy.live.shape import CHARACTERS_PER_TOKEN, Shape
+from balanceroute.proxy.live.shape import Shape
 from balanceroute.proxy.live.stall_watch import StallWatch
 from balanceroute.proxy.live.step_clock import StepClock
 from balanceroute.proxy.live.target import Fault, Target
+from balanceroute.proxy.live.token_estimate import TokenEstimate
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
@@ -73,8 +74,6 @@ _log = logging.getLogger(__name__)
 _SWEEP_S = 0.25
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
-# Weight of one more prompt in the running mean of characters per token.
-_WEIGHT = 1 / 32
 # After these a slot may be free for a request that waits.
 _FREEING = (RequestFinished, RequestFailed, RequestCancelled, RequestRecomputed, RankOpened)
 # After these a request is on no rank.
@@ -180,7 +179,7 @@ class Driver:
         self._retries = RetryBudget()
         self._arrived = 0
         self._ids: Counter[str] = Counter()  # Client request ids in use.
-        self._characters_per_token = CHARACTERS_PER_TOKEN
+        self._estimate = TokenEstimate()
         self._serving = instances.serving()
         # What the scheduler has been told of who is open.
         self._open_prefillers = [(True, False)] * len(instances.prefillers)
@@ -237,9 +236,7 @@ class Driver:
             self._unready_since_s = None  # Nobody looked meanwhile.
             self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
-        tokens = shape.prompt_tokens
-        if tokens is None:
-            tokens = max(1, round(shape.prompt_characters / self._characters_per_token))
+        tokens = self._estimate.tokens(shape)
         record.prompt_estimate = tokens
         if self._predictors.uses_keys:
             record.keys = prompt_keys(shape.api, body)
@@ -395,13 +392,11 @@ class Driver:
             _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
     def counted(self, session: Session, prompt_tokens: int) -> None:
-        """Learn how many tokens a prompt really has, and so how many characters a token has."""
+        """Learn how many tokens a prompt really has."""
         shape = session.shape
         features = RequestFeatures(prompt_tokens, shape.max_tokens, session.record.keys)
         self._predictors.begin(session.number, features)
-        if shape.prompt_tokens is None:
-            ratio = shape.prompt_characters / prompt_tokens
-            self._characters_per_token += _WEIGHT * (ratio - self._characters_per_token)
+        self._estimate.learn(shape, prompt_tokens)
 
     def started(self, session: Session) -> None:
         """Note that a stream began: the request is in its rank's batch."""

@@ -278,6 +278,12 @@ ON_MISSING_KV = choice(
     "count it as a failed try",
     ("recompute", "fail"),
 )
+PASS_PRIORITY = switch(
+    "pass_priority",
+    default=False,
+    text="let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
+    "default policy answers 400 to any but 0",
+)
 COUNT_TOKENS = choice(
     "count_tokens",
     "usage",
@@ -541,6 +547,7 @@ GROUPS: dict[str, tuple[Option[object], ...]] = {
         DIRECT,
         DIRECT_LIMIT,
         ON_MISSING_KV,
+        PASS_PRIORITY,
         COUNT_TOKENS,
     ),
     "policies": POLICY_KNOBS,

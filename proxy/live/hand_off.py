@@ -113,7 +113,8 @@ class HandOff:
         self._prefiller = prefiller
         prefiller.hand_offs += 1
         leg = BufferedLeg(self._answered, self._broken, max_bytes=self._host.legs.answer_bytes)
-        body = prefill_body(self._body, self._members, self._params)
+        drop = self._host.legs.drop
+        body = prefill_body(self._body, self._members, self._params, drop=drop)
         self._call = prefiller.endpoint.request(
             b"POST", self._api.value.encode(), self._headers, body, leg
         )

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.live.token_counts import CountsAsked
 
-_NOT_FOR_PREFILL = INTERNAL_FIELDS | {"stream_options", "best_of"}
+_PREFILL_ALONE = frozenset({"stream_options", "best_of"})
 
 
 def prefill_body(
-    body: "RequestBody", members: Mapping[str, object], params: Mapping[str, object]
+    body: "RequestBody",
+    members: Mapping[str, object],
+    params: Mapping[str, object],
+    *,
+    drop: frozenset[str] = INTERNAL_FIELDS,
 ) -> bytes:
     """Return the prefill leg's body.
 
@@ -26,6 +30,7 @@ def prefill_body(
         body: The client's.
         members: Changed by an earlier binding; see `resumed_members`.
         params: The connector's.
+        drop: Members of the client's that no engine gets.
     """
     overrides: dict[str, object] = {
         **members,
@@ -37,7 +42,7 @@ def prefill_body(
     }
     if "max_completion_tokens" in body.values:
         overrides["max_completion_tokens"] = 1
-    return body.encode(overrides, drop=_NOT_FOR_PREFILL)
+    return body.encode(overrides, drop=drop | _PREFILL_ALONE)
 
 
 def decode_body(
@@ -45,6 +50,8 @@ def decode_body(
     members: Mapping[str, object],
     params: Mapping[str, Any] | None,
     asked: "CountsAsked | None" = None,
+    *,
+    drop: frozenset[str] = INTERNAL_FIELDS,
 ) -> bytes:
     """Return the decode leg's body; without `params` the engine computes the prompt itself."""
     overrides: dict[str, object] = dict(members)
@@ -52,4 +59,4 @@ def decode_body(
         overrides["stream_options"] = asked.options
     if params is not None:
         overrides["kv_transfer_params"] = params
-    return body.encode(overrides, drop=INTERNAL_FIELDS)
+    return body.encode(overrides, drop=drop)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from balanceroute.proxy.live.direct import Direct
+from balanceroute.proxy.live.shape import INTERNAL_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class LegSettings:
             these; else, and if nobody serves these, it is prefilled again elsewhere.
         count_by_usage: Whether the tokens of a stream are counted by the engine's own word, which is
             asked for in every event; else an event counts as one.
+        pass_priority: Whether engines get the priority that a client gives its request.
     """
 
     prefill_timeout_s: float = 300.0
@@ -38,6 +40,12 @@ class LegSettings:
     direct: Direct = Direct.DECODE
     recompute_missing_kv: bool = True
     count_by_usage: bool = True
+    pass_priority: bool = False
+
+    @property
+    def drop(self) -> frozenset[str]:
+        """Members of clients that no engine gets."""
+        return INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
 
     def overdue(self, *, prefill: bool, stream: bool) -> str:
         """Return what to say of a leg that has not begun to answer in time."""

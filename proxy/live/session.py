@@ -207,9 +207,8 @@ class Session:
             self._ask(prefiller, self._headers)
             return
         self._transfer = f"xfer-{host.unique()}"
-        body = prefill_body(
-            self._body, self._before.members, host.connector.prefill_params(self._transfer)
-        )
+        params = host.connector.prefill_params(self._transfer)
+        body = prefill_body(self._body, self._before.members, params, drop=host.legs.drop)
         leg = BufferedLeg(
             self._prefill_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
         )
@@ -244,7 +243,7 @@ class Session:
         asked = None
         if host.legs.count_by_usage:
             asked = ask_for_counts(self.shape, self._body.values, each=not engine.counts_dear)
-        body = decode_body(self._body, self._before.members, self._kv, asked)
+        body = decode_body(self._body, self._before.members, self._kv, asked, drop=host.legs.drop)
         leg: StreamLeg | BufferedLeg
         if self.shape.stream:
             leg = self._leg = self._make_stream_leg(asked)

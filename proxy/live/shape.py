@@ -34,8 +34,6 @@ INTERNAL_FIELDS = frozenset(
 )
 # With the least value that is good.
 _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
-# A first guess of the tokens in a text; corrected by what the prefillers count.
-CHARACTERS_PER_TOKEN = 4.0
 
 
 class Api(Enum):
@@ -59,7 +57,9 @@ class Shape:
         direct: The member, or the endpoint, for which one engine has to do the whole request; "" if
             none has to.
         prompt_tokens: Exact for token ids; else None.
-        prompt_characters: Length of the prompt's text, if `prompt_tokens` is None.
+        prompt_characters: Length of a prompt's text (the mean, if there are several), keys and data
+            left out. It matters if `prompt_tokens` is None.
+        prompt_data: Images, sounds and files in the prompt.
         max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
     """
 
@@ -70,6 +70,7 @@ class Shape:
     direct: str
     prompt_tokens: int | None
     prompt_characters: int
+    prompt_data: int
     max_tokens: int | None
 
 
@@ -91,7 +92,8 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         raise BodyError("stream must be true or false", "stream")
     if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
         check_priority(values)
-    prompts, tokens = _prompts(body.summary("prompt")) if api is Api.COMPLETIONS else (1, None)
+    prompt = body.summary(PROMPT_MEMBER[api])
+    prompts, tokens = _prompts(prompt) if api is Api.COMPLETIONS else (1, None)
     sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
@@ -104,7 +106,8 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         sequences=sequences,
         direct=_needs_one_engine(api, body, sequences),
         prompt_tokens=tokens,
-        prompt_characters=max(body.text_length(PROMPT_MEMBER[api]), 1),
+        prompt_characters=max(prompt.characters // prompts, 1),
+        prompt_data=prompt.data_strings,
         max_tokens=count(_limit(values), 1),
     )
 

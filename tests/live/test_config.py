@@ -123,6 +123,7 @@ SAMPLES: dict[str, object] = {
     "direct": "refuse",
     "direct_limit": 7,
     "on_missing_kv": "fail",
+    "pass_priority": True,
     "count_tokens": "events",
     "projection": "point",
     "horizon": 7,
@@ -294,6 +295,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         direct=Direct.REFUSE,
         recompute_missing_kv=False,
         count_by_usage=False,
+        pass_priority=True,
     )
     assert config.health == HealthSettings(interval_s=3.0, timeout_s=3.25, quarantine_failures=5)
     assert config.scrape.interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}

@@ -36,7 +36,8 @@ def test_an_ordinary_request_takes_the_pd_path() -> None:
         sequences=1,
         direct="",
         prompt_tokens=None,
-        prompt_characters=len('"messages": ' + json.dumps(MESSAGES)),
+        prompt_characters=len("userhello"),
+        prompt_data=0,
         max_tokens=5,
     )
 
@@ -103,7 +104,7 @@ def test_the_newer_apis_go_direct(api: Api) -> None:
     shape = shape_of(api, model="m", input="hello", messages=MESSAGES, max_output_tokens=7)
     assert shape.direct
     assert shape.max_tokens == 7
-    assert shape.prompt_characters > len("hello")
+    assert shape.prompt_characters == len("hello" if api is Api.RESPONSES else "userhello")
 
 
 def test_the_limit_of_a_chat_is_the_newer_member() -> None:
@@ -115,26 +116,41 @@ def test_the_limit_of_a_chat_is_the_newer_member() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "sequences", "tokens"),
+    ("prompt", "sequences", "tokens", "characters"),
     [
-        ("text", 1, None),
-        (["text"], 1, None),
-        ([5, 6, 7], 1, 3),
-        ([[5, 6, 7]], 1, 3),
-        ([[5], [6, 7, 8], [9, 10]], 3, 2),
-        ([[], []], 2, 1),
-        (["a", "b", "c"], 3, None),
-        (["a", [1]], 2, None),
-        ([True, False], 2, None),
-        ([], 1, None),
-        (None, 1, None),
-        ({"a": 1}, 1, None),
+        ("text", 1, None, 4),
+        (["text"], 1, None, 4),
+        ([5, 6, 7], 1, 3, 1),
+        ([[5, 6, 7]], 1, 3, 1),
+        ([[5], [6, 7, 8], [9, 10]], 3, 2, 1),
+        ([[], []], 2, 1, 1),
+        (["a", "b", "c"], 3, None, 1),
+        (["a" * 100, "b" * 200], 2, None, 150),
+        (["a", [1]], 2, None, 1),
+        ([True, False], 2, None, 1),
+        ([], 1, None, 1),
+        (None, 1, None, 1),
+        ({"a": 1}, 1, None, 1),
     ],
 )
-def test_prompts_are_counted(prompt: object, sequences: int, tokens: int | None) -> None:
+def test_prompts_are_counted(
+    prompt: object, sequences: int, tokens: int | None, characters: int
+) -> None:
+    """Finding M1: what each of several texts is charged is their mean, not their sum."""
     shape = completion(prompt=prompt)
     assert (shape.sequences, shape.prompt_tokens) == (sequences, tokens)
-    assert shape.prompt_characters == len(f'"prompt": {json.dumps(prompt)}')
+    assert shape.prompt_characters == characters
+    assert shape.prompt_data == 0
+
+
+def test_an_image_is_no_text() -> None:
+    """Finding M2: base64 says nothing about the number of tokens."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
+    sound = {"type": "input_audio", "input_audio": {"data": "A" * 10_000, "format": "wav"}}
+    text = {"type": "text", "text": "what is it?"}
+    shape = chat(messages=[{"role": "user", "content": [text, image, sound]}])
+    assert shape.prompt_characters < 100
+    assert shape.prompt_data == 2
 
 
 def test_every_prompt_is_answered_n_times() -> None:

@@ -183,3 +183,43 @@ def test_a_range_that_clashes_often_is_told_once(tmp_path: Path) -> None:
 def test_tokens_that_the_engine_counts_may_be_merged(tmp_path: Path) -> None:
     content = text(top="[proxy]\nhost = '::'", decode="flags = { stream_interval = 4 }")
     assert not found(tmp_path, content)
+
+
+FEW = "recompute_scheduler = true\nmax_num_batched_tokens = 256"
+
+
+@pytest.mark.parametrize("connector", ["mooncake-ascend", "mooncake-layerwise"])
+@pytest.mark.parametrize(
+    ("direct", "decode", "dies"),
+    [
+        ("decode", FEW, True),
+        ("decode", f"{FEW}\nadditional = {{ mlapo_keep_prefill_weights = false }}", True),
+        ("decode", f"{FEW}\nenvironment = {{ VLLM_ASCEND_ENABLE_MLAPO = '1' }}", True),
+        ("decode", f"{FEW}\nadditional = {{ mlapo_keep_prefill_weights = true }}", False),
+        ("decode", f"{FEW}\nadditional = {{ enable_mlapo = false }}", False),
+        ("decode", f"{FEW}\nenvironment = {{ VLLM_ASCEND_ENABLE_MLAPO = 0 }}", False),
+        ("decode", "recompute_scheduler = true\nmax_num_batched_tokens = 1025", False),
+        ("decode", "recompute_scheduler = true", False),
+        ("prefill", FEW, False),
+        ("auto", FEW, False),
+        ("refuse", FEW, False),
+    ],
+)
+def test_a_rank_without_the_weights_for_prompts_is_sent_none(
+    connector: str, direct: str, decode: str, dies: bool, tmp_path: Path
+) -> None:
+    """Finding C4: a decode rank whose weights MLAPO freed dies of a prompt."""
+    top = f"[proxy]\ndirect = '{direct}'\nhost = '10.0.0.9'"
+    findings = found(tmp_path, text(connector, top=top, decode=decode))
+    if dies:
+        assert len(findings) == 1, findings
+        assert findings[0].startswith("error: engines.decode.additional: lacks mlapo_keep")
+    else:
+        assert findings == []
+
+
+@pytest.mark.parametrize("name", ["ascend-2p1d", "ascend-4p1d", "ascend-5p1d"])
+def test_the_shipped_layouts_of_mla_models_keep_the_weights(name: str) -> None:
+    engines = read_topology(name).engines
+    assert engines is not None
+    assert engines.decode.additional["mlapo_keep_prefill_weights"] is True

@@ -66,6 +66,7 @@ ASCEND_FLAGS = {
 }
 ASCEND_ADDITIONAL = {
     "enable_shared_expert_dp": _CONFIG,
+    "mlapo_keep_prefill_weights": _CONFIG,
     "multistream_overlap_shared_expert": _CONFIG,
     "scheduler_config": _CONFIG,
 }
