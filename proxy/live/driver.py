@@ -45,6 +45,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Status
+from balanceroute.proxy.live.isolation import Isolation
 from balanceroute.proxy.live.kv_transfers import KvTransfers
 from balanceroute.proxy.live.leg_settings import LegSettings
 from balanceroute.proxy.live.lost_engines import LostEngines
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.live.connectors import Connector
+    from balanceroute.proxy.live.decision_failures import DecisionFailures
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.health import Health
     from balanceroute.proxy.live.metrics import Metrics
@@ -117,6 +119,7 @@ class Driver:
         predictors: Told of every request; asked by the core.
         health: Told how legs end.
         metrics: Told of everything countable.
+        failures: Told of exceptions, none of which ends service.
         log: Told of every request that ended.
         admission: Asked before a request is let in.
         settings: Limits and times.
@@ -143,6 +146,7 @@ class Driver:
         *,
         health: "Health",
         metrics: "Metrics",
+        failures: "DecisionFailures",
         log: Log,
         admission: Admission,
         settings: DriverSettings,
@@ -161,13 +165,14 @@ class Driver:
         self.observe_gap = metrics.observe_itl
         self.sessions: dict[RequestId, Session] = {}
         self.steps = StepClock()
-        self.idle_tokens = 0
-        self.capacity_tokens = 0
+        self.idle_tokens = self.capacity_tokens = 0
         self.draining = False
         self._loop = loop
         self._predictors = predictors
         self._health = health
         self._metrics = metrics
+        self._isolation = isolation = Isolation(self, failures)
+        self.guarded, self.crashed = isolation.guarded, isolation.crashed
         self._log = log
         self._admission = admission
         self._settle_s = settings.settle_s
@@ -181,9 +186,8 @@ class Driver:
         self._ids: Counter[str] = Counter()  # Client request ids in use.
         self._estimate = TokenEstimate()
         self._serving = instances.serving()
-        # What the scheduler has been told of who is open.
         self._open_prefillers = [(True, False)] * len(instances.prefillers)
-        self._open_ranks = [True] * len(instances.ranks)
+        self._open_ranks = [True] * len(instances.ranks)  # As the scheduler was told.
         # In their rank's batch; and admitted, without a stream to tell when they join it.
         self._started: dict[RequestId, Session] = {}
         self._unheard: dict[RequestId, float] = {}
@@ -198,7 +202,6 @@ class Driver:
             count=metrics.kv_transfer_failed,
             passed=self.reopen,
         )
-        # Timers.
         self._tick_timer: asyncio.Handle | None = None
         self._tick_soon = False
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -236,6 +239,10 @@ class Driver:
             self._unready_since_s = None  # Nobody looked meanwhile.
             self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
+        self._isolation.run_for(session, "arrival", self._take, session, body)
+
+    def _take(self, session: Session, body: "RequestBody") -> None:
+        number, shape, record = session.number, session.shape, session.record
         tokens = self._estimate.tokens(shape)
         record.prompt_estimate = tokens
         if self._predictors.uses_keys:
@@ -253,6 +260,11 @@ class Driver:
         return self._predictors.uses_keys
 
     @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now, and decided about as it should be."""
+        return self.instances.ready and not self.draining and not self._isolation.failures.persist
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
         kept = (self.sessions, self._ids, self._started, self._unheard, self._hand_offs)
@@ -265,7 +277,9 @@ class Driver:
     def shut_down(self) -> None:
         """End every request and every timer."""
         for session in list(self.sessions.values()):
-            session.give_up("the proxy is shutting down")
+            self._isolation.run_for(
+                session, "shutdown", session.give_up, "the proxy is shutting down"
+            )
         for timer in (self._tick_timer, self._sweep_timer):
             if timer is not None:
                 timer.cancel()
@@ -414,6 +428,8 @@ class Driver:
             del self._ids[record.request_id]
         self._started.pop(number, None)
         self._unheard.pop(number, None)
+        if not self.sessions:
+            self._empty.set()
         rounds = record.output_tokens / record.choices
         if record.outcome is Outcome.OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
@@ -424,8 +440,6 @@ class Driver:
             self._predictors.ended(number, int(rounds), by_itself=False)
         self._metrics.request_ended(record)
         self._log.request_ended(record)
-        if not self.sessions:
-            self._empty.set()
 
     # Decisions.
 
@@ -448,15 +462,29 @@ class Driver:
         if self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
-        self.follow()
+        decides = len(self.scheduler.pool) > 0
+        failed_before = self._isolation.failures.rounds_failed
+        well = self._isolation.run("follow", self.follow)
+        well &= self._isolation.run("tick", self._decide)
+        if decides or not well:
+            self._isolation.failures.round_ended(
+                well=well and self._isolation.failures.rounds_failed == failed_before
+            )
+
+    def _decide(self) -> None:
         self._lap_s = begin_s = self._stopwatch()
         actions = self.scheduler.handle(Tick(), now_ns=self._now_ns())
-        self._metrics.dispatched("total", self._stopwatch() - begin_s)
+        took_s = self._stopwatch() - begin_s
         for action in actions:
             self._perform(action)
+        self._metrics.dispatched("total", took_s)
 
     def _perform(self, action: Action) -> None:
-        session = self.sessions[action.request]
+        session = self.sessions.get(action.request)
+        if session is not None:  # Else its end failed, and nothing is left of it.
+            self._isolation.run_for(session, "action", self._act, session, action)
+
+    def _act(self, session: Session, action: Action) -> None:
         match action:
             case StartPrefill(_, prefiller, _):
                 session.start_prefill(self.instances.prefillers[prefiller])
@@ -515,26 +543,39 @@ class Driver:
         # In this order: who leaves the pool makes room for the queue.
         for state in (State.QUEUED, State.POOLED):
             for number in [number for number, one in requests.items() if one.state is state]:
-                self.sessions[number].give_up("no engine of each role is up")
+                session = self.sessions[number]
+                self._isolation.run_for(
+                    session, "timer", session.give_up, "no engine of each role is up"
+                )
 
     def _sweep(self, expected_s: float) -> None:
+        self._sweep_timer = None
         now_s = self.clock()
+        try:
+            self._isolation.run("timer", self._look_after, now_s, expected_s)
+            for session in list(self.sessions.values()):
+                self._isolation.run_for(session, "timer", session.check_deadline, now_s)
+            self._isolation.run("predictor", self._predictors.score, self._started, self._age)
+            self._isolation.run("timer", self._watch_readiness, now_s)
+        finally:
+            if self.sessions:
+                self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)
+
+    def _look_after(self, now_s: float, expected_s: float) -> None:
         self._metrics.loop_lag(max(0.0, now_s - expected_s))
         self.stalls.tick()
         deadline_ns = self.scheduler.next_deadline_ns()
-        if deadline_ns is not None and deadline_ns <= self._now_ns():
+        if self._isolation.failures.failing or (
+            deadline_ns is not None and deadline_ns <= self._now_ns()
+        ):
             self._tick()
         else:
             self.follow()
-        for session in list(self.sessions.values()):
-            session.check_deadline(now_s)
-        self._predictors.score(self._started, self._age)
+
+    def _watch_readiness(self, now_s: float) -> None:
         if self.instances.ready:
             self._unready_since_s = None
         elif self._unready_since_s is None:
             self._unready_since_s = now_s
         elif now_s - self._unready_since_s > self._stranded_s:
             self._give_up_waiting()
-        self._sweep_timer = None
-        if self.sessions:
-            self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)

@@ -339,7 +339,7 @@ class Gateway:
         if request.path in (b"/health", b"/ping"):
             reply.send(200, [request_id], b"")
         elif request.path == b"/ready":
-            if self._instances.ready and not self._driver.draining:
+            if self._driver.ready:
                 reply.send(200, [request_id], b"")
             else:
                 _error(reply, 503, "not ready", [request_id, (b"retry-after", b"1")])

@@ -36,12 +36,14 @@ class HandOff:
         other_than: Who is asked only if nobody else is there.
         prefilled: Told the prefiller once the prefill is done, with its answer.
         failed: Told when no prefiller did it: the decode leg waits in vain.
+        crashed: Told of an exception in the handling of the prefill's answer.
     """
 
     __slots__ = (
         "_api",
         "_body",
         "_call",
+        "_crashed",
         "_failed",
         "_headers",
         "_host",
@@ -63,6 +65,7 @@ class HandOff:
         other_than: "Prefiller | None",
         prefilled: "Callable[[bytes], None]",
         failed: "Callable[[Fault], None]",
+        crashed: "Callable[[Exception], None]",
     ) -> None:
         self._host = host
         self._api = api
@@ -71,6 +74,7 @@ class HandOff:
         self._headers = headers
         self._prefilled = prefilled
         self._failed = failed
+        self._crashed = crashed
         self._params: Mapping[str, Any] = {}
         self._prefiller = other_than
         self._call: Call | None = None
@@ -116,7 +120,7 @@ class HandOff:
         drop = self._host.legs.drop
         body = prefill_body(self._body, self._members, self._params, drop=drop)
         self._call = prefiller.endpoint.request(
-            b"POST", self._api.value.encode(), self._headers, body, leg
+            b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed
         )
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:

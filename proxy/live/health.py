@@ -95,6 +95,7 @@ class Health:
         *,
         fetch: Callable[[str], Awaitable[int]],
         on_change: Callable[[Target, bool, str], None],
+        on_error: Callable[[str, Exception], None],
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -104,12 +105,14 @@ class Health:
             settings: How instances are watched.
             fetch: GETs a URL and returns the status; raises FetchError if no answer came.
             on_change: Told of every change.
+            on_error: Told of what a probe raised beyond `FetchError`, which says nothing of the engine.
             clock: The loop's time.
             rng: Spreads the probes.
         """
         self._settings = settings
         self._fetch = fetch
         self._on_change = on_change
+        self._on_error = on_error
         self._clock = clock
         self._rng = rng
         self._watches: dict[Target, _Watch] = {}
@@ -220,9 +223,19 @@ class Health:
             fault = Fault.TIMEOUT
         except FetchError as error:
             fault, reason = error.fault, str(error)
+        except asyncio.CancelledError:
+            watch.probing = False
+            raise
+        except Exception as error:
+            # Whatever it is, it must not end the probes of all the others.
+            fault, reason = Fault.LOCAL, str(error)
+            self._on_error("probe", error)
         # It may have been removed meanwhile, and even added again.
         if self._watches.get(target) is watch:
-            self.probed(target, fault, reason)
+            try:
+                self.probed(target, fault, reason)
+            except Exception as error:
+                self._on_error("probe", error)
 
     def probed(self, target: Target, fault: Fault | None, reason: str = "") -> None:
         """Take in the outcome of a probe; `fault` is None if /health answered 200."""

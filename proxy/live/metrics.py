@@ -197,6 +197,11 @@ class Metrics:
             "rank",
             "reason",
         )
+        self._decision_failures = counter(
+            "decision_failures",
+            "Exceptions in the proxy's own decisions, which others took the place of.",
+            "what",
+        )
         self._quarantines = counter("quarantines", "Times an engine was quarantined.", "role")
         self._begin_at_zero()
 
@@ -383,6 +388,10 @@ class Metrics:
     def quarantined(self, role: Role) -> None:
         """Count one engine sent to quarantine."""
         self._quarantines.labels(role.value).inc()
+
+    def decision_failed(self, what: str) -> None:
+        """Count one exception in a decision of the proxy's own."""
+        self._decision_failures.labels(self._reason_label(what)).inc()
 
     def loop_lag(self, seconds: float) -> None:
         """Count how late a timer of the event loop fired."""

@@ -2,7 +2,8 @@
 
 A shadow is another predictor that sees the same traffic and decides nothing. The judge asks all of
 them about a few active requests now and then, never on behalf of a decision or a chunk. A shadow
-that raises an exception is left alone from then on: it must not hurt a request.
+that raises an exception is left alone from then on: it must not hurt a request. Nor must the one in
+use: where it fails, the answer is that nobody ends soon, and it is asked again the next time.
 """
 
 import logging
@@ -37,7 +38,7 @@ class NamedPredictor:
         name: For metrics and logs.
         predictor: Who answers.
         uses_keys: Whether it learns by the keys of requests.
-        failed: Whether it raised an exception; only of a shadow.
+        failed: Whether it raised an exception; of the one in use, at its last question.
     """
 
     name: str
@@ -54,6 +55,7 @@ class PredictorSet:
         shadows: The others.
         horizon_steps: H, at least 1.
         metrics: Told of refreshes, errors and costs.
+        on_failure: Told of exceptions of the one in use.
         stopwatch: Seconds of real time.
 
     Attributes:
@@ -68,6 +70,7 @@ class PredictorSet:
         *,
         horizon_steps: int,
         metrics: "Metrics",
+        on_failure: Callable[[str, Exception], None],
         stopwatch: Callable[[], float],
     ) -> None:
         self.uses_keys = any(one.uses_keys for one in (active, *shadows))
@@ -75,6 +78,7 @@ class PredictorSet:
         self._active = active
         self._shadows = tuple(shadows)
         self._metrics = metrics
+        self._on_failure = on_failure
         self._stopwatch = stopwatch
         self._board = Scoreboard(
             1 + len(shadows), horizon_steps=horizon_steps, observe_error=metrics.predictor_error
@@ -85,15 +89,19 @@ class PredictorSet:
 
     def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
         """Tell everybody what is known of a request."""
-        self._active.predictor.begin(request, features)
-        self._tell_shadows(lambda shadow: shadow.begin(request, features))
+        self._tell(lambda predictor: predictor.begin(request, features))
 
     def survival(
         self, requests: "Sequence[RequestId]", ages: "NDArray[np.int64]", steps: int
     ) -> "NDArray[np.float64]":
         """Return the active predictor's answer."""
         begin_s = self._stopwatch()
-        answer = self._active.predictor.survival(requests, ages, steps)
+        try:
+            answer = self._active.predictor.survival(requests, ages, steps)
+            self._active.failed = False
+        except Exception as error:
+            self._active_failed(error)
+            answer = np.ones((len(requests), steps + 1))
         self._metrics.predictor_refreshed(len(requests), self._stopwatch() - begin_s)
         return answer
 
@@ -109,12 +117,10 @@ class PredictorSet:
         if by_itself and 0 < output_tokens <= MAX_OUTPUT_TOKENS:
             self._board.ended(request, output_tokens)
             self.observed += 1
-            self._active.predictor.observe(request, output_tokens)
-            self._tell_shadows(lambda shadow: shadow.observe(request, output_tokens))
+            self._tell(lambda predictor: predictor.observe(request, output_tokens))
         else:
             self._board.cut_off(request, output_tokens)
-            self._active.predictor.forget(request)
-            self._tell_shadows(lambda shadow: shadow.forget(request))
+            self._tell(lambda predictor: predictor.forget(request))
 
     def score(self, requests: "Iterable[RequestId]", age_of: "Callable[[RequestId], int]") -> None:
         """Judge what has come true, and ask everybody about some of the active requests.
@@ -143,7 +149,12 @@ class PredictorSet:
             self._metrics.predictors_scored(self._stopwatch() - begin_s)
 
     def _ask(self, requests: "list[RequestId]", ages: "NDArray[np.int64]") -> None:
-        said = [self._board.ask(self._active.predictor, requests, ages)]
+        said = []
+        try:
+            said.append(self._board.ask(self._active.predictor, requests, ages))
+        except Exception as error:
+            self._active_failed(error)
+            said.append(np.full((2, len(requests)), np.nan))
         for shadow in self._shadows:
             answer = np.full((2, len(requests)), np.nan)
             if not shadow.failed:
@@ -161,7 +172,7 @@ class PredictorSet:
 
     def scores(self) -> list[PredictorScores]:
         """Return how good each predictor was lately, the active one first."""
-        now = (self._board.judged, sum(shadow.failed for shadow in self._shadows))
+        now = (self._board.judged, sum(one.failed for one in (self._active, *self._shadows)))
         if now != self._scores_of:
             self._scores_of = now
             self._scores = [
@@ -172,7 +183,15 @@ class PredictorSet:
             ]
         return self._scores
 
-    def _tell_shadows(self, tell: "Callable[[Predictor], None]") -> None:
+    def _active_failed(self, error: Exception) -> None:
+        self._active.failed = True
+        self._on_failure("predictor", error)
+
+    def _tell(self, tell: "Callable[[Predictor], None]") -> None:
+        try:
+            tell(self._active.predictor)
+        except Exception as error:
+            self._active_failed(error)
         for shadow in self._shadows:
             if not shadow.failed:
                 try:

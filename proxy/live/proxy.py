@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.predictors import NoPrediction
@@ -28,6 +29,7 @@ from balanceroute.proxy.live.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control import ProxyControl
 from balanceroute.proxy.live.cors import Cors
+from balanceroute.proxy.live.decision_failures import DecisionFailures
 from balanceroute.proxy.live.driver import Driver, DriverSettings, Log
 from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engine_url import EngineUrl
@@ -69,6 +71,8 @@ _log = logging.getLogger(__name__)
 # Pages of metrics longer than this are not read.
 _PAGE_BYTES = 4 << 20
 _IDENTITY_INTERVAL_S = 1.0
+# Until a task that failed is begun again.
+_RESTART_S = 1.0
 _ADMIN_CONNECTIONS = 16
 
 
@@ -139,13 +143,16 @@ class Proxy:
             log_lines_dropped=environment.log_lines_dropped,
             descriptor_shortages=environment.descriptor_shortages,
         )
+        clock = asyncio.get_running_loop().time
+        self.failures = DecisionFailures(self.metrics, clock)
         self._keeper: StateKeeper | None = None
         self._predictors = self._make_predictors()
         self.health = Health(
             config.health,
             fetch=self._fetcher.status,
             on_change=self._health_changed,
-            clock=asyncio.get_running_loop().time,
+            on_error=self.failures.report,
+            clock=clock,
             rng=environment.rng,
         )
         self.scraper = Scraper(
@@ -154,7 +161,8 @@ class Proxy:
             on_utilisation=self.roster.utilisation_changed,
             on_failure=self._scrape_failed,
             on_late_pulls=self._pulled_late,
-            clock=asyncio.get_running_loop().time,
+            on_error=self.failures.report,
+            clock=clock,
             rng=environment.rng,
         )
         self.served_models = ServedModels(
@@ -171,25 +179,30 @@ class Proxy:
         """Find the engines and listen.
 
         Raises:
-            ConfigError: A decode server does not tell its ranks, or an address cannot be bound.
+            ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
         """
         for prefill in self.config.fleet.prefill:
             self.roster.enlist_prefiller(prefill)
-        for decode in self.config.fleet.decode:
-            await self.roster.enlist_decoder(decode)
+        decode = self.config.fleet.decode
+        silent = [server for server in decode if not await self.roster.enlist_decoder(server)]
+        if not self.instances.ranks:
+            self.roster.reserve_rank(silent[0])
         self.driver = self._make_driver()
         self.roster.attach(self.driver, self.health, self.scraper, self.metrics, self._reshape)
         # First of all: if it fails, there is no task to end.
         await self._listen()
         self._tasks = [
-            asyncio.create_task(self.health.run()),
-            asyncio.create_task(self.scraper.run()),
-            asyncio.create_task(self.served_models.run()),
+            self._task("health", self.health.run),
+            self._task("scrape", self.scraper.run),
+            self._task("models", self.served_models.run),
         ]
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
-            self._tasks.append(asyncio.create_task(self._identify()))
+            self._tasks.append(self._task("bootstrap", self._identify))
+        for server in silent:
+            wait = partial(self.roster.await_decoder, server)
+            self._tasks.append(self._task("discovery", wait))
         if self._keeper is not None:
-            self._tasks.append(asyncio.create_task(self._keeper.run()))
+            self._tasks.append(self._task("predictor state", self._keeper.run))
         if self._environment.write_loads is not None:
             loads = LoadLog(
                 self.driver,
@@ -197,10 +210,25 @@ class Proxy:
                 unix_s=self._environment.unix_s,
                 write=self._environment.write_loads,
             )
-            self._tasks.append(asyncio.create_task(loads.run()))
+            self._tasks.append(self._task("load log", loads.run))
+
+    def _task(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Return a task that runs something to its end, if it has one, however often it fails."""
+
+        async def go_on() -> None:
+            while True:
+                try:
+                    await run()
+                except Exception as error:
+                    self.failures.report(what, error)
+                    await asyncio.sleep(_RESTART_S)
+                else:
+                    return
+
+        return asyncio.create_task(go_on())
 
     async def watch(self) -> None:
-        """Wait until the proxy is closed, or raise what made one of its own tasks fail."""
+        """Wait until the proxy is closed. Its own tasks go on after an exception; see `_task`."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
@@ -256,7 +284,7 @@ class Proxy:
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now."""
-        return self.instances.ready and not self.driver.draining
+        return self.driver.ready
 
     def listening(self) -> list[int]:
         """Return the descriptors of the listening sockets."""
@@ -344,12 +372,17 @@ class Proxy:
         ranks = len(self.instances.ranks)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
-            Scheduler(self._scheduler_config(), self._make_policy(ranks, self._lap)),
+            Scheduler(
+                self._scheduler_config(),
+                self._make_policy(ranks, self._lap),
+                on_failure=self.failures.report,
+            ),
             self.instances,
             connector,
             self._predictors,
             health=self.health,
             metrics=self.metrics,
+            failures=self.failures,
             log=environment.log,
             admission=BoundedQueue(config.scheduling.queue_limit),
             settings=DriverSettings(config.legs, config.fleet.lease_s),
@@ -403,6 +436,7 @@ class Proxy:
             # Scores need a horizon, also if the policy looks at none.
             horizon_steps=scheduling.settings.horizon_steps or PolicySettings().horizon_steps,
             metrics=self.metrics,
+            on_failure=self.failures.report,
             stopwatch=environment.stopwatch,
         )
 

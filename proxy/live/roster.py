@@ -4,6 +4,7 @@ One object owns every change of the instances, so that scheduler, health checks,
 itself cannot disagree.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from balanceroute.proxy.live.admin import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Role, Status
-from balanceroute.proxy.live.target import FetchError, Target
+from balanceroute.proxy.live.target import Fault, FetchError, Target
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.driver import Driver
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.client import Endpoint
 
 _log = logging.getLogger(__name__)
+# Between two questions for the ranks of a decode server that does not answer yet.
+_DISCOVERY_S = 1.0
 
 
 class Roster:
@@ -95,23 +98,52 @@ class Roster:
         )
         return target
 
-    async def enlist_decoder(self, server: DecodeServer) -> Target:
+    async def enlist_decoder(self, server: DecodeServer) -> bool:
         """Add the ranks of a decode server to the list, asking it for them if need be.
 
+        Returns:
+            Whether it is there; else it was asked and did not answer.
+
         Raises:
-            ConfigError: It does not tell.
+            ConfigError: It answers, but does not tell.
         """
         if server.discover:
-            count = await self._ask(server.url)
+            try:
+                count = await self._discover(server.url)
+            except FetchError as error:
+                if error.fault is Fault.PROTOCOL:
+                    raise _untold(server.url, error) from None
+                fields = {"url": server.url.base, "reason": str(error)}
+                _log.warning("its ranks are asked for until it answers", extra={"fields": fields})
+                return False
             server = DecodeServer(server.url, tuple(range(count)))
-        return self._enlist_ranks(server)
+        self._enlist_ranks(server)
+        return True
+
+    def reserve_rank(self, server: DecodeServer) -> None:
+        """Put a removed rank on the list, as the scheduler needs one, until there is another."""
+        self._enlist_ranks(DecodeServer(server.url))
+        self.instances.ranks[-1].status = Status.REMOVED
+
+    async def await_decoder(self, server: DecodeServer) -> None:
+        """Ask a decode server for its ranks until it tells them, then add them."""
+        while True:
+            await asyncio.sleep(_DISCOVERY_S)
+            try:
+                await self.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
+            except ConflictError:
+                return  # Somebody else added it.
+            except ConfigError as error:
+                _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
+            else:
+                return
 
     async def _ask(self, url: EngineUrl) -> int:
         """Return the number of ranks of a decode server."""
         try:
             return await self._discover(url)
         except FetchError as error:
-            raise ConfigError(f"{url.base}: cannot discover its ranks: {error}") from None
+            raise _untold(url, error) from None
 
     def _enlist_ranks(self, server: DecodeServer) -> Target:
         target = Target(Role.DECODE, server.url.base)
@@ -274,3 +306,7 @@ class Roster:
         _log.info(
             "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
         )
+
+
+def _untold(url: EngineUrl, error: FetchError) -> ConfigError:
+    return ConfigError(f"{url.base}: cannot discover its ranks: {error}")

@@ -77,6 +77,7 @@ class Scraper:
         on_utilisation: Callable[[Target, float], None],
         on_failure: Callable[[Target, str], None],
         on_late_pulls: Callable[[Target, int], None],
+        on_error: Callable[[str, Exception], None],
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -89,6 +90,7 @@ class Scraper:
             on_failure: Told of every scrape that failed, and why.
             on_late_pulls: Told how many KV caches of an instance were pulled after their lease had
                 ended since the scrape before.
+            on_error: Told of what a scrape raised beyond `FetchError`; it counts as failed.
             clock: The loop's time.
             rng: Spreads the scrapes.
         """
@@ -97,6 +99,7 @@ class Scraper:
         self._on_utilisation = on_utilisation
         self._on_failure = on_failure
         self._on_late_pulls = on_late_pulls
+        self._on_error = on_error
         self._clock = clock
         self._rng = rng
         self._watches: dict[Target, _Watch] = {}
@@ -166,12 +169,22 @@ class Scraper:
             reason = f"no page within {self._settings.timeout_s:g} s"
         except (FetchError, MetricsPageError) as error:
             reason = str(error)
+        except asyncio.CancelledError:
+            watch.scraping = False
+            raise
+        except Exception as error:
+            # Whatever it is, it must not end the scrapes of all the others.
+            reason = str(error)
+            self._on_error("scrape", error)
         # It may have been removed meanwhile, and even added again.
         if self._watches.get(target) is watch:
-            if gauges is None:
-                self.failed(target, reason)
-            else:
-                self.scraped(target, gauges)
+            try:
+                if gauges is None:
+                    self.failed(target, reason)
+                else:
+                    self.scraped(target, gauges)
+            except Exception as error:
+                self._on_error("scrape", error)
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take in a good scrape."""
@@ -217,4 +230,7 @@ class Scraper:
                 value = self._settings.blind_utilisation
             if value != watch.reported:
                 watch.reported = value
-                self._on_utilisation(watch.target, value)
+                try:
+                    self._on_utilisation(watch.target, value)
+                except Exception as error:
+                    self._on_error("scrape", error)

@@ -84,7 +84,6 @@ class Session:
     """
 
     __slots__ = (
-        "_answer",
         "_attempts",
         "_backoff",
         "_before",
@@ -105,6 +104,7 @@ class Session:
         "_rank",
         "_transfer",
         "_tries_of_kv",
+        "answer",
         "decodes",
         "number",
         "offset",
@@ -132,11 +132,11 @@ class Session:
         self._host = host
         self._body: RequestBody | None = body
         self._headers = headers
-        self._answer = ClientAnswer(
-            reply, record, left=self.client_left, paused=self._pause, resumed=self._resume
+        left = host.guarded(self, "client left", self.client_left)
+        self.answer = ClientAnswer(
+            reply, record, left=left, paused=self._pause, resumed=self._resume
         )
-        # The leg in flight.
-        self._call: Call | None = None
+        self._call: Call | None = None  # In flight, and so the leg.
         self._leg: StreamLeg | None = None
         self._backoff: asyncio.TimerHandle | None = None
         self._hand_off: HandOff | None = None
@@ -215,7 +215,7 @@ class Session:
         self._prefill_sent_s = now_s
         self._deadline_s = now_s + host.legs.prefill_timeout_s
         self._call = prefiller.endpoint.request(
-            b"POST", self.shape.api.value.encode(), self._headers, body, leg
+            b"POST", self.shape.api.value.encode(), self._headers, body, leg, crashed=self._crashed
         )
 
     def start_decode(self, rank: "Rank") -> None:
@@ -257,7 +257,7 @@ class Session:
             timeout_s = host.legs.answer_timeout_s
         self._deadline_s = host.clock() + timeout_s
         self._call = engine.endpoint.request(
-            b"POST", self.shape.api.value.encode(), headers, body, leg
+            b"POST", self.shape.api.value.encode(), headers, body, leg, crashed=self._crashed
         )
 
     def _expect_hand_off(self) -> None:
@@ -274,6 +274,7 @@ class Session:
             other_than=self._hung,
             prefilled=self._handed_off,
             failed=self._not_handed_off,
+            crashed=self._crashed,
         )
         host.expect(self._transfer, self._hand_off)
 
@@ -310,6 +311,10 @@ class Session:
         """End the request, which somebody else may serve later."""
         self._host.feed(events.RequestFailed(self.number))
         self._refuse(503, reason, Outcome.UPSTREAM_ERROR, retry_after_s=1)
+
+    def crash(self) -> None:
+        """End the request, whose handling failed. The scheduler knows."""
+        self._refuse(500, "internal error; the proxy's log says more", Outcome.INTERNAL_ERROR)
 
     def is_on(self, target: Target) -> bool:
         """Return whether an instance works for this request, or holds its KV cache."""
@@ -362,7 +367,7 @@ class Session:
         """Act if the leg in flight takes too long."""
         leg, legs = self._leg, self._host.legs
         if leg is not None and leg.started:
-            if not self._answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
+            if not self.answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
                 self._time_out(f"the stream stood still for {legs.idle_timeout_s:g} s")
         elif now_s > self._deadline_s:
             prefill = self._leg_kind is Leg.PREFILL
@@ -495,7 +500,7 @@ class Session:
         self.record.output_tokens = 1
         self.record.first_token_ns = self.record.prefilled_ns
         assert self._body is not None
-        answer_shortly(self._answer, self.shape, self._body, answer.message)
+        answer_shortly(self.answer, self.shape, self._body, answer.message)
         self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
@@ -517,11 +522,11 @@ class Session:
         self._deadline_s = inf
         if self.record.first_token_ns is None:
             self.record.first_token_ns = round(host.clock() * 1e9)
-        if not self._answer.opened:
-            self._answer.open(status, headers)
+        if not self.answer.opened:
+            self.answer.open(status, headers)
         if not self._hands_back:
             self._body = None  # Large, and nothing is sent again after the first byte.
-            self._answer.reply.release_body()
+            self.answer.reply.release_body()
         self._served()
         if self.decodes:
             host.started(self)
@@ -539,7 +544,7 @@ class Session:
             )
             return
         self._count_tokens()
-        self._answer.reply.end()
+        self.answer.reply.end()
         self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
@@ -547,7 +552,7 @@ class Session:
         """End a stream in which the engine reported an error of its own."""
         self._call = None
         self._count_tokens()
-        self._answer.reply.end()
+        self.answer.reply.end()
         self._host.feed(events.RequestFailed(self.number))
         self._end(Outcome.UPSTREAM_ERROR, 200, f"the engine reported: {message}")
 
@@ -595,7 +600,7 @@ class Session:
         record.prompt_tokens = record.prompt_tokens or prompt_tokens
         if record.cached_tokens is not None:
             body = with_cached_tokens(body, record.cached_tokens)
-        self._answer.send(200, headers, body)
+        self.answer.send(200, headers, body)
         self._host.feed(events.RequestFinished(self.number))
         self._end(Outcome.OK, 200)
 
@@ -619,7 +624,7 @@ class Session:
             assert self._body is not None
             try:
                 if self._before.add(leg, self.shape, self._body):
-                    self._answer.reply.write(leg.last_words)
+                    self.answer.reply.write(leg.last_words)
             except CannotResumeError as error:
                 self._fail(502, f"the engine dropped the request, and {error}")
                 return
@@ -660,7 +665,7 @@ class Session:
         rule = triage(
             leg,
             failure,
-            stream_open=self._answer.opened,
+            stream_open=self.answer.opened,
             pulls=pair is not None,
             offers=self._tries_of_kv,
             deaths=self._deaths,
@@ -689,14 +694,15 @@ class Session:
             return
         self.record.retries += 1
         delay_s = min(host.legs.backoff_max_s, host.legs.backoff_s * 2 ** (tried - 1))
-        self._backoff = host.call_later(delay_s, partial(self._lose, lost))
+        lose = host.guarded(self, "backoff", partial(self._lose, lost))
+        self._backoff = host.call_later(delay_s, lose)
 
     def _lose(self, lost: Callable[[], events.Event]) -> None:
         self._backoff = None
         self._host.feed(lost())
 
     def _give_up(self, leg: Leg, failure: Failure) -> None:
-        if failure.answer is None or self._answer.opened:
+        if failure.answer is None or self.answer.opened:
             self._fail(*failure.as_error(leg))
         else:
             self._pass_on(*failure.answer)
@@ -724,19 +730,22 @@ class Session:
         host = self._host
         return StreamLeg(
             self,
-            self._answer.reply,
+            self.answer.reply,
             host.clock,
             openai=self.shape.api in (Api.CHAT, Api.COMPLETIONS),
             sequences=self.shape.sequences,
             cached_tokens=self.record.cached_tokens,
             resumed_tokens=self._before.tokens,
-            opened=self._answer.opened,
+            opened=self.answer.opened,
             keep_text=self._hands_back,
             observe_gap=host.observe_gap,
             counts=None if asked is None else TokenCounts(asked),
         )
 
     # The end.
+
+    def _crashed(self, error: Exception) -> None:
+        self._host.crashed(self, "leg", error)
 
     def _pass_on(self, status: int, headers: "Headers", body: bytes) -> None:
         """Give the client an engine's own refusal."""
@@ -747,7 +756,7 @@ class Session:
             status, reason = 501, f"no engine serves {self.shape.api.value}"
             headers = JSON_HEADERS
             body = error_body(status, reason, endpoint=self.record.endpoint)
-        self._answer.send(status, headers, body)
+        self.answer.send(status, headers, body)
         self._host.feed(events.RequestFailed(self.number))
         self._end(outcome, status, reason)
 
@@ -760,9 +769,9 @@ class Session:
         self, status: int, reason: str, outcome: Outcome, *, retry_after_s: int | None = None
     ) -> None:
         self.drop_leg()
-        if self._answer.opened:
+        if self.answer.opened:
             self._count_tokens()
-        self._answer.fail(status, reason, retry_after_s=retry_after_s)
+        self.answer.fail(status, reason, retry_after_s=retry_after_s)
         self._end(outcome, self.record.status, reason)
 
     def _count_tokens(self) -> None:
@@ -786,6 +795,6 @@ class Session:
         record.ended_ns = round(self._host.clock() * 1e9)
         self._body = None
         self._drop_hand_off()
-        self._answer.forget()
+        self.answer.forget()
         self._host.ended(self)
         self._leg = None  # It knows the session: leave no cycle behind.

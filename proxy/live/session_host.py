@@ -1,7 +1,7 @@
 """What a session needs of its surroundings: the seam between one request and the driver."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 if TYPE_CHECKING:
     import asyncio
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.session import Session
     from balanceroute.proxy.live.stall_watch import StallWatch
     from balanceroute.proxy.live.target import Fault, Target
+
+_P = ParamSpec("_P")
 
 
 class Host(Protocol):
@@ -39,6 +41,14 @@ class Host(Protocol):
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> "asyncio.TimerHandle":
         """Call back after a delay."""
+
+    def guarded(
+        self, session: "Session", what: str, do: Callable[_P, object]
+    ) -> Callable[_P, None]:
+        """Return a callback that ends the session if it fails."""
+
+    def crashed(self, session: "Session", what: str, error: Exception) -> None:
+        """End a session whose handling failed."""
 
     def feed(self, event: "Event") -> None:
         """Give the scheduler an event and perform what it decides."""

@@ -1,6 +1,7 @@
 """An endpoint: the keep-alive connections to one engine address."""
 
 import asyncio
+from collections.abc import Callable
 from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
 
@@ -97,6 +98,8 @@ class Endpoint:
         headers: Headers,
         body: bytes,
         handler: ResponseHandler,
+        *,
+        crashed: Callable[[Exception], None] | None = None,
     ) -> Call:
         """Begin an exchange.
 
@@ -106,6 +109,7 @@ class Endpoint:
             headers: Without Host; those that frame the message are the endpoint's own and are dropped.
             body: Possibly empty.
             handler: Gets the response, later.
+            crashed: Told what the handler raised, after which nothing more comes; None lets it out.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -113,7 +117,12 @@ class Endpoint:
         head = encode_request_head(method, target, self._host_header, headers, body)
         head_only = method == b"HEAD"
         call = Call(
-            head, body, handler, head_only=head_only, repeatable=head_only or method == b"GET"
+            head,
+            body,
+            handler,
+            head_only=head_only,
+            repeatable=head_only or method == b"GET",
+            crashed=crashed,
         )
         connection = self._take_idle()
         if connection is None:

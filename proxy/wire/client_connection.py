@@ -73,6 +73,7 @@ class Call:
         "answered",
         "body",
         "connection",
+        "crashed",
         "done",
         "handler",
         "head",
@@ -90,12 +91,14 @@ class Call:
         *,
         head_only: bool,
         repeatable: bool,
+        crashed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.head = head
         self.body = body
         self.handler = handler
         self.head_only = head_only
         self.repeatable = repeatable
+        self.crashed = crashed
         self.sent = False
         self.answered = False
         self.done = False
@@ -145,13 +148,26 @@ class Call:
         self.connection = self._connecting = None
         error = WireError(kind, message, sent=self.sent, answered=self.answered)
         error.__cause__ = cause
-        self.handler.on_error(error)
+        try:
+            self.handler.on_error(error)
+        except Exception as crash:
+            self.crash(crash)
 
     def finish(self) -> None:
         """End with a complete response."""
         self.done = True
         self.connection = None
-        self.handler.on_end()
+        try:
+            self.handler.on_end()
+        except Exception as error:
+            self.crash(error)
+
+    def crash(self, error: Exception) -> None:
+        """End because the handler failed, and tell whoever wants to know; else let it out."""
+        self.abort()
+        if self.crashed is None:
+            raise error
+        self.crashed(error)
 
 
 class _Stage(Enum):
@@ -277,16 +293,22 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take the next bytes of the response."""
-        if self._stage is _CHUNKED:
-            self._read_chunked(data)
-        elif self._call is None:
-            self.drop()  # Nothing was asked: whatever this is, a later response must not begin with it.
-        elif self._stage is _Stage.HEAD:
-            self._read_head(data)
-        elif self._stage is _Stage.LENGTH:
-            self._read_length(data)
-        else:
-            self._on_data(data)
+        try:
+            if self._stage is _CHUNKED:
+                self._read_chunked(data)
+            elif self._call is None:
+                # Nothing was asked: whatever this is, a later response must not begin with it.
+                self.drop()
+            elif self._stage is _Stage.HEAD:
+                self._read_head(data)
+            elif self._stage is _Stage.LENGTH:
+                self._read_length(data)
+            else:
+                self._on_data(data)
+        except Exception as error:
+            if self._call is None:
+                raise
+            self._call.crash(error)
 
     def eof_received(self) -> None:
         """Take the engine's FIN: the end of a body that has no other, or an error."""

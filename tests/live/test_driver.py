@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.core.events import Admit, RequestId, Tick
+from balanceroute.proxy.live.instances import Status
 from balanceroute.proxy.live.record import Outcome
 
 if TYPE_CHECKING:
@@ -493,7 +494,9 @@ def test_what_is_cut_off_is_told_so(play: "Play", phase: str) -> None:
     play(scenario, prefillers=1, flags={"probe_limit": 1})
 
 
-def test_a_proxy_whose_own_task_fails_says_so(play: "Play") -> None:
+def test_a_task_of_the_proxys_own_that_fails_is_begun_again(play: "Play") -> None:
+    """Finding L11: an exception in a probe or a scrape ended the process with all its streams."""
+
     async def scenario(site: "Site") -> None:
         watching = asyncio.create_task(site.world.proxy.watch())
         await asyncio.sleep(1.0)
@@ -502,9 +505,17 @@ def test_a_proxy_whose_own_task_fails_says_so(play: "Play") -> None:
         def fail() -> list[Any]:
             raise ValueError("a defect")
 
-        site.world.proxy.health.due = fail  # type: ignore[method-assign]
-        with pytest.raises(ExceptionGroup) as raised:
-            await watching
-        assert raised.group_contains(ValueError, match="a defect")
+        proxy = site.world.proxy
+        due = proxy.health.due
+        proxy.health.due = fail  # type: ignore[method-assign]
+        await asyncio.sleep(5.0)
+        page = (await site.get("/metrics")).body
+        assert b'balanceroute_decision_failures_total{what="health"} ' in page
+        proxy.health.due = due  # type: ignore[method-assign]
+        site.fleet.faults.set("decode/0", unhealthy=True)
+        quarantined = proxy.instances.ranks[0]
+        await site.until(lambda: quarantined.status is Status.QUARANTINED)
+        assert not watching.done()
+        watching.cancel()
 
     play(scenario)

@@ -95,6 +95,7 @@ class Site:
             other_than=other_than,
             prefilled=self.told.append,
             failed=self.told.append,
+            crashed=self.told.append,
         )
 
     @property
@@ -108,7 +109,7 @@ class _Endpoint:
         self._sent = sent
 
     def request(
-        self, method: bytes, path: bytes, headers: "Headers", body: bytes, handler: Any
+        self, method: bytes, path: bytes, headers: "Headers", body: bytes, handler: Any, **_: object
     ) -> Sent:
         assert method == b"POST"
         sent = Sent(self._engine, path, headers, body)

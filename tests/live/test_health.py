@@ -28,6 +28,10 @@ async def never(_url: str) -> int:
     raise AssertionError("nothing is fetched here")
 
 
+def unexpected(what: str, error: Exception) -> None:
+    pytest.fail(f"{what}: {error!r}")
+
+
 class Bench:
     """A Health with a clock that stands until it is moved."""
 
@@ -38,6 +42,7 @@ class Bench:
             SETTINGS,
             fetch=never,
             on_change=lambda target, up, reason: self.changes.append((target, up, reason)),
+            on_error=unexpected,
             clock=lambda: self.now_s,
             rng=random.Random(1),
         )
@@ -344,6 +349,7 @@ def test_running_probes_quarantines_and_recovers(answer: int | Fault | None, rea
             SETTINGS,
             fetch=engines.fetch,
             on_change=lambda target, up, reason: changes.append((target.url, up, reason)),
+            on_error=unexpected,
             clock=loop.time,
             rng=random.Random(2),
         )
@@ -381,6 +387,7 @@ def test_instances_removed_while_they_are_probed_are_not_missed() -> None:
             SETTINGS,
             fetch=fetch,
             on_change=lambda *_: pytest.fail("nothing changes"),
+            on_error=unexpected,
             clock=loop.time,
             rng=random.Random(2),
         )
@@ -427,3 +434,46 @@ def test_a_convict_on_trial_waits_longer_each_time_however_long_ago_it_came_back
         assert (waits[2] > 1.5 * waits[1] > 2.0 * waits[0]) == grows
         bench.health.succeeded(first)
         assert not bench.health.is_on_trial(first)
+
+
+@pytest.mark.parametrize("where", ["fetch", "on_change"])
+def test_whatever_a_probe_raises_ends_no_other_probe(where: str) -> None:
+    """Finding L11: an exception of another type ended the whole process."""
+    engines = Engines()
+    asked: list[str] = []
+    errors: list[tuple[str, str]] = []
+
+    async def fetch(url: str) -> int:
+        asked.append(url)
+        if where == "fetch" and url.startswith("http://d0"):
+            raise ZeroDivisionError("a defect")
+        return await engines.fetch(url)
+
+    def on_change(target: Target, up: bool, reason: str) -> None:
+        if where == "on_change":
+            raise ZeroDivisionError("a defect")
+
+    async def main(loop: VirtualLoop) -> None:
+        health = Health(
+            SETTINGS,
+            fetch=fetch,
+            on_change=on_change,
+            on_error=lambda what, error: errors.append((what, str(error))),
+            clock=loop.time,
+            rng=random.Random(2),
+        )
+        for target in DECODERS:
+            health.add(target)
+        task = loop.create_task(health.run())
+        if where == "on_change":
+            engines.answers = {"http://d0:8000/health": Fault.CONNECT}
+        await asyncio.sleep(30)
+        assert not task.done()
+        task.cancel()
+        # It says nothing of the engine.
+        assert next(state.up for state in health.states()) is (where == "fetch")
+
+    run(main, seed=1)
+    assert set(errors) == {("probe", "a defect")}
+    for target in DECODERS:
+        assert asked.count(f"{target.url}/health") >= 3

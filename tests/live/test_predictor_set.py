@@ -78,11 +78,13 @@ class Subject:
         self.predictors = [Certain(end) for end in ends]
         keys = uses_keys or [False] * len(ends)
         named = [NamedPredictor(f"p{i}", one, keys[i]) for i, one in enumerate(self.predictors)]
+        self.failures: list[tuple[str, Exception]] = []
         self.set = PredictorSet(
             named[0],
             named[1:],
             horizon_steps=H,
             metrics=self.counts,  # type: ignore[arg-type]
+            on_failure=lambda what, error: self.failures.append((what, error)),
             stopwatch=lambda: float(next(times)),
         )
 

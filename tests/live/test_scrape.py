@@ -200,6 +200,7 @@ class Bench:
             on_utilisation=lambda target, value: self.told.append((target.url, value)),
             on_failure=lambda target, reason: self.failures.append((target.url, reason)),
             on_late_pulls=lambda target, count: self.late.append((target.url, count)),
+            on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=lambda: self.now_s,
             rng=random.Random(1),
         )
@@ -349,6 +350,7 @@ def test_a_role_without_an_interval_is_left_alone() -> None:
         on_utilisation=lambda *_: None,
         on_failure=lambda *_: None,
         on_late_pulls=lambda *_: None,
+        on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
         clock=lambda: bench.now_s,
         rng=random.Random(1),
     )
@@ -389,6 +391,7 @@ def test_instances_removed_while_they_are_scraped_are_not_missed() -> None:
             on_utilisation=lambda *_: pytest.fail("nothing changes"),
             on_failure=lambda *_: pytest.fail("nobody asks any more"),
             on_late_pulls=lambda *_: None,
+            on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,
             rng=random.Random(1),
         )
@@ -429,6 +432,7 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
             on_utilisation=lambda target, value: told.update({target.url: value}),
             on_failure=lambda target, reason: failures.update({target.url: reason}),
             on_late_pulls=lambda *_: None,
+            on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,
             rng=random.Random(1),
         )

@@ -1,0 +1,79 @@
+"""What happens to one request ends that request alone: exceptions of its handling stop here."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec
+
+from balanceroute.proxy.core.events import RequestFailed, RequestId
+from balanceroute.proxy.live.record import Outcome
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.decision_failures import DecisionFailures
+    from balanceroute.proxy.live.driver import Driver
+    from balanceroute.proxy.live.session import Session
+
+_P = ParamSpec("_P")
+
+
+class Isolation:
+    """Runs what may fail.
+
+    Args:
+        driver: Whose requests they are.
+        failures: Told of every exception.
+    """
+
+    def __init__(self, driver: "Driver", failures: "DecisionFailures") -> None:
+        self._driver = driver
+        self.failures = failures
+        self._ending: set[RequestId] = set()
+
+    def run(self, what: str, do: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+        """Run what concerns no single request; return whether it worked."""
+        try:
+            do(*args, **kwargs)
+        except Exception as error:
+            self.failures.report(what, error)
+            return False
+        return True
+
+    def run_for(
+        self,
+        session: "Session",
+        what: str,
+        do: Callable[_P, object],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Run what concerns one request, which ends if it fails."""
+        try:
+            do(*args, **kwargs)
+        except Exception as error:
+            self.crashed(session, what, error)
+
+    def guarded(
+        self, session: "Session", what: str, do: Callable[_P, object]
+    ) -> Callable[_P, None]:
+        """Return `do` as `run_for` runs it."""
+
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            self.run_for(session, what, do, *args, **kwargs)
+
+        return run
+
+    def crashed(self, session: "Session", what: str, error: Exception) -> None:
+        """End a request whose handling failed: a 500, or an error event, and nothing held."""
+        number, driver = session.number, self._driver
+        self.failures.report(what, error, request_id=session.record.request_id)
+        if number in self._ending:  # Ending it failed.
+            return
+        self._ending.add(number)
+        if number in driver.scheduler.requests:
+            self.run(what, driver.feed, RequestFailed(number))
+        if number in driver.sessions:
+            self.run(what, session.crash)
+        if number in driver.sessions:
+            session.record.outcome = Outcome.INTERNAL_ERROR
+            session.record.ended_ns = round(driver.clock() * 1e9)
+            self.run(what, session.answer.reply.abort)
+            self.run(what, driver.ended, session)
+        self._ending.discard(number)
