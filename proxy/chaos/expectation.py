@@ -25,6 +25,7 @@ _ASKED = re.compile(
     rb',"usage":[^{}]*(?:\{(?:[^{}]|\{[^{}]*\}?)*\}?)?|,"system_fingerprint":"[^"]*"'
 )
 _MEMBER = b',"usage":'
+_FINGERPRINT = b',"system_fingerprint":"-"'
 _TOTAL = b'"choices":[]'
 _HANDED_BACK = b'"stop_reason":"recomputed"'
 _LINE_END = re.compile(rb"\r\n|\r|\n")
@@ -79,6 +80,7 @@ class Expectation:
         self._spoilt = frozenset(spoilt)
         self._reworded = reworded
         self._cached_known = cached_known
+        self._unfinished = False  # Whether a stream is judged that had no time for its end.
         self._body = self._comparable(answer.body)
         self._choices: dict[int, list[bytes]] = {}
         self._end: list[bytes] = []
@@ -112,6 +114,7 @@ class Expectation:
             said, wanted = _said(_messages(events)), _said(_messages(events_of(self._body)))
             strays = [one for one in said if one not in wanted or not wanted[one].begins(said[one])]
             return f"{said[strays[0]]} where {wanted.get(strays[0])} belongs" if strays else ""
+        self._unfinished = True
         progress = _Progress(self)
         for event in events:
             if wrong := progress.take(self._comparable(event)):
@@ -132,6 +135,9 @@ class Expectation:
 
     def _is(self, wanted: bytes, event: bytes) -> bool:
         if wanted == event:
+            return True
+        # The proxy asks engines for the total, which tells the fingerprint too, and did not come.
+        if self._unfinished and wanted.replace(_FINGERPRINT, b"") == event:
             return True
         if not self._spoilt:
             return False
