@@ -59,15 +59,15 @@ def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], poo
     Raises:
         PolicyError: Why.
     """
-    taken = pool.taken
+    taken, ranks = pool.taken, len(free_slots)
     free: dict[int, int] = {}
     for number, rank in assignments:
         entry = taken.pop(number, None)
         if entry is None:
             raise PolicyError(f"request {number!r} was not taken from the pool, or is there twice")
-        if not 0 <= rank < len(free_slots):
-            raise PolicyError(f"rank {rank!r} is unknown: there are {len(free_slots)}")
-        left = free[rank] if rank in free else int(free_slots[rank])
+        if not 0 <= rank < ranks:
+            raise PolicyError(f"rank {rank!r} is unknown: there are {ranks}")
+        left = free[rank] if rank in free else free_slots.item(rank)
         if left < 1:
             raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")
         free[rank] = left - entry.slots

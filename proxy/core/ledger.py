@@ -11,7 +11,7 @@ that fails is told nothing more: the ledger's own books are right before it is t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, TypeVarTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.projection import Projection
 
-_P = ParamSpec("_P")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 @dataclass(slots=True)
@@ -129,9 +129,9 @@ class Ledger:
         if self.projection is not None:
             self.projection.check()
 
-    def _tell(self, change: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def _tell(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
         try:
-            change(*args, **kwargs)
+            change(*args)
         except Exception as error:
             self.projection = None
             if self._on_failure is None:

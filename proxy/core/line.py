@@ -33,10 +33,11 @@ class Line:
         self._queue: QueueOrder = FirstCome() if order is None else order
         self._direct: QueueOrder = FirstCome()
         self._expiries = Timers()
+        self._waiting = 0
 
     def __len__(self) -> int:
         """Return how many wait."""
-        return len(self._queue) + len(self._direct)
+        return self._waiting
 
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the line that it belongs to."""
@@ -45,12 +46,12 @@ class Line:
     def add(self, request: Request, expires_ns: int | None, *, returned: bool) -> None:
         """Take a request in; `returned` says that it has been probed before and came back."""
         self._queue_of(request).add(request.request, request.prompt_tokens, returned=returned)
+        self._waiting += 1
         self._expiries.set(request.request, expires_ns)
 
     def remove(self, request: Request) -> None:
         """Take a request out: it starts, or has ended."""
-        self._queue_of(request).remove(request.request)
-        self._expiries.clear(request.request)
+        self._take_out(request.request, self._queue_of(request))
 
     def expire_at(self, request: Request, expires_ns: int | None) -> None:
         """Change when a request is given up; None for never."""
@@ -72,7 +73,7 @@ class Line:
         """
         while (number := self._direct.first()) is not None:
             request = self._requests[number]
-            prefiller = self._begin(request)
+            prefiller = self._begin(request, self._direct)
             if prefiller is not None:
                 yield request, prefiller
             elif self._prefillers.waits_for_memory(request.slots):
@@ -81,24 +82,29 @@ class Line:
                 break
         while room > 0 and (number := self._queue.first()) is not None:
             request = self._requests[number]
-            prefiller = self._begin(request)
+            prefiller = self._begin(request, self._queue)
             if prefiller is None:
                 return
             room -= 1
             yield request, prefiller
 
-    def _begin(self, request: Request) -> PrefillerId | None:
+    def _begin(self, request: Request, queue: QueueOrder) -> PrefillerId | None:
         tokens, sequences = request.held_tokens, 0 if request.decode else request.slots
         prefiller = self._prefillers.choose(
             request.request, tokens, request.lost_on_prefillers, sequences=sequences
         )
         if prefiller is not None:
-            self.remove(request)
+            self._take_out(request.request, queue)
             if request.decode:
                 self._prefillers.begin_probe(prefiller, tokens)
             else:
                 self._prefillers.begin_direct(prefiller, tokens, sequences)
         return prefiller
+
+    def _take_out(self, number: RequestId, queue: QueueOrder) -> None:
+        queue.remove(number)
+        self._waiting -= 1
+        self._expiries.clear(number)
 
     def _queue_of(self, request: Request) -> QueueOrder:
         return self._queue if request.decode else self._direct

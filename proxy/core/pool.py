@@ -67,8 +67,9 @@ class Pool:
         self._leases = Timers()
         self.slots = 0
         self.mean_prompt_tokens = 0.0
-        # What left since `begin_round`, in order: its place, itself, and whether it overtook.
-        self._round: dict[RequestId, tuple[int, PoolEntry, bool]] | None = None
+        # What left since `begin_round`, in order; and who of them without being admitted.
+        self._round: dict[RequestId, PoolEntry] | None = None
+        self._removed: list[RequestId] = []
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -115,21 +116,25 @@ class Pool:
         place = self._place(request)
         for older in self._order[:place]:
             self._entries[older].overtaken += 1
-        return self._take_out(place, overtakes=True)
+        return self._take_out(place)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""
-        return self._take_out(self._place(request), overtakes=False)
+        entry = self._take_out(self._place(request))
+        if self._round is not None:
+            self._removed.append(request)
+        return entry
 
     def begin_round(self) -> None:
         """Begin to note what leaves, so that `undo_round` can bring it back."""
         self._round = {}
+        self._removed = []
 
     @property
     def taken(self) -> dict[RequestId, PoolEntry]:
         """What left since `begin_round`; a copy."""
         assert self._round is not None, "there is no round"
-        return {request: entry for request, (_, entry, _) in self._round.items()}
+        return self._round.copy()
 
     def end_round(self) -> None:
         """Note no more; what left stays out."""
@@ -139,12 +144,13 @@ class Pool:
         """Bring back what left since `begin_round`, as if it had never been admitted."""
         left, self._round = self._round, None
         assert left is not None, "there is no round to undo"
-        for request, (place, entry, overtook) in reversed(left.items()):
+        for request, entry in reversed(left.items()):
+            place = bisect_left(self._order, request)
             self._order.insert(place, request)
             self._entries[request] = entry
             self._set_timers(entry)
             self.slots += entry.slots
-            if overtook:
+            if request not in self._removed:
                 for older in self._order[:place]:
                     self._entries[older].overtaken -= 1
 
@@ -172,7 +178,7 @@ class Pool:
         self._expiries.set(entry.request, entry.expires_ns)
         self._leases.set(entry.request, entry.lease_ends_ns)
 
-    def _take_out(self, place: int, *, overtakes: bool) -> PoolEntry:
+    def _take_out(self, place: int) -> PoolEntry:
         request = self._order.pop(place)
         self._deadlines.clear(request)
         self._expiries.clear(request)
@@ -180,7 +186,7 @@ class Pool:
         entry = self._entries.pop(request)
         self.slots -= entry.slots
         if self._round is not None:
-            self._round[request] = (place, entry, overtakes)
+            self._round[request] = entry
         return entry
 
     def _place(self, request: RequestId) -> int:

@@ -131,14 +131,15 @@ class Prefillers:
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
             sequences: Of a direct request; 0 for a probe.
         """
-        is_open = self._tried(lost_on) if any(self.on_trial) else self.is_open
+        is_open = self._tried(lost_on) if True in self.on_trial else self.is_open
         is_open = allowed(is_open, lost_on) if lost_on else is_open
+        limit = self._direct_limit if sequences else self._probe_limit
         candidates = [
             PrefillerId(prefiller)
             for prefiller, takes_probes in enumerate(is_open)
             if takes_probes
-            and self._has_place(prefiller, sequences)
-            and self._has_memory(prefiller, prompt_tokens)
+            and (limit is None or self._has_place(prefiller, sequences))
+            and (self._kv_capacity_tokens is None or self._has_memory(prefiller, prompt_tokens))
         ]
         if not candidates:
             return None

@@ -250,6 +250,8 @@ class Scheduler:
 
     def _probe(self) -> list[Action]:
         """Start what budgets and the pool's depth allow."""
+        if not len(self.line):
+            return []
         limit = self.config.pool_limit
         room = UNLIMITED if limit is None else limit - self.prefillers.probing - len(self.pool)
         actions: list[Action] = []
