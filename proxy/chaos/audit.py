@@ -27,6 +27,7 @@ _CENSUS_GAP_S = 0.05
 _RETRY_SHARE = 0.2
 _RETRY_RESERVE = 10
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
+_FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
 _SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 
 
@@ -129,12 +130,24 @@ def audit_misreads(plan: Plan, world: World) -> list[str]:
 def audit_metrics(world: World) -> list[str]:
     """Return how the proxy's metrics differ from its log."""
     logged = Counter(record.outcome.value for record in world.ended if record.outcome is not None)
+    counted = _counted(world, _OUTCOME_LINE)
+    return [] if logged == counted else [f"metrics: {dict(counted)}, the log has {dict(logged)}"]
+
+
+def audit_decisions(world: World) -> list[str]:
+    """Return how the failed decisions that the proxy counted differ from those that were made."""
+    made, counted = world.decision_faults.made, _counted(world, _FAILURE_LINE)
+    return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
+
+
+def _counted(world: World, pattern: re.Pattern[str]) -> Counter[str]:
+    """Return the samples of a metric by the label that `pattern` finds."""
     counted: Counter[str] = Counter()
     for line in world.proxy.metrics.render().decode().splitlines():
-        found = _OUTCOME_LINE.fullmatch(line)
+        found = pattern.fullmatch(line)
         if found is not None:
             counted[found[1]] += int(float(found[2]))
-    return [] if logged == counted else [f"metrics: {dict(counted)}, the log has {dict(logged)}"]
+    return counted
 
 
 def audit_retries(plan: Plan, world: World) -> list[str]:

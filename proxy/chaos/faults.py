@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from balanceroute.proxy.chaos.decision_faults import Lapse, draw_lapse
 from balanceroute.proxy.chaos.meddler import Meddling
 from balanceroute.proxy.emulate.faults import (
     AfterPull,
@@ -39,6 +40,7 @@ class Act(Enum):
     MEDDLE = "meddle"
     DRAIN = "drain"
     POLICY = "policy"
+    DECISION = "decision"  # The proxy's own policy or predictor fails.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Injection:
         link: For `Act.LINK`.
         meddling: For `Act.MEDDLE`.
         policy: For `Act.POLICY`.
+        lapse: For `Act.DECISION`.
     """
 
     kind: str
@@ -68,13 +71,15 @@ class Injection:
     link: Link | None = None
     meddling: Meddling | None = None
     policy: str = ""
+    lapse: Lapse | None = None
 
     @property
     def name(self) -> str:
-        """The kind with the role."""
-        return f"{self.role.value}: {self.kind}"
+        """The kind with whose it is."""
+        return f"{'proxy' if self.lapse else self.role.value}: {self.kind}"
 
 
+# Of all but the decisions, which are drawn apart.
 _WEIGHTS = {
     Act.BOARD: 60,
     Act.KILL: 8,
@@ -251,6 +256,8 @@ def _draw(
             return Injection("goes silent", act, *when)
         case Act.DRAIN:
             return Injection("is drained", act, *when)
+        case Act.DECISION:
+            raise AssertionError("decisions are drawn apart")
 
 
 def correlated(
@@ -266,3 +273,13 @@ def correlated(
         Injection("is killed", Act.KILL, Role.DECODE, victim, start_s + 0.2, start_s + 2.0)
     )
     return outage
+
+
+def draw_lapses(rng: random.Random, *, span_s: float) -> list[Injection]:
+    """Return failures of the proxy's own decisions, which all begin within `span_s`; often none."""
+    lapses = []
+    for _ in range(rng.choice([0, 0, 0, 1, 3])):
+        start_s, lapse = rng.uniform(0.0, span_s), draw_lapse(rng)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.2, 4.0))
+        lapses.append(Injection(lapse.fault.value, Act.DECISION, *when, lapse=lapse))
+    return lapses

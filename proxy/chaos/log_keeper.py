@@ -1,7 +1,7 @@
 """What the package logs during a run, kept and shown to nobody."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,14 @@ class LogKeeper(logging.Handler):
     Attributes:
         records: All of it.
         journal: Of the run.
+        explains: Tells whether a record was to be expected.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
         self.journal: Journal | None = None
+        self.explains: Callable[[logging.LogRecord], bool] = lambda _: False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record."""
@@ -32,11 +34,11 @@ class LogKeeper(logging.Handler):
             self.journal.write("log", record.levelname, record.getMessage(), fields)
 
     def errors(self) -> list[str]:
-        """Return the messages of the errors, with their exceptions."""
+        """Return the messages of the errors that were not expected, with their exceptions."""
         return [
             f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}"
             for record in self.records
-            if record.levelno >= logging.ERROR
+            if record.levelno >= logging.ERROR and not self.explains(record)
         ]
 
 

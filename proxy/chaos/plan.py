@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.chaos.clients import Departure, Leaving, Phase, Visit
-from balanceroute.proxy.chaos.faults import Injection, correlated, draw_injections
+from balanceroute.proxy.chaos.faults import (
+    Injection,
+    correlated,
+    draw_injections,
+    draw_lapses,
+)
 from balanceroute.proxy.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.chaos.world import WorldSettings
 from balanceroute.proxy.core.policies import POLICIES
@@ -111,7 +116,9 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
         injections += correlated(
             rng, prefillers=engines.prefillers, decoders=decoders, start_s=storm_s - 0.1
         )
-        injections.sort(key=lambda one: (one.start_s, one.end_s))
+    if weather is not Weather.CALM:
+        injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
+    injections.sort(key=lambda one: (one.start_s, one.end_s))
     visits = _visits(rng, requests, span_s, calm=weather is Weather.CALM)
     return Plan(
         seed,

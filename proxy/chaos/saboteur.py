@@ -59,6 +59,7 @@ class Saboteur:
         await asyncio.gather(*self._tasks)
         world = self._world
         world.fleet.faults.clear()
+        world.decision_faults.clear()
         for meddler in self._meddlers.values():
             meddler.meddling = None
         for injection in self._injections:
@@ -95,6 +96,9 @@ class Saboteur:
                 world.proxy.roster.drain(injection.role, self._known(engine))
             case Act.POLICY:
                 world.proxy.set_policy(injection.policy)
+            case Act.DECISION:
+                assert injection.lapse is not None
+                world.decision_faults.begin(injection.lapse)
 
     def _end(self, injection: Injection) -> None:
         world, engine = self._world, self._engine(injection)
@@ -116,6 +120,9 @@ class Saboteur:
                 self._meddlers[engine].meddling = None
             case Act.DRAIN:
                 self._tasks.append(world.loop.create_task(self._take_back(injection)))
+            case Act.DECISION:
+                assert injection.lapse is not None
+                world.decision_faults.end(injection.lapse)
             case Act.POLICY | Act.PROCESS:
                 pass
 

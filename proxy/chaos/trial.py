@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from balanceroute.proxy.chaos.audit import (
     Census,
     audit_answers,
+    audit_decisions,
     audit_leases,
     audit_metrics,
     audit_misreads,
@@ -125,6 +126,7 @@ class Trial:
         self._rng = random.Random(f"trial {plan.seed}")
         self._world = World(plan.world, loop, self._rng, watch=self._saw)
         log.journal = self._world.journal
+        log.explains = self._world.decision_faults.explains
         self._saboteur = Saboteur(self._world, plan.injections)
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
@@ -159,6 +161,7 @@ class Trial:
         await asyncio.sleep(_QUIET_S)
         report.violations += audit_proxy(world)
         report.violations += audit_metrics(world)
+        report.violations += audit_decisions(world)
         report.violations += audit_retries(plan, world)
         await self._look_at_the_rest(before)
         oracle = Oracle(plan.world.engines)
@@ -295,6 +298,7 @@ class Trial:
             for end, count in stats[kind].items():
                 counters[f"{kind} {end}"] += count
         counters["misreads"] += stats["misreads"]
+        counters["decision faults"] += world.decision_faults.made.total()
         report.virtual_s = self._loop.time() - self._begin_s
         network = self._loop.network
         world.journal.write("network", network.bytes_sent, network.bytes_delivered)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from balanceroute.proxy.chaos.decision_faults import DecisionFaults, FaultyPolicy
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -16,6 +18,7 @@ from balanceroute.proxy.core.events import (
     Tick,
 )
 from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.scheduler import Scheduler
 
 _NOT_OF_A_REQUEST = (
@@ -53,6 +56,7 @@ class WatchedScheduler(Scheduler):
     Args:
         scheduler: Not to be used any more.
         watch: Told of every event that was handled.
+        faults: Of every policy.
         check_every: How many events pass between two recounts of everything.
 
     Attributes:
@@ -60,13 +64,24 @@ class WatchedScheduler(Scheduler):
     """
 
     def __init__(
-        self, scheduler: Scheduler, watch: Callable[[Step], None], *, check_every: int = 64
+        self,
+        scheduler: Scheduler,
+        watch: Callable[[Step], None],
+        faults: DecisionFaults,
+        *,
+        check_every: int = 64,
     ) -> None:
         vars(self).update(vars(scheduler))
+        self._faults = faults
+        self.policy = FaultyPolicy(self.policy, faults)
         self.stale_admissions: list[RequestId] = []
         self._watch = watch
         self._check_every = check_every
         self._events = 0
+
+    def reshape(self, config: SchedulerConfig, policy: Policy) -> None:
+        """Change the shape as the scheduler does."""
+        super().reshape(config, FaultyPolicy(policy, self._faults))
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Handle an event as the scheduler does, and look at it."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from balanceroute.proxy.chaos.decision_faults import DecisionFaults, FaultyPredictor
 from balanceroute.proxy.chaos.fetcher import WireFetcher
 from balanceroute.proxy.chaos.journal import Journal
 from balanceroute.proxy.chaos.watched_scheduler import Step, WatchedScheduler
@@ -43,6 +44,7 @@ class World:
     Attributes:
         fleet: The engines.
         proxy: The proxy.
+        decision_faults: Of the policy and the predictor.
         journal: What happened.
         ended: The requests that ended, in order.
     """
@@ -58,6 +60,7 @@ class World:
         self.loop = loop
         self.journal = Journal(loop.time)
         self.ended: list[RequestRecord] = []
+        self.decision_faults = DecisionFaults()
         self.fleet = EmulatedFleet(
             settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=_EPOCH_S
         )
@@ -102,9 +105,11 @@ class World:
             in_thread=_at_once,
         )
         self.proxy = Proxy(make_config(None, flags), environment)
+        active = self.proxy.predictors.active
+        active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
         await self.proxy.start()
         driver = self.proxy.driver
-        self.scheduler = WatchedScheduler(driver.scheduler, self._watch)
+        self.scheduler = WatchedScheduler(driver.scheduler, self._watch, self.decision_faults)
         driver.scheduler = self.scheduler
 
     @property

@@ -21,3 +21,7 @@ class LifecycleError(BalanceRouteError):
 
 class PolicyError(BalanceRouteError):
     """A policy's answer is none that can be obeyed."""
+
+
+class PredictorError(BalanceRouteError):
+    """A predictor's answer is not what was asked for."""

@@ -10,7 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.errors import PredictorError
 from balanceroute.proxy.core.events import RequestId
+
+# By which a probability may exceed its range, as it was rounded.
+_ROUNDING = 1e-3
 
 
 class Predictor(Protocol):
@@ -31,6 +35,19 @@ class Predictor(Protocol):
             column 0 is 1.
         """
         ...
+
+
+def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> None:
+    """Refuse an answer of `Predictor.survival` that nobody can reckon with.
+
+    Raises:
+        PredictorError: It has another shape, or values that are no probabilities.
+    """
+    if survival.shape != (requests, steps + 1):
+        raise PredictorError(f"survival is {survival.shape}, not {(requests, steps + 1)}")
+    # False of NaN.
+    if requests and not (survival.min() >= -_ROUNDING and survival.max() <= 1.0 + _ROUNDING):
+        raise PredictorError("survival is not in 0..1")
 
 
 def two_stage_estimate(

@@ -2,8 +2,8 @@
 
 A shadow is another predictor that sees the same traffic and decides nothing. The judge asks all of
 them about a few active requests now and then, never on behalf of a decision or a chunk. A shadow
-that raises an exception is left alone from then on: it must not hurt a request. Nor must the one in
-use: where it fails, the answer is that nobody ends soon, and it is asked again the next time.
+that raises an exception, or answers what is no probability, is left alone from then on: it must not
+hurt a request. Nor must the one in use: where it fails, the answer is that nobody ends soon, and it is asked again the next time.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
+from balanceroute.proxy.core.prediction import check_survival
 from balanceroute.proxy.live.shadow import PredictorScores, Scoreboard
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class PredictorSet:
         stopwatch: Seconds of real time.
 
     Attributes:
+        active: The one that is asked.
         uses_keys: Whether anybody learns by the keys of requests.
         observed: Outputs learned from since the start.
     """
@@ -75,7 +77,7 @@ class PredictorSet:
     ) -> None:
         self.uses_keys = any(one.uses_keys for one in (active, *shadows))
         self.observed = 0
-        self._active = active
+        self.active = active
         self._shadows = tuple(shadows)
         self._metrics = metrics
         self._on_failure = on_failure
@@ -97,8 +99,9 @@ class PredictorSet:
         """Return the active predictor's answer."""
         begin_s = self._stopwatch()
         try:
-            answer = self._active.predictor.survival(requests, ages, steps)
-            self._active.failed = False
+            answer = self.active.predictor.survival(requests, ages, steps)
+            check_survival(answer, len(requests), steps)
+            self.active.failed = False
         except Exception as error:
             self._active_failed(error)
             answer = np.ones((len(requests), steps + 1))
@@ -151,7 +154,7 @@ class PredictorSet:
     def _ask(self, requests: "list[RequestId]", ages: "NDArray[np.int64]") -> None:
         said = []
         try:
-            said.append(self._board.ask(self._active.predictor, requests, ages))
+            said.append(self._board.ask(self.active.predictor, requests, ages))
         except Exception as error:
             self._active_failed(error)
             said.append(np.full((2, len(requests)), np.nan))
@@ -172,24 +175,24 @@ class PredictorSet:
 
     def scores(self) -> list[PredictorScores]:
         """Return how good each predictor was lately, the active one first."""
-        now = (self._board.judged, sum(one.failed for one in (self._active, *self._shadows)))
+        now = (self._board.judged, sum(one.failed for one in (self.active, *self._shadows)))
         if now != self._scores_of:
             self._scores_of = now
             self._scores = [
                 self._board.scores(
-                    place, name=one.name, active=one is self._active, failed=one.failed
+                    place, name=one.name, active=one is self.active, failed=one.failed
                 )
-                for place, one in enumerate((self._active, *self._shadows))
+                for place, one in enumerate((self.active, *self._shadows))
             ]
         return self._scores
 
     def _active_failed(self, error: Exception) -> None:
-        self._active.failed = True
+        self.active.failed = True
         self._on_failure("predictor", error)
 
     def _tell(self, tell: "Callable[[Predictor], None]") -> None:
         try:
-            tell(self._active.predictor)
+            tell(self.active.predictor)
         except Exception as error:
             self._active_failed(error)
         for shadow in self._shadows:

@@ -146,7 +146,7 @@ class Proxy:
         clock = asyncio.get_running_loop().time
         self.failures = DecisionFailures(self.metrics, clock)
         self._keeper: StateKeeper | None = None
-        self._predictors = self._make_predictors()
+        self.predictors = self._make_predictors()
         self.health = Health(
             config.health,
             fetch=self._fetcher.status,
@@ -274,8 +274,8 @@ class Proxy:
             self.driver,
             policy=self._policy_name,
             predictor=predictor_name(self.config.scheduling.predictor),
-            predictors=self._predictors.scores(),
-            rows_judged=self._predictors.judged,
+            predictors=self.predictors.scores(),
+            rows_judged=self.predictors.judged,
             server=self.server,
             engine_connections=sum(e.connections for e in self.roster.endpoints.values()),
             requests=requests,
@@ -379,7 +379,7 @@ class Proxy:
             ),
             self.instances,
             connector,
-            self._predictors,
+            self.predictors,
             health=self.health,
             metrics=self.metrics,
             failures=self.failures,
@@ -411,7 +411,7 @@ class Proxy:
                 scheduling.batch_limit,
                 scheduling.settings,
                 random.Random(scheduling.seed),
-                self._predictors,
+                self.predictors,
                 lap,
             ),
         )
@@ -427,7 +427,7 @@ class Proxy:
                 active,
                 metrics=self.metrics,
                 in_thread=environment.in_thread,
-                observed=lambda: self._predictors.observed,
+                observed=lambda: self.predictors.observed,
             )
             active = self._keeper.predictor
         return PredictorSet(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import Predictor, scores
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.prediction import two_stage_estimate
+from balanceroute.proxy.core.prediction import check_survival, two_stage_estimate
 
 DECILES = 10
 
@@ -99,8 +99,13 @@ class Scoreboard:
     def ask(
         self, predictor: Predictor, requests: Sequence[RequestId], ages: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return what a predictor says of n requests, float64[2, n]."""
+        """Return what a predictor says of n requests, float64[2, n].
+
+        Raises:
+            PredictorError: It is no answer.
+        """
         survival = predictor.survival(requests, ages, self._horizon_steps)
+        check_survival(survival, len(requests), self._horizon_steps)
         return np.array(two_stage_estimate(survival, self._horizon_steps))
 
     def note(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.chaos.clients import Visit
+from balanceroute.proxy.chaos.decision_faults import DecisionFault, InjectedError, Lapse
 from balanceroute.proxy.chaos.faults import Act, Injection
 from balanceroute.proxy.chaos.meddler import HARMLESS, Meddling
 from balanceroute.proxy.chaos.plan import MODEL, Plan, Weather
@@ -17,6 +18,7 @@ from balanceroute.proxy.chaos.world import WorldSettings
 from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
 from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
 from balanceroute.proxy.live.instances import Role
+from balanceroute.proxy.live.step_clock import StepClock
 from balanceroute.proxy.virtual.link import Link
 
 REQUESTS = 40
@@ -231,3 +233,26 @@ def test_an_engines_refusal_is_the_clients(role: Role, status: int) -> None:
     report = run_with(board(role, **{f"status_{status}": 1.0}))
     assert report.endings.keys() == {"exact", f"status {status}"}
     assert not report.counters["retries"]
+
+
+@pytest.mark.parametrize("policy", ["br-h", "br-0", "fifo"])
+@pytest.mark.parametrize("fault", list(DecisionFault), ids=lambda fault: fault.name.lower())
+def test_a_decision_that_fails_loses_nothing(fault: DecisionFault, policy: str) -> None:
+    lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(fault, 0.6, 1))
+    # A rank is closed from the first round on, for an answer that names it.
+    drain = injection(Role.DECODE, Act.DRAIN)
+    report = run_with(lapse, drain, policy=policy, predictor="survival", batch=2)
+    assert_nobody_noticed(report)
+    assert report.counters["decision faults"]
+
+
+def test_an_error_that_nobody_injected_is_found_among_those_that_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise InjectedError("policy")
+
+    monkeypatch.setattr(StepClock, "advance", fail)
+    lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(DecisionFault.RAISES, 0.5, 1))
+    with pytest.raises(AssertionError):
+        run_with(lapse)

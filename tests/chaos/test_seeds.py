@@ -27,7 +27,7 @@ def test_the_seeds_are_of_every_kind() -> None:
     assert {plan.weather for plan in plans} == set(Weather)
     acts = {injection.act for plan in plans for injection in plan.injections}
     kinds = {injection.name for plan in plans for injection in plan.injections}
-    assert len(acts) == 8
+    assert len(acts) == 9
     assert len(kinds) > 60
 
 

@@ -216,3 +216,20 @@ def test_keys_are_wanted_if_anybody_learns_by_them() -> None:
     assert not Subject(1, 2).set.uses_keys
     assert Subject(1, 2, uses_keys=[True, False]).set.uses_keys
     assert Subject(1, 2, uses_keys=[False, True]).set.uses_keys
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [np.full((1, H + 1), np.nan), np.full((1, H + 1), 1.5), -np.ones((1, H + 1)), np.ones((1, H))],
+    ids=["nan", "above", "below", "short"],
+)
+def test_an_answer_that_is_no_probability_is_a_failure(answer: NDArray[np.float64]) -> None:
+    subject = Subject(5, 7)
+    active, shadow = subject.predictors
+    for predictor in (active, shadow):
+        predictor.survival = lambda *_: answer  # type: ignore[method-assign]
+    said = subject.set.survival([RequestId(1)], np.array([0]), H)
+    assert said.tolist() == [[1.0] * (H + 1)]
+    subject.score({1: 0})
+    assert [what for what, _ in subject.failures] == ["predictor"] * 2
+    assert [one.failed for one in subject.set.scores()] == [True, True]

@@ -35,7 +35,7 @@ TOPOLOGY = 'name = "x"\n[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http:/
 
 
 def predictors_of(site: "Site") -> "PredictorSet":
-    return site.world.proxy._predictors
+    return site.world.proxy.predictors
 
 
 def told_to(site: "Site") -> dict[int, RequestFeatures]:
