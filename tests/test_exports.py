@@ -64,6 +64,7 @@ PUBLIC = {
         "Topology",
         "TopologyError",
         "check_engines",
+        "check_local_prefill",
         "did_you_mean",
         "engine_commands",
         "proxy_command",

@@ -137,6 +137,7 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     assert dataclasses.asdict(metrics) == {
         "mean_imbalance_tokens": 2.0,
         "idle_fraction": 0.2,
+        "mean_running": 4.0,
         "output_tokens_per_s": 4.0,
         "tpot_ms_p50": 1_000.0,
         "tpot_ms_p95": 1_000.0,
