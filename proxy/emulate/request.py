@@ -19,7 +19,10 @@ from balanceroute.proxy.emulate.tokens import decode, packed, render_chat, token
 
 # vLLM's default of the completions API; a chat goes on to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
+# vLLM's default of --max-logprobs.
+MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5
+_LARGEST = 1e308  # Of what a float holds; integers are not bounded.
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str, str]] = {
     "int": (int, "int_type", "Input should be a valid integer"),
     "float": ((int, float), "float_type", "Input should be a valid number"),
@@ -193,6 +196,8 @@ def read_generation(
         raise bad_parameter(
             "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
         )
+    for name, count in (("sample", listed), ("prompt", prompt_logprobs)):
+        _check_logprobs(name, count)
     echo = bool(values.get("echo")) and not chat
     if echo and prompt_logprobs is None:
         prompt_logprobs = listed
@@ -230,6 +235,18 @@ def top_logprobs(values: Mapping[str, Any], *, chat: bool) -> int | None:
         listed: int | None = values.get("logprobs")
         return listed
     return _or(values.get("top_logprobs"), 0) if values.get("logprobs") else None
+
+
+def _check_logprobs(name: str, count: int | None) -> None:
+    if count is None:
+        return
+    if count < 0:
+        raise bad_request(f"{name} logprobs must be a positive value, got {count}.")
+    if count > MAX_LOGPROBS:
+        raise bad_request(
+            f"Requested {name} logprobs of {count}, which is greater than max allowed: "
+            f"{MAX_LOGPROBS}"
+        )
 
 
 def check_model(values: Mapping[str, Any], settings: EmulationSettings) -> None:
@@ -279,7 +296,9 @@ def _check_types(values: Mapping[str, Any], *, chat: bool) -> None:
         value = values.get(name)
         accepted, fault, message = _KINDS[kind]
         if value is None or (
-            isinstance(value, accepted) and (kind == "bool" or not isinstance(value, bool))
+            isinstance(value, accepted)
+            and (kind == "bool" or not isinstance(value, bool))
+            and (not isinstance(value, int | float) or kind != "float" or abs(value) <= _LARGEST)
         ):
             continue
         raise invalid(fault, f"body.{name}", message, value)
