@@ -1,4 +1,4 @@
-"""What the proxy costs, side by side with vllm-router and with no proxy at all.
+"""What the proxy costs, side by side with vllm-router, another checkout of itself, and no proxy.
 
 All run against the same engine, in turns within one run, and every event is checked on its way. CPU
 time is the process's own and its children's; ratios are taken within a turn, so that what else the
@@ -7,6 +7,7 @@ machine does hits both alike. vllm-router is installed into build/bench-venv on 
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -110,6 +111,12 @@ def main() -> int:
     parser.add_argument("--predictor", default="survival", help="of br-h (default: survival)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
     parser.add_argument("--no-router", action="store_true", help="without vllm-router")
+    parser.add_argument(
+        "--against",
+        type=checkout,
+        metavar="TREE",
+        help="another checkout of this repository, whose proxy is compared instead of vllm-router",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
     arguments = parser.parse_args()
     repeats = 2 if arguments.quick else arguments.repeats
@@ -126,10 +133,18 @@ def main() -> int:
                         bar.update(task, description=f"{load.name}, {target.name}")
                         rows.append({"turn": turn} | measure(load, target))
                         bar.advance(task)
-    report(rows, plan, policy=arguments.policy)
+    report(rows, plan, other=targets[1].name, policy=arguments.policy)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return int(any(row["errors"] for row in rows))
+
+
+def checkout(text: str) -> Path:
+    """Return the directory of the import package of another checkout."""
+    source = Path(text).resolve() / ".src"
+    if not (source / "balanceroute" / "proxy").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout: {source} has no balanceroute")
+    return source
 
 
 @contextmanager
@@ -151,16 +166,15 @@ def engine() -> "Iterator[tuple[int, int]]":
 def proxies(prefill: int, decode: int, arguments: argparse.Namespace) -> "Iterator[list[Target]]":
     """Run the proxies; yield them and the engine."""
     urls = [f"http://127.0.0.1:{port}" for port in (prefill, decode)]
-    ours = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
-    ours += ["--log", "none", "--policy", arguments.policy, "--batch", "2048"]
-    ours += ["--predictor", arguments.predictor]
-    ours += ["--pool-limit", "4096", "--prefill", urls[0], "--decode", urls[1]]
-    with ended(subprocess.Popen(ours, stdout=subprocess.PIPE, text=True)) as proxy:
-        assert proxy.stdout is not None
-        port = int(proxy.stdout.readline().rsplit(":", 1)[1])
-        targets = [Target("balanceroute", port, proxy)]
+    direct = Target("direct", decode, None)
+    with balanceroute("balanceroute", urls, arguments, ROOT / ".src") as ours:
+        if arguments.against is not None:
+            name = f"proxy of {arguments.against.parent.name}"
+            with balanceroute(name, urls, arguments, arguments.against) as other:
+                yield [ours, other, direct]
+            return
         if arguments.no_router:
-            yield [*targets, Target("direct", decode, None)]
+            yield [ours, direct]
             return
         port, metrics = free_port(), free_port()
         theirs = [
@@ -178,8 +192,25 @@ def proxies(prefill: int, decode: int, arguments: argparse.Namespace) -> "Iterat
             subprocess.Popen(theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         ) as process:
             wait_until_healthy(port)
-            targets.append(Target("vllm-router", port, process))
-            yield [*targets, Target("direct", decode, None)]
+            yield [ours, Target("vllm-router", port, process), direct]
+
+
+@contextmanager
+def balanceroute(
+    name: str, urls: list[str], arguments: argparse.Namespace, source: Path
+) -> "Iterator[Target]":
+    """Run the proxy of a checkout."""
+    command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
+    command += ["--log", "none", "--policy", arguments.policy, "--batch", "2048"]
+    command += ["--predictor", arguments.predictor]
+    command += ["--pool-limit", "4096", "--prefill", urls[0], "--decode", urls[1]]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    with ended(
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rsplit(":", 1)[1])
+        yield Target(name, port, process)
 
 
 @contextmanager
@@ -280,11 +311,11 @@ def family(pid: int) -> list[int]:
     return [pid, *(one for child in children for one in family(child))]
 
 
-def report(rows: list[dict[str, Any]], plan: list[Load], *, policy: str) -> None:
+def report(rows: list[dict[str, Any]], plan: list[Load], *, other: str, policy: str) -> None:
     """Print the table."""
     table = Table(
-        title=f"balanceroute ({policy}) and {ROUTER} (round robin), the same engine, in turns",
-        caption="Medians of the turns; x is balanceroute / vllm-router within a turn: median "
+        title=f"balanceroute ({policy}) and {other}, the same engine, in turns",
+        caption=f"Medians of the turns; x is balanceroute / {other} within a turn: median "
         "(least to most). p50 and p99 are an event's transit from engine to client under load of "
         "streams, else the time to the (first) answer.",
         title_justify="left",
@@ -302,10 +333,10 @@ def report(rows: list[dict[str, Any]], plan: list[Load], *, policy: str) -> None
                 load.name if ours else "",
                 name,
                 _median(mine, "cpu_us", 1),
-                _ratios(rows, load, "cpu_us") if ours else "",
+                _ratios(rows, load, "cpu_us", other) if ours else "",
                 _median(mine, "p50_us", 2, 1e-3),
                 _median(mine, "p99_us", 2, 1e-3),
-                _ratios(rows, load, "p99_us") if ours else "",
+                _ratios(rows, load, "p99_us", other) if ours else "",
                 _median(mine, "rss_mb", 0),
                 str(sum(row["errors"] for row in mine)),
                 end_section=name == "direct",
@@ -320,16 +351,12 @@ def _median(rows: list[dict[str, Any]], key: str, digits: int, scale: float = 1.
     return f"{median(values) * scale:,.{digits}f}" if values else ""
 
 
-def _ratios(rows: list[dict[str, Any]], load: Load, key: str) -> str:
+def _ratios(rows: list[dict[str, Any]], load: Load, key: str, other: str) -> str:
     by_turn: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["load"] == load.name and key in row:
             by_turn.setdefault(row["turn"], {})[row["target"]] = row[key]
-    ratios = [
-        pair["balanceroute"] / pair["vllm-router"]
-        for pair in by_turn.values()
-        if pair.get("vllm-router")
-    ]
+    ratios = [pair["balanceroute"] / pair[other] for pair in by_turn.values() if pair.get(other)]
     if not ratios:
         return ""
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

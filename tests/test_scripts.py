@@ -93,8 +93,15 @@ def test_the_bench_times_every_stage() -> None:
     assert parts == pytest.approx(total)
 
 
+@pytest.mark.parametrize(
+    ("flags", "other"),
+    [(("--no-router",), "direct"), (("--against", str(ROOT)), f"proxy of {ROOT.name}")],
+)
 def test_the_proxy_bench_measures_and_checks_every_event(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    other: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = script("bench_proxy")
     streams = ("--connections", "4", "--requests", "8", "--tokens", "3")
@@ -103,11 +110,12 @@ def test_the_proxy_bench_measures_and_checks_every_event(
         "loads",
         lambda *, quick: [module.Load("streams", streams, "events", "transit_us")] * quick,
     )
-    monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", "--no-router"])
+    monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", *flags])
     assert module.main() == 0
     printed = capsys.readouterr().out
     assert "balanceroute" in printed
     assert "direct" in printed
+    assert other in printed
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
