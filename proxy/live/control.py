@@ -38,7 +38,7 @@ class ProxyControl:
 
     def instances(self) -> list[dict[str, object]]:
         """Return every instance, with what is in flight on it."""
-        return instance_rows(self._proxy.roster)
+        return instance_rows(self._proxy.roster, self._proxy.quarantines())
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on."""

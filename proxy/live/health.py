@@ -66,6 +66,24 @@ class HealthState:
     reason: str  # Why it was quarantined last; empty if it never was.
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The last quarantine of one instance.
+
+    Attributes:
+        reason: Why; empty if it never was quarantined.
+        since: When, in unix seconds; None if it never was.
+        next_probe_s: Seconds until it is probed next; None unless it is quarantined.
+    """
+
+    reason: str = ""
+    since: float | None = None
+    next_probe_s: float | None = None
+
+
+NO_QUARANTINE = Quarantine()
+
+
 @dataclass(slots=True, eq=False)
 class _Watch:
     """One instance. `backoff_s` is the wait that its next quarantine begins with."""
@@ -79,6 +97,7 @@ class _Watch:
     probing: bool = False
     request_failures: int = 0
     probe_failures: int = 0
+    quarantined_s: float | None = None
     recovered_s: float | None = None
     reason: str = ""
 
@@ -139,6 +158,24 @@ class Health:
         return [
             HealthState(watch.target, watch.up, watch.reason) for watch in self._watches.values()
         ]
+
+    def quarantines(self, unix_s: float) -> dict[Target, Quarantine]:
+        """Return the last quarantine of every instance.
+
+        Args:
+            unix_s: Wall-clock time now.
+        """
+        now_s = self._clock()
+        return {
+            watch.target: Quarantine(
+                watch.reason,
+                None
+                if watch.quarantined_s is None
+                else round(unix_s - now_s + watch.quarantined_s, 3),
+                None if watch.up else round(max(0.0, watch.next_probe_s - now_s), 3),
+            )
+            for watch in self._watches.values()
+        }
 
     def succeeded(self, target: Target) -> None:
         """Report a request that the instance served well."""
@@ -286,6 +323,7 @@ class Health:
             watch.backoff_s = self._settings.backoff_s
         watch.up = False
         watch.reason = reason
+        watch.quarantined_s = now_s
         self._back_off(watch)
         self._on_change(watch.target, False, watch.reason)
 

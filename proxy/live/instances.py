@@ -123,6 +123,14 @@ class Instances:
     @property
     def ready(self) -> bool:
         """Whether a request could be served now: one instance of each role is up."""
-        return any(prefiller.status is Status.UP for prefiller in self.prefillers) and any(
-            rank.open for rank in self.ranks
-        )
+        return not self.missing
+
+    @property
+    def missing(self) -> set[Role]:
+        """The roles of which no instance is up."""
+        missing = set()
+        if not any(prefiller.status is Status.UP for prefiller in self.prefillers):
+            missing.add(Role.PREFILL)
+        if not any(rank.open for rank in self.ranks):
+            missing.add(Role.DECODE)
+        return missing

@@ -34,7 +34,7 @@ from balanceroute.proxy.live.driver import Driver, DriverSettings, Log
 from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
-from balanceroute.proxy.live.health import Health
+from balanceroute.proxy.live.health import Health, Quarantine
 from balanceroute.proxy.live.instances import Instances, Prefiller, Status
 from balanceroute.proxy.live.load_log import LoadLog
 from balanceroute.proxy.live.metrics import Metrics
@@ -278,8 +278,13 @@ class Proxy:
             rows_judged=self.predictors.judged,
             server=self.server,
             engine_connections=sum(e.connections for e in self.roster.endpoints.values()),
+            quarantines=self.quarantines(),
             requests=requests,
         )
+
+    def quarantines(self) -> "dict[Target, Quarantine]":
+        """Return the last quarantine of every engine."""
+        return self.health.quarantines(self._environment.unix_s())
 
     @property
     def ready(self) -> bool:

@@ -58,6 +58,7 @@ class Roster:
         self._utilisation_limit = utilisation_limit
         self._driver: Driver | None = None
         self._health: Health | None = None
+        self._missing: set[Role] = set()  # As the log was told.
         self._scraper: Scraper | None = None
         self._metrics: Metrics | None = None
         # Makes the scheduler fit the instances; set with `attach`.
@@ -249,6 +250,7 @@ class Roster:
         )
         assert self._driver is not None
         self._driver.reopen()
+        self._tell_readiness()
         assert self._health is not None
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
@@ -269,6 +271,17 @@ class Roster:
         """Close every connection."""
         for endpoint in self.endpoints.values():
             endpoint.close()
+
+    def _tell_readiness(self) -> None:
+        """Log when a role has no engine left, and when each has one again."""
+        missing = self.instances.missing
+        if missing == self._missing:
+            return
+        for role in missing - self._missing:
+            _log.warning("no engine of a role is up", extra={"fields": {"role": role.value}})
+        if not missing:
+            _log.warning("the fleet is ready: an engine of each role is up")
+        self._missing = missing
 
     def _endpoint(self, url: EngineUrl) -> "Endpoint":
         endpoint = self.endpoints.get(url.base)
@@ -303,6 +316,7 @@ class Roster:
                 instance.status = status
         assert self._driver is not None
         self._driver.reopen()
+        self._tell_readiness()
         _log.info(
             "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
         )

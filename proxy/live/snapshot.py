@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from balanceroute.proxy.live.health import NO_QUARANTINE, Quarantine
 from balanceroute.proxy.live.shadow import PredictorScores
 
 
@@ -17,6 +18,7 @@ class RankState:
     bound: int
     started: int
     free_slots: int
+    quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class PrefillerState:
     direct: int  # Sequences of the requests that it does whole.
     held_tokens: int
     utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
+    quarantine: Quarantine = NO_QUARANTINE  # The last one.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,22 @@
 """Taking a snapshot of the running proxy."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.live.health import NO_QUARANTINE
 from balanceroute.proxy.live.instances import Status
 from balanceroute.proxy.live.snapshot import PrefillerState, RankState, RequestState, Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from balanceroute.proxy.live.driver import Driver
+    from balanceroute.proxy.live.health import Quarantine
     from balanceroute.proxy.live.roster import Roster
     from balanceroute.proxy.live.shadow import PredictorScores
+    from balanceroute.proxy.live.target import Target
     from balanceroute.proxy.wire.server import Server
 
 
@@ -23,6 +29,7 @@ def take_snapshot(
     rows_judged: int,
     server: "Server",
     engine_connections: int,
+    quarantines: "Mapping[Target, Quarantine]",
     requests: bool,
 ) -> Snapshot:
     """Return the state of everything; with each live request if asked."""
@@ -33,8 +40,8 @@ def take_snapshot(
     return Snapshot(
         policy=policy,
         predictor=predictor,
-        ranks=_ranks(driver),
-        prefillers=_prefillers(driver),
+        ranks=_ranks(driver, quarantines),
+        prefillers=_prefillers(driver, quarantines),
         queued=states.count(State.QUEUED),
         prefilling=states.count(State.PREFILLING),
         pooled=len(scheduler.pool),
@@ -58,8 +65,10 @@ def take_snapshot(
     )
 
 
-def instance_rows(roster: "Roster") -> list[dict[str, object]]:
-    """Return one row per instance, with the number of requests in flight on it."""
+def instance_rows(
+    roster: "Roster", quarantines: "Mapping[Target, Quarantine]"
+) -> list[dict[str, object]]:
+    """Return one row per instance, with its last quarantine and the requests in flight on it."""
     rows: list[dict[str, object]] = []
     for target in roster.targets():
         parts = roster.instances.of(target)
@@ -71,6 +80,7 @@ def instance_rows(roster: "Roster") -> list[dict[str, object]]:
                 "role": target.role.value,
                 "url": target.url,
                 "status": status.value,
+                **asdict(quarantines.get(target, NO_QUARANTINE)),
                 "parts": [part.name for part in live],
                 "in_flight": in_flight,
                 "drained": status is Status.DRAINING and in_flight == 0,
@@ -79,7 +89,7 @@ def instance_rows(roster: "Roster") -> list[dict[str, object]]:
     return rows
 
 
-def _ranks(driver: "Driver") -> list[RankState]:
+def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
     ledger, limit = driver.scheduler.ledger, driver.scheduler.config.batch_limit
     beyond = driver.scheduler.policy.slots_beyond_batch
     return [
@@ -92,12 +102,15 @@ def _ranks(driver: "Driver") -> list[RankState]:
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
             free_slots=max(0, limit + (beyond or 0) - int(ledger.bound[rank.id])),
+            quarantine=quarantines.get(rank.target, NO_QUARANTINE),
         )
         for rank in driver.instances.ranks
     ]
 
 
-def _prefillers(driver: "Driver") -> list[PrefillerState]:
+def _prefillers(
+    driver: "Driver", quarantines: "Mapping[Target, Quarantine]"
+) -> list[PrefillerState]:
     budgets = driver.scheduler.prefillers
     return [
         PrefillerState(
@@ -109,6 +122,7 @@ def _prefillers(driver: "Driver") -> list[PrefillerState]:
             direct=budgets.direct[prefiller.id],
             held_tokens=budgets.held_tokens[prefiller.id],
             utilisation=prefiller.utilisation,
+            quarantine=quarantines.get(prefiller.target, NO_QUARANTINE),
         )
         for prefiller in driver.instances.prefillers
     ]

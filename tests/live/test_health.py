@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from balanceroute.proxy.live.health import Health, HealthSettings
+from balanceroute.proxy.live.health import Health, HealthSettings, Quarantine
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.target import Fault, FetchError, Target
 from balanceroute.proxy.virtual.loop import VirtualLoop
@@ -477,3 +477,18 @@ def test_whatever_a_probe_raises_ends_no_other_probe(where: str) -> None:
     assert set(errors) == {("probe", "a defect")}
     for target in DECODERS:
         assert asked.count(f"{target.url}/health") >= 3
+
+
+def test_a_quarantine_is_told_with_its_time_and_the_next_probe() -> None:
+    bench = Bench(*DECODERS)
+    assert bench.health.quarantines(1e9)[DECODERS[0]] == Quarantine()
+    bench.health.failed(DECODERS[0], Fault.CONNECT, "refused")
+    bench.now_s += 0.5
+    told = bench.health.quarantines(1e9)[DECODERS[0]]
+    assert (told.reason, told.since) == ("refused", 1e9 - 0.5)
+    assert told.next_probe_s is not None
+    # The back-off is 1 s, give or take a tenth.
+    assert 0.4 <= told.next_probe_s <= 0.6
+    bench.probe(DECODERS[0], None)
+    told = bench.health.quarantines(2e9)[DECODERS[0]]
+    assert (told.reason, told.next_probe_s) == ("refused", None)

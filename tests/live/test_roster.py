@@ -90,6 +90,9 @@ def test_a_drained_rank_finishes_what_it_has_and_gets_nothing_new(play: "Play") 
             "role": "decode",
             "url": url,
             "status": "draining",
+            "reason": "",
+            "since": None,
+            "next_probe_s": None,
             "parts": [],
             "in_flight": 0,
             "drained": True,
@@ -602,3 +605,35 @@ def test_a_role_that_is_drained_lets_running_requests_finish_and_refuses_the_oth
         await right(site, running, max_tokens=1000)
 
     play(scenario, flags={"batch": 1})
+
+
+def test_a_quarantine_is_told_and_a_role_that_has_nobody_left(
+    play: "Play", caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(site: "Site") -> None:
+        engines = [engine for engine in site.fleet.engines if engine.name.startswith("prefill")]
+        for engine in engines:
+            site.fleet.kill(engine.name)
+        proxy = site.world.proxy
+        await site.until(lambda: not proxy.ready, limit_s=30.0)
+        row = (await rows(site))[engines[0].url]
+        assert row["status"] == "quarantined"
+        assert row["reason"]
+        assert 0.0 <= row["next_probe_s"] <= 31.0
+        told = proxy.snapshot(requests=False)
+        shown = told.prefillers[0].quarantine
+        assert (shown.reason, shown.since) == (row["reason"], row["since"])
+        assert told.ranks[0].quarantine.since is None
+        for engine in engines:
+            await site.fleet.restore(engine.name)
+        await site.until(lambda: proxy.instances.missing == set(), limit_s=60.0)
+        row = (await rows(site))[engines[0].url]
+        assert row["since"] == shown.since
+        said = [r.getMessage() for r in caplog.records if "role" in r.getMessage()]
+        assert said == [
+            "no engine of a role is up",
+            "the fleet is ready: an engine of each role is up",
+        ]
+
+    with caplog.at_level("WARNING", "balanceroute"):
+        play(scenario)
