@@ -1,7 +1,7 @@
 """What happens to one request ends that request alone: exceptions of its handling stop here."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, TypeVarTuple
 
 from balanceroute.proxy.core.events import RequestFailed, RequestId
 from balanceroute.proxy.live.record import Outcome
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.driver import Driver
     from balanceroute.proxy.live.session import Session
 
-_P = ParamSpec("_P")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class Isolation:
@@ -27,10 +27,10 @@ class Isolation:
         self.failures = failures
         self._ending: set[RequestId] = set()
 
-    def run(self, what: str, do: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+    def run(self, what: str, do: Callable[[*_Arguments], object], *args: *_Arguments) -> bool:
         """Run what concerns no single request; return whether it worked."""
         try:
-            do(*args, **kwargs)
+            do(*args)
         except Exception as error:
             self.failures.report(what, error)
             return False
@@ -40,23 +40,22 @@ class Isolation:
         self,
         session: "Session",
         what: str,
-        do: Callable[_P, object],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
+        do: Callable[[*_Arguments], object],
+        *args: *_Arguments,
     ) -> None:
         """Run what concerns one request, which ends if it fails."""
         try:
-            do(*args, **kwargs)
+            do(*args)
         except Exception as error:
             self.crashed(session, what, error)
 
     def guarded(
-        self, session: "Session", what: str, do: Callable[_P, object]
-    ) -> Callable[_P, None]:
+        self, session: "Session", what: str, do: Callable[[*_Arguments], object]
+    ) -> Callable[[*_Arguments], None]:
         """Return `do` as `run_for` runs it."""
 
-        def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            self.run_for(session, what, do, *args, **kwargs)
+        def run(*args: *_Arguments) -> None:
+            self.run_for(session, what, do, *args)
 
         return run
 

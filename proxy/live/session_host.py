@@ -1,7 +1,7 @@
 """What a session needs of its surroundings: the seam between one request and the driver."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVarTuple
 
 if TYPE_CHECKING:
     import asyncio
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.stall_watch import StallWatch
     from balanceroute.proxy.live.target import Fault, Target
 
-_P = ParamSpec("_P")
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class Host(Protocol):
@@ -43,8 +43,8 @@ class Host(Protocol):
         """Call back after a delay."""
 
     def guarded(
-        self, session: "Session", what: str, do: Callable[_P, object]
-    ) -> Callable[_P, None]:
+        self, session: "Session", what: str, do: Callable[[*_Arguments], object]
+    ) -> Callable[[*_Arguments], None]:
         """Return a callback that ends the session if it fails."""
 
     def crashed(self, session: "Session", what: str, error: Exception) -> None:
