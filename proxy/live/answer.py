@@ -2,11 +2,12 @@
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.body import BodyError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.wire.messages import Headers
 
 # What of an engine's response head may reach a client. The rest is the connection's own business, or
@@ -64,9 +65,12 @@ def is_recomputed(body: bytes) -> bool:
     return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None
 
 
-def stops_at_recomputed(values: "Mapping[str, Any]") -> bool:
-    """Return whether the client's own stop words make an engine report what a hand-back does."""
-    stop = values.get("stop")
+def stops_at_recomputed(body: "RequestBody") -> bool:
+    """Return whether the client's own stop words may make an engine report what a hand-back does."""
+    try:
+        stop = body.values.get("stop")
+    except BodyError:
+        return True  # Too large to read, so it may.
     return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
 
 

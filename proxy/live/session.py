@@ -608,7 +608,7 @@ class Session:
     def _hands_back(self) -> bool:
         """Whether the engine may give the request back: decode ranks alone do."""
         able = self._host.connector.recomputes and self.decodes
-        return able and self._body is not None and not stops_at_recomputed(self._body.values)
+        return able and self._body is not None and not stops_at_recomputed(self._body)
 
     def stream_recomputed(self) -> None:
         """Prefill again with what was emitted, and go on."""

@@ -10,8 +10,10 @@ from balanceroute.proxy.live.answer import (
     error_words,
     is_recomputed,
     passable_headers,
+    stops_at_recomputed,
     with_cached_tokens,
 )
+from balanceroute.proxy.live.body import RequestBody
 
 DETAILED = (
     b'{"choices":[{"message":{"content":"\\"usage\\":{\\"cached_tokens\\":1}"}}],'
@@ -119,3 +121,18 @@ def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str],
 )
 def test_an_engines_own_words_are_kept_for_the_log(body: bytes, words: str) -> None:
     assert error_words(body) == words
+
+
+@pytest.mark.parametrize(
+    ("stop", "may"),
+    [
+        ("recomputed", True),
+        (["a", "recomputed"], True),
+        ("a", False),
+        (None, False),
+        (["a" * 10] * 20_000, True),  # Too large to be read, so it may.
+    ],
+)
+def test_a_stop_word_may_look_like_a_hand_back(stop: object, may: bool) -> None:
+    body = RequestBody(json.dumps({"prompt": "a", "stop": stop}).encode())
+    assert stops_at_recomputed(body) is may
