@@ -212,6 +212,8 @@ def _too_many(
     taken = pool.taken
     answer = []
     for entry in [*(taken[one.request] for one in good), *pool]:
+        if entry.request in pool:
+            pool.admit(entry.request)
         answer.append(Assignment(entry.request, rank))
         if left < 1:
             return answer, _NO_SLOT.format(rank, entry.request)

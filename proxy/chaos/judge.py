@@ -243,7 +243,8 @@ def contradictions(
     fits = {
         "exact": (Outcome.OK,),
         "ended by the prefiller": (Outcome.OK,),
-        "error event": (Outcome.UPSTREAM_ERROR,),
+        # One that was handed back in the middle of its answer may wait for too long.
+        "error event": (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED),
         "left": (*Outcome,),
         "cut for not reading": (*Outcome,),
     }.get(verdict.ending)
