@@ -67,6 +67,8 @@ def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], poo
             raise PolicyError(f"request {number!r} was not taken from the pool, or is there twice")
         if not 0 <= rank < ranks:
             raise PolicyError(f"rank {rank!r} is unknown: there are {ranks}")
+        if entry.ranks is not None and rank not in entry.ranks:
+            raise PolicyError(f"rank {rank} cannot serve request {number}")
         left = free[rank] if rank in free else free_slots.item(rank)
         if left < 1:
             raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")

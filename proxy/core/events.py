@@ -23,6 +23,14 @@ PrefillerId = NewType("PrefillerId", int)
 
 
 @dataclass(frozen=True, slots=True)
+class Eligible:
+    """The only instances that can serve a request, whatever becomes of them."""
+
+    prefillers: frozenset[PrefillerId]
+    ranks: frozenset[RankId]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A client request was accepted.
 
@@ -34,6 +42,7 @@ class RequestArrived:
             the pool at once, whatever the pool's limit, and never holds a prefiller.
         decode: False if a prefiller answers the whole request: it then holds that prefiller until
             it ends, and is never in the pool or on a rank.
+        eligible: Who can serve it; None for all, also those that are added later.
     """
 
     request: RequestId
@@ -41,6 +50,7 @@ class RequestArrived:
     slots: int = 1
     prefill: bool = True
     decode: bool = True
+    eligible: Eligible | None = None
 
 
 @dataclass(frozen=True, slots=True)

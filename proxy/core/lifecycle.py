@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId
 
 
 class State(Enum):
@@ -88,6 +88,7 @@ class Request:
         slots: Sequences that it runs.
         prefill: Whether a prefiller computes its prompt.
         decode: Whether a rank decodes it; else a prefiller answers all of it.
+        eligible: The only instances that can serve it; None for all.
         emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
@@ -108,6 +109,7 @@ class Request:
     slots: int = 1
     prefill: bool = True
     decode: bool = True
+    eligible: Eligible | None = None
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None

@@ -1,12 +1,13 @@
 """The requests that wait for a prefiller, and which of them start.
 
 Those that a prefiller will answer whole wait in a line of their own: how many of them run at a time is
-limited, and that limit holds up nobody else.
+limited, and that limit holds up nobody else. So do those that the same few prefillers alone can serve:
+whoever has to wait holds up later ones only on the prefillers that it waits for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.queue_order import FirstCome, QueueOrder
@@ -32,6 +33,8 @@ class Line:
         self._prefillers = prefillers
         self._queue: QueueOrder = FirstCome() if order is None else order
         self._direct: QueueOrder = FirstCome()
+        # By the only prefillers that can serve them: the same two lines. None is empty.
+        self._apart: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
         self._expiries = Timers()
         self._waiting = 0
 
@@ -41,6 +44,8 @@ class Line:
 
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the line that it belongs to."""
+        if request.eligible is not None and request.eligible.prefillers not in self._apart:
+            return False
         return request.request in self._queue_of(request)
 
     def add(self, request: Request, expires_ns: int | None, *, returned: bool) -> None:
@@ -52,6 +57,7 @@ class Line:
     def remove(self, request: Request) -> None:
         """Take a request out: it starts, or has ended."""
         self._take_out(request.request, self._queue_of(request))
+        self._forget_empty(request)
 
     def expire_at(self, request: Request, expires_ns: int | None) -> None:
         """Change when a request is given up; None for never."""
@@ -71,6 +77,9 @@ class Line:
         Args:
             room: How many probes may start; of what is answered whole there is another limit.
         """
+        if self._apart:
+            yield from self._start_apart(room)
+            return
         while (number := self._direct.first()) is not None:
             request = self._requests[number]
             prefiller = self._begin(request, self._direct)
@@ -88,10 +97,52 @@ class Line:
             room -= 1
             yield request, prefiller
 
-    def _begin(self, request: Request, queue: QueueOrder) -> PrefillerId | None:
+    def _start_apart(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
+        """Do as `start` does where some prefillers alone can serve some requests."""
+        everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
+        starved: set[PrefillerId] = set()  # Smaller prompts would pass somebody over for ever.
+        for direct in (True, False):
+            withheld = set(starved)
+            stuck: list[frozenset[PrefillerId] | None] = []
+            while (direct or room > 0) and (head := self._head(stuck, direct=direct)) is not None:
+                prefiller = self._begin(head, self._queue_of(head), withheld)
+                if prefiller is not None:
+                    self._forget_empty(head)
+                    room -= not direct
+                    yield head, prefiller
+                    continue
+                among = None if head.eligible is None else head.eligible.prefillers
+                stuck.append(among)
+                awaited = everyone if among is None else among
+                withheld |= awaited
+                if direct and self._prefillers.waits_for_memory(head.slots, among):
+                    starved |= awaited
+
+    def _head(
+        self, stuck: Collection[frozenset[PrefillerId] | None], *, direct: bool
+    ) -> Request | None:
+        """Return the earliest arrival of the first ones of all lines but some."""
+        heads = [pair[direct].first() for among, pair in self._apart.items() if among not in stuck]
+        if None not in stuck:
+            heads.append((self._queue, self._direct)[direct].first())
+        number = min((number for number in heads if number is not None), default=None)
+        return None if number is None else self._requests[number]
+
+    def _forget_empty(self, request: Request) -> None:
+        if request.eligible is not None and not any(map(len, self._lines_of(request.eligible))):
+            del self._apart[request.eligible.prefillers]
+
+    def _begin(
+        self, request: Request, queue: QueueOrder, withheld: Collection[PrefillerId] = ()
+    ) -> PrefillerId | None:
         tokens, sequences = request.held_tokens, 0 if request.decode else request.slots
         prefiller = self._prefillers.choose(
-            request.request, tokens, request.lost_on_prefillers, sequences=sequences
+            request.request,
+            tokens,
+            request.lost_on_prefillers,
+            sequences=sequences,
+            among=None if request.eligible is None else request.eligible.prefillers,
+            withheld=withheld,
         )
         if prefiller is not None:
             self._take_out(request.request, queue)
@@ -107,4 +158,12 @@ class Line:
         self._expiries.clear(number)
 
     def _queue_of(self, request: Request) -> QueueOrder:
+        if request.eligible is not None:
+            return self._lines_of(request.eligible)[not request.decode]
         return self._queue if request.decode else self._direct
+
+    def _lines_of(self, eligible: Eligible) -> tuple[QueueOrder, QueueOrder]:
+        lines = self._apart.get(eligible.prefillers)
+        if lines is None:
+            lines = self._apart[eligible.prefillers] = (FirstCome(), FirstCome())
+        return lines

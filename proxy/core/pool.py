@@ -29,7 +29,9 @@ class PoolEntry:
         lease_ends_ns: When its KV cache counts as lost; None for never.
         slots: Sequences that it runs. One free slot is enough for it to go to a rank.
         lost_on: Ranks that it must not go to while others are open, the earliest loss first.
+        ranks: The only ranks that can serve it; None for all.
         overtaken: Later arrivals that were admitted while it waited.
+        choosy: Whether it may not go to every open rank.
         kv_tokens: What it adds to the load of the rank that takes it.
     """
 
@@ -41,10 +43,13 @@ class PoolEntry:
     lease_ends_ns: int | None
     slots: int = 1
     lost_on: tuple[RankId, ...] = ()
+    ranks: frozenset[RankId] | None = None
     overtaken: int = 0
+    choosy: bool = field(init=False)
     kv_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.choosy = bool(self.lost_on) or self.ranks is not None
         self.kv_tokens = self.prompt_tokens * self.slots
 
 
@@ -110,6 +115,10 @@ class Pool:
         """Return the first `count` entries in order of arrival."""
         entries = self._entries
         return [entries[request] for request in self._order[:count]]
+
+    def at(self, place: int) -> PoolEntry:
+        """Return an entry by its place in the order of arrival."""
+        return self._entries[self._order[place]]
 
     def admit(self, request: RequestId) -> PoolEntry:
         """Remove an entry that goes to decode; every older entry was overtaken once more."""

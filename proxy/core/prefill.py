@@ -7,7 +7,7 @@ prompt of each sequence until it ends, and takes no probe but its sequences, of 
 a `PrefillChoice`, the seam for prefix affinity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from balanceroute.proxy.core.avoidance import allowed
@@ -122,6 +122,8 @@ class Prefillers:
         lost_on: Sequence[PrefillerId] = (),
         *,
         sequences: int = 0,
+        among: Collection[PrefillerId] | None = None,
+        withheld: Collection[PrefillerId] = (),
     ) -> PrefillerId | None:
         """Return who takes the probe of a request, or all of it, or None if it has to wait.
 
@@ -130,9 +132,14 @@ class Prefillers:
             prompt_tokens: What it will be charged.
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
             sequences: Of a direct request; 0 for a probe.
+            among: The only prefillers that can serve it; None for all.
+            withheld: Prefillers that an earlier request waits for.
         """
-        is_open = self._tried(lost_on) if True in self.on_trial else self.is_open
+        is_open = self.is_open if among is None else self._open(among)
+        is_open = self._tried(is_open, lost_on) if True in self.on_trial else is_open
         is_open = allowed(is_open, lost_on) if lost_on else is_open
+        if withheld:
+            is_open = [takes and one not in withheld for one, takes in enumerate(is_open)]
         limit = self._direct_limit if sequences else self._probe_limit
         candidates = [
             PrefillerId(prefiller)
@@ -163,11 +170,13 @@ class Prefillers:
         assert self.direct[prefiller] >= sequences, f"prefiller {prefiller} has none to end"
         self.direct[prefiller] -= sequences
 
-    def waits_for_memory(self, sequences: int) -> bool:
+    def waits_for_memory(
+        self, sequences: int, among: Collection[PrefillerId] | None = None
+    ) -> bool:
         """Return whether a direct request that has to wait only lacks KV tokens somewhere."""
         return any(
             is_open and not self.on_trial[prefiller] and self._has_place(prefiller, sequences)
-            for prefiller, is_open in enumerate(self.is_open)
+            for prefiller, is_open in enumerate(self._open(among))
         )
 
     def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
@@ -186,13 +195,18 @@ class Prefillers:
         assert self.held_tokens[prefiller] >= prompt_tokens, f"prefiller {prefiller} released twice"
         self.held_tokens[prefiller] -= prompt_tokens
 
-    def _tried(self, lost_on: Sequence[PrefillerId]) -> list[bool]:
+    def _open(self, among: Collection[PrefillerId] | None) -> list[bool]:
+        if among is None:
+            return self.is_open
+        return [takes and one in among for one, takes in enumerate(self.is_open)]
+
+    def _tried(self, is_open: list[bool], lost_on: Sequence[PrefillerId]) -> list[bool]:
         """Return who is open to a request, now that some prefillers are on trial.
 
         One that holds a request is closed until that tells; and who lost a request before goes to
         one on trial only if there is no other.
         """
-        is_open = list(self.is_open)
+        is_open = list(is_open)
         for prefiller, held in enumerate(self.held_tokens):
             is_open[prefiller] &= not (held and self.on_trial[prefiller])
         if lost_on:

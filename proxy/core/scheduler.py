@@ -229,6 +229,7 @@ class Scheduler:
             slots=event.slots,
             prefill=event.prefill,
             decode=event.decode,
+            eligible=event.eligible,
         )
         self.requests[number] = request
         if not request.prefill:
@@ -307,6 +308,7 @@ class Scheduler:
             lease_ends_ns=lease_ends_ns,
             slots=request.slots,
             lost_on=request.lost_on_ranks,
+            ranks=None if request.eligible is None else request.eligible.ranks,
         )
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:

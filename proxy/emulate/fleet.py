@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -70,7 +71,7 @@ class EmulatedFleet:
             poster=self._poster,
             control=FleetControl(self),
         )
-        self.engines = [Engine(role, self._hub, self._begin) for role in self._roles()]
+        self.engines = [Engine(role, self._hub_of(role), self._begin) for role in self._roles()]
         self._hub.sources.extend(self.engines[: settings.prefillers])
         self.faults = FaultBoard(self.engines)
         try:
@@ -208,6 +209,15 @@ class EmulatedFleet:
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()
         self._hub.book.misreads.clear()
+
+    def _hub_of(self, role: EngineRole) -> Hub:
+        """Return the hub as an engine sees it, which may serve another model than the rest."""
+        names = self.settings.engine_models.get(role.name)
+        if names is None:
+            return self._hub
+        model, *adapters = names
+        settings = replace(self.settings, model=model, adapters=tuple(adapters))
+        return replace(self._hub, settings=settings)
 
     def _roles(self) -> list[EngineRole]:
         settings = self.settings

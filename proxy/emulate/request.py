@@ -255,7 +255,7 @@ def check_model(values: Mapping[str, Any], settings: EmulationSettings) -> None:
     Raises:
         ApiError: It is another one. No name at all is right.
     """
-    if values.get("model") not in (None, settings.model):
+    if values.get("model") not in (None, settings.model, *settings.adapters):
         raise unknown_model(values["model"], settings.model)
 
 

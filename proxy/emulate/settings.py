@@ -1,6 +1,7 @@
 """What an emulated fleet is made of."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
@@ -58,6 +59,9 @@ class EmulationSettings:
         preemption: What an overflow does.
         time_scale: How many emulated seconds pass in one second of the event loop.
         model: The served model's name.
+        adapters: Names of its LoRA adapters.
+        engine_models: The names of the model and of its adapters at engines that serve others than
+            the rest, by the engine's name ("decode/3").
         max_model_len: Prompt and output tokens that a request may have together.
         mean_output_tokens: Mean length of an answer that ends by itself.
         prompt_tokens_details: Tell `cached_tokens` in usage (`--enable-prompt-tokens-details`).
@@ -91,6 +95,8 @@ class EmulationSettings:
     preemption: Preemption = Preemption.INTERNAL
     time_scale: float = 1.0
     model: str = "emulated"
+    adapters: tuple[str, ...] = ()
+    engine_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     max_model_len: int = 131_072
     mean_output_tokens: float = 256.0
     prompt_tokens_details: bool = False

@@ -41,7 +41,11 @@ def answer_models(hub: Hub) -> object:
         "max_model_len": hub.settings.max_model_len,
         "permission": [permission],
     }
-    return {"object": "list", "data": [model]}
+    adapters = [
+        model | {"id": name, "parent": hub.settings.model, "max_model_len": None}
+        for name in hub.settings.adapters
+    ]
+    return {"object": "list", "data": [model, *adapters]}
 
 
 def answer_tokenize(values: dict[str, Any], hub: Hub) -> object:

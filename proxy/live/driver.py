@@ -22,6 +22,7 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeLost,
     DecodeStarted,
+    Eligible,
     Event,
     Expire,
     PrefillDone,
@@ -177,7 +178,7 @@ class Driver:
         self._admission = admission
         self._settle_s = settings.settle_s
         self._stranded_s = settings.stranded_s
-        self._unready_since_s: float | None = None
+        self._unready_since_s: dict[Eligible | None, float] = {}  # By the engines needed.
         self._rng = rng
         self._stopwatch = stopwatch
         self._lap_s = 0.0
@@ -224,8 +225,9 @@ class Driver:
         headers: "Headers",
         reply: "Reply",
         record: RequestRecord,
+        eligible: Eligible | None = None,
     ) -> None:
-        """Take a request that was not refused."""
+        """Take a request that was not refused; `eligible` are the engines of its model."""
         number = RequestId(self._arrived)
         self._arrived += 1
         self._retries.earn()
@@ -236,12 +238,12 @@ class Driver:
         self._ids[record.request_id] += 1
         self._empty.clear()
         if self._sweep_timer is None:
-            self._unready_since_s = None  # Nobody looked meanwhile.
+            self._unready_since_s.clear()  # Nobody looked meanwhile.
             self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
-        self._isolation.run_for(session, "arrival", self._take, session, body)
+        self._isolation.run_for(session, "arrival", self._take, session, body, eligible)
 
-    def _take(self, session: Session, body: "RequestBody") -> None:
+    def _take(self, session: Session, body: "RequestBody", eligible: Eligible | None) -> None:
         number, shape, record = session.number, session.shape, session.record
         tokens = self._estimate.tokens(shape)
         record.prompt_estimate = tokens
@@ -252,7 +254,7 @@ class Driver:
         prefill, slots = session.has_prefill_leg, shape.sequences
         if not prefill:
             session.pooled()
-        self.feed(RequestArrived(number, tokens, slots, prefill, decode=session.decodes))
+        self.feed(RequestArrived(number, tokens, slots, prefill, session.decodes, eligible))
 
     @property
     def uses_keys(self) -> bool:
@@ -365,12 +367,14 @@ class Driver:
         """Return 128 random bits in hexadecimal."""
         return f"{self._rng.getrandbits(128):032x}"
 
-    def choose_prefiller(self, other_than: Prefiller | None) -> Prefiller | None:
+    def choose_prefiller(self, number: RequestId, other_than: Prefiller | None) -> Prefiller | None:
         """Return the open prefiller with the fewest hand-offs, another than the last if there is.
 
         If none is open, crowded ones are: the decode rank waits with its blocks taken.
         """
+        eligible = self.scheduler.requests[number].eligible
         up = [one for one in self.instances.prefillers if one.status is Status.UP]
+        up = [one for one in up if eligible is None or one.id in eligible.prefillers]
         able = [prefiller for prefiller in up if prefiller.open] or up
         able = [prefiller for prefiller in able if prefiller is not other_than] or able
         return min(able, key=lambda prefiller: prefiller.hand_offs, default=None)
@@ -537,12 +541,23 @@ class Driver:
         self.idle_tokens += steps * idle_tokens(loads)
         self.capacity_tokens += steps * len(loads) * int(loads.max())
 
-    def _give_up_waiting(self) -> None:
-        """Refuse what waits for engines that are not there."""
+    def _give_up_stranded(self, now_s: float) -> None:
+        """Refuse what has waited long enough for engines that are not there."""
+        kinds = dict.fromkeys(request.eligible for request in self.scheduler.requests.values())
+        unready = [kind for kind in kinds if self.instances.missing_for(kind)]
+        before = self._unready_since_s
+        self._unready_since_s = {kind: before.get(kind, now_s) for kind in unready}
+        for kind, since_s in self._unready_since_s.items():
+            if now_s - since_s > self._stranded_s:
+                self._give_up_waiting(kind)
+
+    def _give_up_waiting(self, kind: Eligible | None) -> None:
+        """Refuse what needs `kind` and waits."""
         requests = self.scheduler.requests
         # In this order: who leaves the pool makes room for the queue.
         for state in (State.QUEUED, State.POOLED):
-            for number in [number for number, one in requests.items() if one.state is state]:
+            waiting = [one for one in requests.values() if one.state is state]
+            for number in [one.request for one in waiting if one.eligible == kind]:
                 session = self.sessions[number]
                 self._isolation.run_for(
                     session, "timer", session.give_up, "no engine of each role is up"
@@ -556,7 +571,7 @@ class Driver:
             for session in list(self.sessions.values()):
                 self._isolation.run_for(session, "timer", session.check_deadline, now_s)
             self._isolation.run("predictor", self._predictors.score, self._started, self._age)
-            self._isolation.run("timer", self._watch_readiness, now_s)
+            self._isolation.run("timer", self._give_up_stranded, now_s)
         finally:
             if self.sessions:
                 self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)
@@ -571,11 +586,3 @@ class Driver:
             self._tick()
         else:
             self.follow()
-
-    def _watch_readiness(self, now_s: float) -> None:
-        if self.instances.ready:
-            self._unready_since_s = None
-        elif self._unready_since_s is None:
-            self._unready_since_s = now_s
-        elif now_s - self._unready_since_s > self._stranded_s:
-            self._give_up_waiting()

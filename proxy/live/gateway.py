@@ -40,10 +40,12 @@ from balanceroute.proxy.live.shape import Api, read_shape
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.live.driver import Driver, Log
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.metrics import Metrics
     from balanceroute.proxy.live.model_choice import ModelChoice
+    from balanceroute.proxy.live.model_routes import ModelRoutes
     from balanceroute.proxy.live.served_models import ServedModels
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -55,6 +57,7 @@ _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Of a hand-off: ids and addresses of the blocks of one prompt.
 _HAND_OFF_BYTES = 1 << 20
 _NOT_FOUND = Rejection(404, "Not Found")
+_MODELS = b"/v1/models"
 _MODEL = b"/v1/models/"
 _BAD_HAND_OFF = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
@@ -90,6 +93,7 @@ class Gateway:
         instances: Serve the rest.
         models: Which models are served.
         served: What is known of the engines' models.
+        routes: Which engines serve a model.
         metrics: Told of refused requests.
         page_of_metrics: What /metrics shows.
         log: Told of refused requests.
@@ -104,6 +108,7 @@ class Gateway:
         models: "ModelChoice",
         *,
         served: "ServedModels",
+        routes: "ModelRoutes",
         metrics: "Metrics",
         page_of_metrics: Callable[[], bytes],
         log: "Log",
@@ -114,6 +119,7 @@ class Gateway:
         self._instances = instances
         self._models = models
         self._served = served
+        self._routes = routes
         self._metrics = metrics
         self._page_of_metrics = page_of_metrics
         self._log = log
@@ -155,7 +161,8 @@ class Gateway:
             return
         route = find(request.path)
         assert route is not None, "it was not admitted"
-        if route.handling is Handling.OWN:
+        lists = self._routes.differ and request.path == _MODELS
+        if lists or route.handling is Handling.OWN:
             self._answer_itself(request, reply)
         else:
             self._serve(route, request, reply)
@@ -179,7 +186,7 @@ class Gateway:
             self._generate(request, reply, record)
             return
         go_on = partial(self._pass_through, route, request, reply, record)
-        if route.generates:
+        if route.generates or (self._routes.differ and route.media is Media.JSON):
             self._bodies.read(request.body, reply, partial(_guarded, go_on, reply))
         else:
             go_on(None)
@@ -192,16 +199,27 @@ class Gateway:
         record: RequestRecord,
         read: RequestBody | BodyError | None,
     ) -> None:
-        """Give a request to one engine; `read` is its body if the engine generates text."""
+        """Give a request to one engine; `read` is its body if the engine generates text.
+
+        Or if engines serve different models: then what cannot be read has no model.
+        """
+        body, model = request.body, None
         try:
-            if isinstance(read, BodyError):
+            if isinstance(read, RequestBody):
+                model = read.values.get("model")
+                body = engine_body(body, read) if route.generates else body
+            elif read is not None and route.generates:
                 raise read
-            body = request.body if read is None else engine_body(request.body, read)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
+        model = model if isinstance(model, str) else ""
+        eligible = self._routes.eligible(model)
+        if self._refuse_model(reply, record, model, eligible, decode=False):
+            return
         headers = self._headers(request.headers, record.request_id, route.media)
-        self.pass_through(replace(request, body=body), reply, headers, record)
+        among = None if eligible is None else eligible.prefillers
+        self.pass_through(replace(request, body=body), reply, headers, record, among)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.
@@ -236,6 +254,9 @@ class Gateway:
         if no_model is not None:
             self._refuse(reply, record, 404, no_model, param="model")
             return
+        eligible = self._routes.eligible(shape.model)
+        if self._refuse_model(reply, record, shape.model, eligible):
+            return
         try:
             refuse_if_too_long(api, body, self._served.max_model_len(shape.model))
         except BodyError as error:
@@ -254,8 +275,29 @@ class Gateway:
                 headers=self._headers(headers, driver.engine_id(record.request_id)),
                 reply=reply,
                 record=record,
+                eligible=eligible,
             )
             body.forget_values()
+
+    def _refuse_model(
+        self,
+        reply: "Reply",
+        record: RequestRecord,
+        model: str,
+        eligible: "Eligible | None",
+        *,
+        decode: bool = True,
+    ) -> bool:
+        """Refuse a request whose model nobody can serve now; return whether that is so."""
+        refused = self._routes.refuse(model, eligible, decode=decode)
+        if refused is None:
+            return False
+        status, reason = refused
+        if status == 404:
+            self._refuse(reply, record, 404, reason, param="model")
+        else:
+            self._refuse(reply, record, status, reason, retry_s=1)
+        return True
 
     def _admit_hand_off(self, head: "RequestHead") -> Rejection | None:
         """Judge a decode engine's call for a prefill. The path is the secret that authorises it."""
@@ -336,6 +378,10 @@ class Gateway:
             return
         request_id = (b"x-request-id", self._driver.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
+        if request.path == _MODELS:
+            page = {"object": "list", "data": self._served.cards()}
+            reply.send(200, json_headers, json.dumps(page, separators=(",", ":")).encode())
+            return
         if request.path in (b"/health", b"/ping"):
             reply.send(200, [request_id], b"")
         elif request.path == b"/ready":

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.target import Fault, fault_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.body import RequestBody
     from balanceroute.proxy.live.instances import Prefiller
     from balanceroute.proxy.live.session_host import Host
@@ -33,6 +34,7 @@ class HandOff:
         body: The prefill leg's body is made of it.
         members: Changed by an earlier binding; see `resumed_members`.
         headers: Of every engine leg.
+        number: The request's.
         other_than: Who is asked only if nobody else is there.
         prefilled: Told the prefiller once the prefill is done, with its answer.
         failed: Told when no prefiller did it: the decode leg waits in vain.
@@ -48,6 +50,7 @@ class HandOff:
         "_headers",
         "_host",
         "_members",
+        "_number",
         "_params",
         "_prefilled",
         "_prefiller",
@@ -62,12 +65,14 @@ class HandOff:
         members: Mapping[str, object],
         headers: "Headers",
         *,
+        number: "RequestId",
         other_than: "Prefiller | None",
         prefilled: "Callable[[bytes], None]",
         failed: "Callable[[Fault], None]",
         crashed: "Callable[[Exception], None]",
     ) -> None:
         self._host = host
+        self._number = number
         self._api = api
         self._body = body
         self._members = members
@@ -109,7 +114,7 @@ class HandOff:
         self._done()
 
     def _send(self) -> None:
-        prefiller = self._host.choose_prefiller(self._prefiller)
+        prefiller = self._host.choose_prefiller(self._number, self._prefiller)
         if prefiller is None:
             self._failed(Fault.CONNECT)
             return

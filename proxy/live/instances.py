@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import PrefillerIdentity
@@ -128,9 +128,15 @@ class Instances:
     @property
     def missing(self) -> set[Role]:
         """The roles of which no instance is up."""
+        return self.missing_for(None)
+
+    def missing_for(self, eligible: Eligible | None) -> set[Role]:
+        """Return the roles of which no instance is up that can serve a request; None for any."""
+        up = [one.id for one in self.prefillers if one.status is Status.UP]
+        opened = [one.id for one in self.ranks if one.open]
         missing = set()
-        if not any(prefiller.status is Status.UP for prefiller in self.prefillers):
+        if not (up if eligible is None else eligible.prefillers.intersection(up)):
             missing.add(Role.PREFILL)
-        if not any(rank.open for rank in self.ranks):
+        if not (opened if eligible is None else eligible.ranks.intersection(opened)):
             missing.add(Role.DECODE)
         return missing

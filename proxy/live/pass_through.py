@@ -4,7 +4,7 @@ Prefillers, because a decode rank that is busy with them would hold up the whole
 prefiller works on so many of them at a time; the others wait here, so many of them, in order of arrival.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.single_exchange import SingleExchange
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.driver import Driver, Log
     from balanceroute.proxy.live.instances import Prefiller
     from balanceroute.proxy.live.metrics import Metrics
@@ -65,7 +66,7 @@ class PassThrough:
         self._log = log
         self._limits = limits
         self._retries = RetryBudget()
-        self._waiting: deque[SingleExchange] = deque()
+        self._waiting: dict[SingleExchange, None] = {}
         self._running: dict[SingleExchange, Prefiller] = {}
         self._busy: Counter[Prefiller] = Counter()
         self._turn = 0
@@ -76,22 +77,27 @@ class PassThrough:
         return len(self._running) + len(self._waiting)
 
     def __call__(
-        self, request: "Request", reply: "Reply", headers: "Headers", record: "RequestRecord"
+        self,
+        request: "Request",
+        reply: "Reply",
+        headers: "Headers",
+        record: "RequestRecord",
+        among: "frozenset[PrefillerId] | None" = None,
     ) -> None:
-        """Answer one request."""
+        """Answer one request; `among` are the only prefillers that can, None for all."""
         self._retries.earn()
-        exchange = SingleExchange(self, request, reply, headers, record)
-        prefiller = self._free(None)
+        exchange = SingleExchange(self, request, reply, headers, record, among=among)
+        prefiller = self._free(None, among)
         if self._driver.draining:
             exchange.refuse(503, "the proxy is shutting down")
         elif prefiller is not None:
             self._start(exchange, prefiller)
-        elif not self._up():
+        elif not self._up(among):
             exchange.refuse(503, "no prefiller is up")
         elif len(self._waiting) >= self._limits.waiting:
             exchange.refuse(429, f"{self._limits.waiting} requests wait for a prefiller already")
         else:
-            self._waiting.append(exchange)
+            self._waiting[exchange] = None
 
     def lost(self, target: "Target") -> None:
         """Move what an engine that is quarantined has not begun to answer."""
@@ -104,7 +110,7 @@ class PassThrough:
     def again(self, exchange: SingleExchange, fault: "Fault") -> bool:
         """Send a request that failed to another prefiller; return whether there is one for it."""
         failed = self._running[exchange]
-        other = self._free(failed)
+        other = self._free(failed, exchange.among)
         if other is None or other is failed or not self._retries.spend():
             return False
         self._metrics.retry("single_engine", fault.value)
@@ -126,32 +132,44 @@ class PassThrough:
         record = exchange.record
         record.outcome, record.reason = outcome, reason
         record.ended_ns = round(self.clock() * 1e9)
-        if exchange in self._running:
+        ran = exchange in self._running
+        if ran:
             self._stop(exchange)
-        elif exchange in self._waiting:
-            self._waiting.remove(exchange)
+        else:
+            self._waiting.pop(exchange, None)
         self._metrics.passed_through(record)
         self._log.request_ended(record)
-        self._begin_waiting()
+        if ran:
+            self._begin_waiting()
 
     # Turns.
 
     def _begin_waiting(self) -> None:
-        while self._waiting:
-            prefiller = self._free(None)
+        busy = set()
+        for exchange in tuple(self._waiting):
+            among = exchange.among
+            if among in busy or exchange not in self._waiting:
+                continue
+            prefiller = self._free(None, among)
             if prefiller is not None:
-                self._start(self._waiting.popleft(), prefiller)
-            elif self._up():
-                return
+                del self._waiting[exchange]
+                self._start(exchange, prefiller)
+            elif not self._up(among):
+                exchange.refuse(503, "no prefiller is up")
+            elif among is None:
+                return  # Nobody has room.
             else:
-                self._waiting.popleft().refuse(503, "no prefiller is up")
+                busy.add(among)
 
-    def _up(self) -> "list[Prefiller]":
-        return [p for p in self._instances.prefillers if p.status is Status.UP]
+    def _up(self, among: "frozenset[PrefillerId] | None") -> "list[Prefiller]":
+        up = [p for p in self._instances.prefillers if p.status is Status.UP]
+        return up if among is None else [p for p in up if p.id in among]
 
-    def _free(self, other_than: "Prefiller | None") -> "Prefiller | None":
+    def _free(
+        self, other_than: "Prefiller | None", among: "frozenset[PrefillerId] | None"
+    ) -> "Prefiller | None":
         """Return the prefiller that works on the fewest; equal ones take turns."""
-        free = [p for p in self._up() if self._busy[p] < self._limits.per_prefiller]
+        free = [p for p in self._up(among) if self._busy[p] < self._limits.per_prefiller]
         free = [p for p in free if p is not other_than] or free
         if not free:
             return None

@@ -40,6 +40,7 @@ from balanceroute.proxy.live.load_log import LoadLog
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.metrics_page import MetricsPage
 from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
+from balanceroute.proxy.live.model_routes import ModelRoutes
 from balanceroute.proxy.live.pass_through import PassThroughLimits
 from balanceroute.proxy.live.predictor_set import PredictorSet
 from balanceroute.proxy.live.predictors import (
@@ -165,8 +166,12 @@ class Proxy:
             clock=clock,
             rng=environment.rng,
         )
+        self.model_routes = ModelRoutes(self.instances)
         self.served_models = ServedModels(
-            self.instances, fetch=self._page, clock=asyncio.get_running_loop().time
+            self.instances,
+            fetch=self._page,
+            clock=asyncio.get_running_loop().time,
+            changed=self.model_routes.update,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.driver: Driver
@@ -320,6 +325,7 @@ class Proxy:
             self.instances,
             ListedModels(config.fleet.models) if config.fleet.models else AnyModel(),
             served=self.served_models,
+            routes=self.model_routes,
             metrics=self.metrics,
             page_of_metrics=page_of_metrics,
             log=self._environment.log,

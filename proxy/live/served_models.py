@@ -79,6 +79,7 @@ class ServedModels:
         instances: The engines.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         clock: The loop's time, in seconds.
+        changed: Told what is known, again and again.
     """
 
     def __init__(
@@ -87,10 +88,12 @@ class ServedModels:
         *,
         fetch: Callable[[str], Awaitable[bytes]],
         clock: Callable[[], float],
+        changed: Callable[[Mapping[Target, tuple[ServedModel, ...]]], None],
     ) -> None:
         self._instances = instances
         self._fetch = fetch
         self._clock = clock
+        self._changed = changed
         self._known: dict[Target, tuple[ServedModel, ...]] = {}
         self._read_s: dict[Target, float] = {}
         # By name, and of any model by "": asked for every request.
@@ -103,6 +106,10 @@ class ServedModels:
     def find(self, name: str) -> ServedModel | None:
         """Return a model by its name, as some engine serves it."""
         return next((model for model in self._all() if model.name == name), None)
+
+    def cards(self) -> list[Mapping[str, Any]]:
+        """Return the entries of all models, each as the first engine that lists it shows it."""
+        return list({model.name: model.card for model in reversed([*self._all()])}.values())[::-1]
 
     def max_model_len(self, name: str) -> int | None:
         """Return a context that no engine which is up exceeds for a model; None if one may.
@@ -117,6 +124,7 @@ class ServedModels:
         while True:
             await asyncio.gather(*(self._read(target) for target in self._due()))
             self._longest = self._find_longest()
+            self._changed(self._known)
             await asyncio.sleep(_TICK_S)
 
     def _due(self) -> list[Target]:

@@ -262,21 +262,21 @@ class Session:
 
     def _expect_hand_off(self) -> None:
         assert self._body is not None
-        host = self._host
-        self._transfer = host.unique()
-        self._kv = host.connector.decode_params(self._transfer, None, None)
+        self._transfer = self._host.unique()
+        self._kv = self._host.connector.decode_params(self._transfer, None, None)
         self._hand_off = HandOff(
-            host,
+            self._host,
             self.shape.api,
             self._body,
             self._before.members,
             self._headers,
+            number=self.number,
             other_than=self._hung,
             prefilled=self._handed_off,
             failed=self._not_handed_off,
             crashed=self._crashed,
         )
-        host.expect(self._transfer, self._hand_off)
+        self._host.expect(self._transfer, self._hand_off)
 
     def pooled(self) -> None:
         """Note that the session waits for a rank from now on."""

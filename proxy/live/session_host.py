@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVarTuple
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.core.events import Event
+    from balanceroute.proxy.core.events import Event, RequestId
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.hand_off import HandOff
     from balanceroute.proxy.live.instances import Prefiller, Rank
@@ -56,7 +56,9 @@ class Host(Protocol):
     def unique(self) -> str:
         """Return a token that no other leg has."""
 
-    def choose_prefiller(self, other_than: "Prefiller | None") -> "Prefiller | None":
+    def choose_prefiller(
+        self, number: "RequestId", other_than: "Prefiller | None"
+    ) -> "Prefiller | None":
         """Return who takes a prefill that a decode rank called for; None if nobody can."""
 
     def expect(self, transfer: str, hand_off: "HandOff") -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.instances import Prefiller
     from balanceroute.proxy.live.leg_settings import LegSettings
     from balanceroute.proxy.live.record import RequestRecord
@@ -61,6 +62,7 @@ class SingleExchange:
 
     Attributes:
         record: What is known of the request.
+        among: The only prefillers that can serve it; None for all.
     """
 
     def __init__(
@@ -70,8 +72,11 @@ class SingleExchange:
         reply: "Reply",
         headers: "Headers",
         record: "RequestRecord",
+        *,
+        among: "frozenset[PrefillerId] | None" = None,
     ) -> None:
         self.record = record
+        self.among = among
         self._owner = owner
         self._request: Request | None = request
         self._reply = reply

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.live.body import RequestBody
 from balanceroute.proxy.live.hand_off import HandOff
 from balanceroute.proxy.live.instances import Prefiller, Role, Status
@@ -67,7 +67,8 @@ class Site:
         endpoint = cast("Endpoint", _Endpoint(i, self.sent))
         return Prefiller(PrefillerId(i), target.url, target, endpoint)
 
-    def choose_prefiller(self, other_than: Prefiller | None) -> Prefiller | None:
+    def choose_prefiller(self, number: RequestId, other_than: Prefiller | None) -> Prefiller | None:
+        assert number == 3
         able = [one for one in self.prefillers if one.status is Status.UP]
         return next((one for one in able if one is not other_than), able[0] if able else None)
 
@@ -92,6 +93,7 @@ class Site:
             body,
             {},
             [(b"x-request-id", b"r")],
+            number=RequestId(3),
             other_than=other_than,
             prefilled=self.told.append,
             failed=self.told.append,

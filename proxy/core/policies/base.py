@@ -50,25 +50,33 @@ class Fleet:
         return int(self.free_kv_tokens[rank]) if self.bound[rank] else UNLIMITED
 
     def allowed(self, entry: PoolEntry) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank is open and need not be avoided; room aside.
+        """Return bool[G], whether each rank is open, can serve it and need not be avoided.
 
-        Not to be written to.
+        Room aside. Not to be written to.
         """
-        if not entry.lost_on:
+        if not entry.choosy:
             return self.is_open
-        return np.array(allowed(self.is_open.tolist(), entry.lost_on))
+        is_open = self.is_open
+        if entry.ranks is not None:
+            is_open = is_open & self.able(entry.ranks)
+        return np.array(allowed(is_open.tolist(), entry.lost_on))
+
+    def able(self, ranks: frozenset[RankId]) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is one of some."""
+        return np.array([rank in ranks for rank in range(len(self.is_open))], np.bool_)
 
     def has_room(self, entry: PoolEntry) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank is open and has a slot and memory for an entry.
+        """Return bool[G], whether each rank is open, able, and has a slot and memory for an entry.
 
         One slot is enough: what a request runs beyond it waits in the engine.
         """
         memory = (self.free_kv_tokens >= entry.kv_tokens) | (self.bound == 0)
-        return np.asarray((self.free_slots > 0) & memory)
+        room = np.asarray((self.free_slots > 0) & memory)
+        return room if entry.ranks is None else room & self.able(entry.ranks)
 
     def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:
         """Return bool[G], whether each rank has room for an entry that need not avoid it."""
-        if not entry.lost_on:
+        if not entry.choosy:
             return self.has_room(entry)
         return self.has_room(entry) & self.allowed(entry)
 
@@ -144,19 +152,25 @@ class OldestFirst:
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Bind entries in order of arrival until one has to wait.
 
-        One that waits only because it avoids the ranks that lost it is passed over.
+        One that waits only because it avoids the ranks that lost it is passed over. One that some
+        ranks alone can serve holds up the others on these ranks.
         """
         del now_ns
         assignments: list[Assignment] = []
         passed_over = 0
         while passed_over < len(pool):
-            entry = pool.oldest(passed_over + 1)[-1]
+            entry = pool.at(passed_over)
             rank = self._choose(fleet, entry)
             if rank is not None:
                 pool.admit(entry.request)
                 fleet.bind(rank, entry)
                 assignments.append(Assignment(entry.request, RankId(rank)))
             elif fleet.has_room(entry).any():
+                passed_over += 1
+            elif entry.ranks is not None:
+                fleet.free_slots[fleet.able(entry.ranks)] = 0
+                if not fleet.free_slots.any():
+                    break
                 passed_over += 1
             else:
                 break

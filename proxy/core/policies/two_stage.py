@@ -36,7 +36,7 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.subset import best_subset
 
-_LOST_ON = attrgetter("lost_on")
+_CHOOSY = attrgetter("choosy")
 
 
 def no_lap(stage: str) -> None:
@@ -212,14 +212,19 @@ class _Round:
             by_size = sorted(self._allowed(rank), key=lambda e: (-e.kv_tokens, e.request))
             return by_size[:window]
         entries = self._pool.oldest(window)
-        if any(map(_LOST_ON, entries)):
+        if any(map(_CHOOSY, entries)):
             return list(islice(self._allowed(rank), window))
         return entries
 
     def _allowed(self, rank: int) -> Iterator[PoolEntry]:
-        """Iterate over the entries that need not avoid `rank`, oldest first."""
+        """Iterate over the entries that may go to the open `rank`, oldest first."""
         fleet = self._fleet
-        return (e for e in self._pool if not e.lost_on or fleet.allowed(e)[rank])
+        return (
+            entry
+            for entry in self._pool
+            if (entry.ranks is None or rank in entry.ranks)
+            and (not entry.lost_on or fleet.allowed(entry)[rank])
+        )
 
     def _choose(self, rank: int, candidates: list[PoolEntry]) -> list[PoolEntry]:
         """Return what `rank` takes: the best subset, else the best single entry."""

@@ -1,0 +1,242 @@
+"""Requests that some instances alone can serve."""
+
+import random
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.decision import decide
+from balanceroute.proxy.core.errors import PolicyError
+from balanceroute.proxy.core.events import (
+    Admit,
+    DecodeLost,
+    DecodeStarted,
+    Eligible,
+    PrefillDone,
+    PrefillerClosed,
+    PrefillerId,
+    PrefillerOpened,
+    PrefillLost,
+    RankClosed,
+    RankId,
+    RankOpened,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    Tick,
+)
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.policies import (
+    POLICIES,
+    Ingredients,
+    PolicySettings,
+    make_policy,
+)
+from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from tests.core.conftest import Driver
+
+    from balanceroute.proxy.core.events import Action
+
+A, B, C, D = (RequestId(number) for number in range(4))
+INSTANCES = 3
+
+
+def only(prefillers: Collection[int], ranks: Collection[int]) -> Eligible:
+    return Eligible(frozenset(map(PrefillerId, prefillers)), frozenset(map(RankId, ranks)))
+
+
+ALPHA, BETA = only([0], [0]), only([1], [1])
+
+
+def arrive(number: RequestId, eligible: Eligible | None, tokens: int = 10) -> RequestArrived:
+    return RequestArrived(number, tokens, eligible=eligible)
+
+
+def test_a_full_prefiller_holds_up_only_those_that_need_it(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefillers=2, ranks=2, probe_limit=1)
+    assert driver(arrive(A, ALPHA)) == [StartPrefill(A, PrefillerId(0), 10)]
+    assert driver(arrive(B, ALPHA)) == []
+    assert driver(arrive(C, BETA)) == [StartPrefill(C, PrefillerId(1), 10)]
+    assert driver(PrefillDone(C, 10)) == []
+    # Who can go anywhere may go past B, but not where B waits.
+    assert driver(arrive(D, None)) == [StartPrefill(D, PrefillerId(1), 10)]
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(B, PrefillerId(0), 10)]
+
+
+def test_a_small_prompt_does_not_pass_a_large_one_over(new_driver: "type[Driver]") -> None:
+    driver = new_driver(prefillers=2, ranks=2, prefiller_kv_tokens=100)
+    driver(arrive(A, ALPHA, 50), PrefillerClosed(PrefillerId(1)))
+    assert driver(arrive(B, ALPHA, 80)) == []
+    assert driver(arrive(C, None, 10)) == [], "prefiller 0 has room, but B waits for it"
+    opened = driver(PrefillerOpened(PrefillerId(1)))
+    assert opened == [StartPrefill(C, PrefillerId(1), 10)]
+
+
+@pytest.mark.parametrize("policy", ["br-0", "br-h", "br-0-bypass", "fifo"])
+def test_a_full_rank_holds_up_only_those_that_need_it(
+    new_driver: "type[Driver]", policy: str
+) -> None:
+    driver = new_driver(policy, prefillers=2, ranks=2, batch_limit=20)
+    numbers = [RequestId(number) for number in range(400)]
+    for number in numbers[:-1]:
+        driver(arrive(number, ALPHA), PrefillDone(number, 10))
+    driver(Tick())
+    driver(arrive(numbers[-1], BETA), PrefillDone(numbers[-1], 10))
+    assert driver(Tick()) == [Admit(numbers[-1], RankId(1))]
+
+
+def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
+    class Wrong:
+        slots_beyond_batch = 0
+        projection = None
+
+        def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+            pool.admit(A)
+            return [Assignment(A, RankId(0))]
+
+    def make_fleet() -> Fleet:
+        zeros = np.zeros(2, np.int64)
+        free = np.ones(2, np.int64)
+        return Fleet(np.ones(2, np.bool_), zeros, zeros.copy(), free, free * UNLIMITED)
+
+    told: list[Exception] = []
+    pool = Pool()
+    pool.add(PoolEntry(A, 10, 0, None, None, None, ranks=frozenset([RankId(1)])))
+    made = decide(Wrong(), make_fleet, pool, 0, on_failure=lambda _, error: told.append(error))
+    assert made == [Assignment(A, RankId(1))]
+    (error,) = told
+    assert isinstance(error, PolicyError)
+
+
+SETS = st.frozensets(st.integers(0, INSTANCES - 1), min_size=1)
+WHO = st.none() | st.builds(only, SETS, SETS)
+DEEDS = st.sampled_from(
+    ["probe", "lose probe", "tick", "join", "bounce", "finish", "recompute", "close", "open"]
+)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(
+    deeds=st.lists(
+        st.tuples(DEEDS, st.integers(0, 999)) | st.tuples(WHO, st.integers(1, 60)), max_size=40
+    ),
+    batch_limit=st.integers(1, 3),
+    kv_tokens=st.none() | st.integers(40, 150),
+)
+def test_no_request_goes_to_an_ineligible_instance(
+    name: str,
+    paper: bool,
+    deeds: list[tuple[str | Eligible | None, int]],
+    batch_limit: int,
+    kv_tokens: int | None,
+) -> None:
+    """Finding M5: whatever happens, in whatever order."""
+    config = SchedulerConfig(
+        ranks=INSTANCES,
+        prefillers=INSTANCES,
+        batch_limit=batch_limit,
+        probe_limit=2,
+        direct_limit=2,
+        rank_kv_tokens=kv_tokens,
+        prefiller_kv_tokens=kv_tokens,
+    )
+    chosen = PolicySettings(paper=paper, window=2)
+    ingredients = Ingredients(INSTANCES, batch_limit, chosen, random.Random(1), NoPrediction())
+    world = _World(Scheduler(config, make_policy(name, ingredients)))
+    for deed, value in deeds:
+        if isinstance(deed, str):
+            world.do(deed, value)
+        else:
+            world.arrive(deed, value)
+    world.bring_to_an_end()
+
+
+class _World:
+    """Performs what is drawn if it is possible, and looks at what the scheduler wants done."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.who: list[Eligible | None] = []
+
+    def feed(self, event: object) -> None:
+        actions: list[Action] = self.scheduler.handle(event, now_ns=0)  # type: ignore[arg-type]
+        for action in actions:
+            match action:
+                case StartPrefill(number, prefiller, _):
+                    who = self.who[number]
+                    assert who is None or prefiller in who.prefillers
+                case Admit(number, rank):
+                    who = self.who[number]
+                    assert who is None or rank in who.ranks
+                case _:
+                    pass
+        self.scheduler.check()
+
+    def arrive(self, who: Eligible | None, tokens: int) -> None:
+        number = RequestId(len(self.who))
+        self.who.append(who)
+        self.feed(RequestArrived(number, tokens, decode=tokens % 7 > 0, eligible=who))
+
+    def some(self, index: int, *states: State, decode: bool = True) -> RequestId | None:
+        found = [
+            one.request
+            for one in self.scheduler.requests.values()
+            if one.state in states and not one.started and (one.decode or not decode)
+        ]
+        return found[index % len(found)] if found else None
+
+    def do(self, deed: str, index: int) -> None:
+        at_prefill, at_rank = State.PREFILLING, State.DECODING
+        prefiller, rank = PrefillerId(index % INSTANCES), RankId(index % INSTANCES)
+        close = index % 2
+        match deed:
+            case "tick":
+                self.feed(Tick())
+            case "close":
+                self.feed(PrefillerClosed(prefiller) if close else RankClosed(rank))
+            case "open":
+                self.feed(PrefillerOpened(prefiller) if close else RankOpened(rank))
+            case "probe" if (number := self.some(index, at_prefill)) is not None:
+                self.feed(PrefillDone(number, 10))
+            case "lose probe" if (number := self.some(index, at_prefill)) is not None:
+                self.feed(PrefillLost(number, elsewhere=True))
+            case "join" if (number := self.some(index, at_rank)) is not None:
+                self.feed(DecodeStarted(number))
+            case "bounce" if (number := self.some(index, at_rank)) is not None:
+                self.feed(DecodeLost(number))
+            case "recompute" if (number := self.some(index, at_rank)) is not None:
+                self.feed(RequestRecomputed(number, elsewhere=True))
+            case "finish":
+                number = self.some(index, at_prefill, at_rank, decode=False)
+                if number is not None:
+                    self.feed(RequestFinished(number))
+            case _:
+                pass
+
+    def bring_to_an_end(self) -> None:
+        """Open everything: then nobody waits for ever."""
+        for one in range(INSTANCES):
+            self.feed(PrefillerOpened(PrefillerId(one)))
+            self.feed(RankOpened(RankId(one)))
+        for _ in range(4 * len(self.who)):
+            for request in list(self.scheduler.requests.values()):
+                if request.state is State.PREFILLING and request.decode:
+                    self.feed(PrefillDone(request.request, request.prompt_tokens))
+                elif request.state in (State.PREFILLING, State.DECODING):
+                    self.feed(RequestFinished(request.request))
+            self.feed(Tick())
+        assert not self.scheduler.requests, "somebody waits for ever"
+        assert not len(self.scheduler.line)
+        assert not self.scheduler.line._apart
