@@ -19,14 +19,6 @@ class ClientChecks:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def names(self) -> list[str]:
-        """Return the names of the checks."""
-        return [name for name in vars(type(self)) if name.startswith("check_")]
-
-    def run(self, name: str) -> str:
-        """Run one; return what it saw."""
-        return str(getattr(self, name)())
-
     def check_client_libraries(self) -> str:
         with self._fleet.proxy("libraries") as proxy:
             # A model of random weights calls no tool that a library could parse.

@@ -28,10 +28,6 @@ class DpChecks(TraceChecks):
         super().__init__(fleet)
         self._behind_one_port = fleet.prefillers[0]
 
-    def names(self) -> list[str]:
-        """Return the names of the checks."""
-        return [name for name in vars(DpChecks) if name.startswith("check_")]
-
     def check_br_h_serves_a_trace_slice_on_ranks_with_a_port_each(self) -> str:
         return self.check_a_trace_slice_is_served_without_an_error()
 

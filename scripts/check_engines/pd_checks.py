@@ -112,15 +112,6 @@ class Checks:
         self._fleet = fleet
         self._prefiller = fleet.prefillers[0]
 
-    def names(self) -> list[str]:
-        """Return the names of the checks."""
-        return [name for name in vars(type(self)) if name.startswith("check_")]
-
-    def run(self, name: str) -> str:
-        """Run one; return what it saw."""
-        check: Callable[[], str] = getattr(self, name)
-        return check()
-
     def check_answers_are_those_of_one_engine(self) -> str:
         pulled, computed = self._prompt_tokens()
         with self._fleet.proxy("same") as proxy:
@@ -161,8 +152,9 @@ class Checks:
         expected = essence(ask(self._prefiller.url, path, body))
         for direct in ("prefill", "decode"):
             with self._fleet.proxy(f"direct-{direct}", "--direct", direct) as proxy:
-                assert_equal(essence(ask(proxy.url, path, body)), expected)
-                (line,) = _lines(proxy)
+                answer = ask(proxy.url, path, body)
+                assert_equal(essence(answer), expected)
+                line = _line_of(proxy, answer["id"].removeprefix("chatcmpl-"))
                 assert bool(line["rank"]) == (direct == "decode"), line
         with self._fleet.proxy("direct-refuse", "--direct", "refuse") as proxy:
             answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
@@ -373,22 +365,6 @@ def _bound(proxy: Proxy, engine: Engine) -> int:
     state: Any = proxy.state()
     (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
     return int(rank["bound"])
-
-
-def _lines(proxy: Proxy) -> list[dict[str, Any]]:
-    """Return the lines of requests in the log, once there is one."""
-    lines: list[dict[str, Any]] = []
-
-    def written() -> bool:
-        lines[:] = [
-            line
-            for line in map(json.loads, proxy.log.read_text().splitlines())
-            if "request_id" in line and "outcome" in line
-        ]
-        return bool(lines)
-
-    until(written, "a line of a request in the log")
-    return lines
 
 
 def _line_of(proxy: Proxy, request_id: str) -> dict[str, Any]:

@@ -48,15 +48,6 @@ class TraceChecks:
         self._fleet = fleet
         self._loads = fleet.folder / "loads.jsonl"
 
-    def names(self) -> list[str]:
-        """Return the names of the checks."""
-        return [name for name in vars(type(self)) if name.startswith("check_")]
-
-    def run(self, name: str) -> str:
-        """Run one; return what it saw."""
-        seen: str = getattr(self, name)()
-        return seen
-
     def check_a_trace_slice_is_served_without_an_error(self) -> str:
         with self._fleet.proxy("trace", "--load-log", str(self._loads)) as proxy:
             report = self._replay(proxy)

@@ -9,17 +9,12 @@ import sys
 from typing import Any
 
 import anthropic  # type: ignore[import-not-found]
-from reporting import raised, report
+from reporting import CITY_SCHEMA, raised, report
 
 _USER = [{"role": "user", "content": "import os, sys"}]
 _TOOL = {
     "name": "get_weather",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 8}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "input_schema": CITY_SCHEMA,
 }
 
 

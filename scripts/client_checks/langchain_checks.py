@@ -9,16 +9,9 @@ from typing import Any
 
 import openai  # type: ignore[import-not-found]
 from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
-from reporting import raised, report
+from reporting import CITY_SCHEMA, raised, report
 
-_SCHEMA = {
-    "title": "Answer",
-    "description": "What the weather is like.",
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+_SCHEMA = {"title": "Answer", "description": "What the weather is like."} | CITY_SCHEMA
 
 
 class Checks:

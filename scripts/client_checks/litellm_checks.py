@@ -14,19 +14,14 @@ from typing import Any
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm  # type: ignore[import-not-found]
-from reporting import raised, report
+from reporting import CITY_SCHEMA, raised, report
 
 _USER = [{"role": "user", "content": "class Reader(io.IOBase):"}]
 _TOOL = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 8}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "parameters": CITY_SCHEMA,
     },
 }
 
