@@ -15,7 +15,7 @@ from typing import Any, cast
 from balanceroute.proxy.chaos.answer_reader import AnswerReader, Ending, Received
 from balanceroute.proxy.chaos.clients import Client, Visit
 from balanceroute.proxy.chaos.fuzz_cases import FuzzCase, draw_case
-from balanceroute.proxy.chaos.log_keeper import log_kept
+from balanceroute.proxy.chaos.log_keeper import violations_of
 from balanceroute.proxy.chaos.oracle import Oracle, comparable
 from balanceroute.proxy.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.chaos.world import World, WorldSettings
@@ -61,13 +61,9 @@ def fuzz(seed: int, *, cases: int) -> FuzzReport:
         cases: How many.
     """
     report = FuzzReport(seed, cases)
-    with log_kept() as log:
-        try:
-            run(lambda loop: _Run(loop, report).run(), seed=seed, limit_s=_LONGEST_S)
-        except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", []))
-            report.violations.append(f"{type(error).__name__}: {error} ({notes})")
-    report.violations += [f"logged: {line}" for line in log.errors()]
+    report.violations += violations_of(
+        lambda _: run(lambda loop: _Run(loop, report).run(), seed=seed, limit_s=_LONGEST_S)
+    )
     return report
 
 

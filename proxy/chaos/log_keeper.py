@@ -42,8 +42,20 @@ class LogKeeper(logging.Handler):
         ]
 
 
+def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
+    """Do something; return what it raised, with its notes, and the errors that the package logged."""
+    found = []
+    with _log_kept() as log:
+        try:
+            do(log)
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", []))
+            found.append(f"{type(error).__name__}: {error} ({notes})")
+    return found + [f"logged: {line}" for line in log.errors()]
+
+
 @contextmanager
-def log_kept() -> Iterator[LogKeeper]:
+def _log_kept() -> Iterator[LogKeeper]:
     """Keep what the package logs, and show nothing of it."""
     logger = logging.getLogger(_PACKAGE)
     keeper = LogKeeper()

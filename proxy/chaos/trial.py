@@ -18,7 +18,7 @@ from balanceroute.proxy.chaos.audit import (
     take_census,
 )
 from balanceroute.proxy.chaos.clients import Client, Phase, Visit
-from balanceroute.proxy.chaos.log_keeper import LogKeeper, log_kept
+from balanceroute.proxy.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.chaos.oracle import Oracle
 from balanceroute.proxy.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.chaos.saboteur import Saboteur
@@ -98,14 +98,9 @@ def run_seed(seed: int, *, requests: int) -> Report:
 def run_plan(plan: Plan) -> Report:
     """Carry a plan out and return what came of it."""
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
-    with log_kept() as log:
-        try:
-            run(lambda loop: Trial(plan, loop, report, log).run(), seed=plan.seed)
-        except Exception as error:
-            # Whatever it is, the seed goes with it.
-            notes = "; ".join(getattr(error, "__notes__", []))
-            report.violations.append(f"{type(error).__name__}: {error} ({notes})")
-    report.violations += [f"logged: {line}" for line in log.errors()]
+    report.violations += violations_of(
+        lambda log: run(lambda loop: Trial(plan, loop, report, log).run(), seed=plan.seed)
+    )
     return report
 
 

@@ -3,7 +3,8 @@
 BalanceRouteError
 ├── ConfigError        a setting that cannot be served; names the setting
 ├── LifecycleError     an event that a request's state does not allow: the driver's fault
-└── PolicyError        an answer of a policy that cannot be obeyed
+├── PolicyError        an answer of a policy that cannot be obeyed
+└── PredictorError     an answer of a predictor that is not what was asked for
 """
 
 
