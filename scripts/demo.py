@@ -33,7 +33,7 @@ from balanceroute.proxy.emulate import EmulationSettings
 from balanceroute.proxy.live.config import ProxyConfig
 from balanceroute.proxy.live.configure import make_config
 from balanceroute.proxy.replay.body import Api
-from balanceroute.proxy.replay.limits import with_limits
+from balanceroute.proxy.replay.limits import as_sent, with_limits
 from balanceroute.proxy.replay.workload import plan
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
@@ -121,16 +121,7 @@ class Setup:
     def planned(self) -> list[TraceRequest]:
         """Return the requests as the replay sends them, with the limits that it draws."""
         chosen = plan(read_trace(self.trace), skip=self.skip, count=self.requests)
-        return [
-            TraceRequest(
-                request.arrival_ns,
-                request.prompt_tokens,
-                request.answer_tokens,
-                request.hash_ids,
-                request.max_tokens,
-            )
-            for request in with_limits(chosen, seed=SEED, api=API)
-        ]
+        return as_sent(with_limits(chosen, seed=SEED, api=API))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from balanceroute.proxy.replay.body import Api
-from balanceroute.proxy.replay.limits import with_limits
+from balanceroute.proxy.replay.limits import as_sent, with_limits
 from balanceroute.proxy.replay.workload import plan
-from balanceroute.traces import TraceRequest, read_trace, write_native
+from balanceroute.traces import read_trace, write_native
 
 ROOT = Path(__file__).parents[1]
 TRACE = ROOT / "traces" / "public" / "mooncake_conversation.jsonl.gz"
@@ -44,17 +44,10 @@ def demo(out: Path, *flags: str) -> list[dict[str, Any]]:
 
 def train_gbdt(out: Path) -> Path:
     """Train on the requests before the demo's, with the limits that their clients would have set."""
+    # The seed and the API are those of scripts/demo.py.
     before = with_limits(plan(read_trace(TRACE), count=SKIP), seed=0, api=Api.COMPLETIONS)
     past, model = out / "before.jsonl", out / "gbdt.json"
-    write_native(
-        past,
-        (
-            TraceRequest(
-                one.arrival_ns, one.prompt_tokens, one.answer_tokens, one.hash_ids, one.max_tokens
-            )
-            for one in before
-        ),
-    )
+    write_native(past, as_sent(before))
     words = ["train", "gbdt", "--trace", str(past), "--out", str(model)]
     subprocess.run([sys.executable, "-m", "balanceroute.proxy", *words], check=True)
     return model

@@ -18,7 +18,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import PolicyResult, experiment
+from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.traces import read_trace, write_native
@@ -200,7 +200,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_simulation(
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("the simulation began")
 
-    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", too_late)
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", too_late)
     file = tmp_path / "file"
     file.write_text("mine")
     for arguments, words in (
@@ -300,7 +300,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         given.extend([*arguments, seed])
         raise ConfigError("seen enough")
 
-    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", stop)
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", stop)
     command = (
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
@@ -464,11 +464,11 @@ def test_an_interrupt_prints_the_policies_that_ended(
     """Finding usability-L10: an interrupted comparison printed nothing."""
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[PolicyResult]:
-        results = experiment(*arguments, **options)
+        results = run_experiment(*arguments, **options)
         yield next(results)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("balanceroute.proxy.cli.simulate.experiment", interrupted)
+    monkeypatch.setattr("balanceroute.proxy.cli.simulate.run_experiment", interrupted)
     out = tmp_path / "out.json"
     command = [*SATURATED, "--policy", "fifo,jsq,br-0", "--json", str(out)]
     assert main(command) == 130

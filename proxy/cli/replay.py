@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print_report(arguments.label, result, title=_title(arguments, requests, result), notes=notes)
     if arguments.json is not None:
-        config = _config(arguments, requests, result)
+        config = _config(arguments, settings, requests, result)
         write_output("--json", arguments.json, as_json(config, arguments.label, result))
     if arguments.requests_json is not None:
         text = requests_as_json(result, time_scale=settings.time_scale)
@@ -331,14 +331,17 @@ def _title(
 
 
 def _config(
-    arguments: argparse.Namespace, requests: "list[PlannedRequest]", result: "ReplayResult"
+    arguments: argparse.Namespace,
+    settings: ReplaySettings,
+    requests: "list[PlannedRequest]",
+    result: "ReplayResult",
 ) -> dict[str, object]:
     chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
     for name in ("json", "requests_json", "api_key_file"):
         del chosen[name]
     rate = 1.0 if arguments.rate is None else arguments.rate
     return chosen | {
-        "lengths": _lengths(arguments).value,
+        "lengths": settings.lengths.value,
         "trace": str(arguments.trace),
         "sharegpt": None if arguments.sharegpt is None else str(arguments.sharegpt),
         "rate": rate if arguments.concurrency is None else None,

@@ -20,7 +20,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import experiment
+from balanceroute.proxy.sim.experiment import run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
 from balanceroute.proxy.sim.hints import hints, unending
 from balanceroute.proxy.sim.plots import write_plots
@@ -312,7 +312,7 @@ def _simulate(
                 bar.update(task, description=policy, advance=unshown)
                 unshown = 0
 
-        for result in experiment(
+        for result in run_experiment(
             deployment,
             workloads,
             policies,

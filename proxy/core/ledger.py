@@ -129,14 +129,18 @@ class Ledger:
         if self.projection is not None:
             self.projection.check()
 
+    def fail(self, what: str, error: Exception) -> None:
+        """Report what failed, perhaps in the middle of a change, and tell the projection no more."""
+        self.projection = None
+        if self._on_failure is None:
+            raise error
+        self._on_failure(what, error)
+
     def _tell(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
         try:
             change(*args)
         except Exception as error:
-            self.projection = None
-            if self._on_failure is None:
-                raise
-            self._on_failure("projection", error)
+            self.fail("projection", error)
 
     def _tokens(self, binding: _Binding) -> int:
         if binding.since_step is None:

@@ -101,7 +101,7 @@ class Prefillers:
         *,
         probe_limit: int | None,
         kv_capacity_tokens: int | None,
-        direct_limit: int | None = None,
+        direct_limit: int | None,
     ) -> None:
         """Change the limits, and grow to `instances` prefillers; the new ones are open."""
         new = instances - len(self.probes)

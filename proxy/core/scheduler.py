@@ -506,7 +506,7 @@ class Scheduler:
             projection.clear()
             self.ledger = self._rebound(self.config.ranks, policy)
         for number, rank in decide(
-            policy, self._fleet, self.pool, now_ns, on_failure=self._policy_failed
+            policy, self._fleet, self.pool, now_ns, on_failure=self.ledger.fail
         ):
             request = self.requests[number]
             request.move(Trigger.ADMIT)
@@ -516,13 +516,6 @@ class Scheduler:
             )
             actions.append(Admit(number, rank))
         return actions
-
-    def _policy_failed(self, what: str, error: Exception) -> None:
-        # Perhaps in the middle of a change.
-        self.ledger.projection = None
-        if self._on_failure is None:
-            raise error
-        self._on_failure(what, error)
 
     def _fleet(self) -> Fleet:
         ledger = self.ledger

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.emulate.api_error import invalid
+from balanceroute.proxy.emulate.api_error import compact, invalid
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.request import chat_text, check_model
 from balanceroute.proxy.emulate.tokens import tokenise
@@ -123,7 +123,7 @@ class MessagesReply:
         except (ValueError, KeyError, TypeError):
             self._reply.send(status, headers, body)
         else:
-            self._reply.send(status, headers, _dump(translated))
+            self._reply.send(status, headers, compact(translated))
 
     def start(self, status: int, headers: "Headers") -> None:
         """Begin a stream."""
@@ -138,7 +138,7 @@ class MessagesReply:
                 self._reply.write(event)
             else:
                 for kind, value in translated:
-                    self._reply.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), _dump(value)))
+                    self._reply.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), compact(value)))
 
     def end(self) -> None:
         """End a stream."""
@@ -309,7 +309,3 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, object]:
         told["input_tokens"] -= cached
         told["cache_read_input_tokens"] = cached
     return told
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

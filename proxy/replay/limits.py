@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.workload import PlannedRequest
+from balanceroute.traces import TraceRequest
 
 SHARES: Mapping[int | None, int] = {None: 50, 4096: 20, 2048: 10, 1024: 10, 512: 5, 256: 5}
 """Of a hundred clients, how many set which limit; None is none."""
@@ -31,6 +32,20 @@ def with_limits(requests: Iterable[PlannedRequest], *, seed: int, api: Api) -> l
             that wants no limit sends the largest.
     """
     return [replace(request, max_tokens=_limit(seed, request.number, api)) for request in requests]
+
+
+def as_sent(requests: Iterable[PlannedRequest]) -> list[TraceRequest]:
+    """Return planned requests as a trace of what is sent, their limits included."""
+    return [
+        TraceRequest(
+            request.arrival_ns,
+            request.prompt_tokens,
+            request.answer_tokens,
+            request.hash_ids,
+            request.max_tokens,
+        )
+        for request in requests
+    ]
 
 
 def _limit(seed: int, number: int, api: Api) -> int | None:

@@ -50,24 +50,6 @@ def run_experiment(
     *,
     seed: int = 0,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
-) -> list[PolicyResult]:
-    """Run every policy on every workload, in order; see `experiment`."""
-    return list(
-        experiment(
-            deployment, workloads, policies, settings, forecast, seed=seed, progress=progress
-        )
-    )
-
-
-def experiment(
-    deployment: Deployment,
-    workloads: Sequence[Workload],
-    policies: Sequence[str],
-    settings: PolicySettings,
-    forecast: Forecast,
-    *,
-    seed: int = 0,
-    progress: Callable[[str, int], None] = lambda _policy, _requests: None,
 ) -> Iterator[PolicyResult]:
     """Run every policy on every workload; yield each policy's figures when it is through.
 

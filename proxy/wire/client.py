@@ -62,7 +62,6 @@ class Endpoint:
     ) -> None:
         bracketed = f"[{host}]" if ":" in host else host
         self.name = f"{'http' if ssl is None else 'https'}://{bracketed}:{port}"
-        self._host = host
         self._server_hostname = None if ssl is None else host
         self._port = port
         self._loop = loop or asyncio.get_running_loop()

@@ -35,8 +35,7 @@ class IncomingBody:
 
     def judge(self, length: int) -> None:
         """Raise MalformedError if a body of that many bytes cannot be taken."""
-        if length > self._limit:
-            raise MalformedError("the request's body is too large", 413)
+        self._check(length)
         self._budget.judge(length)
 
     def begin(self, head: RequestHead) -> None:
@@ -57,8 +56,7 @@ class IncomingBody:
             self._keep(data[:missing])
             return None if len(data) < missing else data[missing:]
         payload = decoder.feed(data)
-        if self.size + len(payload) + decoder.expected > self._limit:
-            raise MalformedError("the request's body is too large", 413)
+        self._check(self.size + len(payload) + decoder.expected)
         self._keep(payload)
         return decoder.rest if decoder.finished else None
 
@@ -82,6 +80,10 @@ class IncomingBody:
         self.release()
         self._buffer = BytesIO()
         self._decoder = None
+
+    def _check(self, length: int) -> None:
+        if length > self._limit:
+            raise MalformedError("the request's body is too large", 413)
 
     def _keep(self, data: bytes) -> None:
         self._budget.judge(len(data))

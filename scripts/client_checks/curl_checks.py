@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kits import Result, run
+from reporting import outcomes
 
 _BIG_BYTES = 2 << 20
 
@@ -103,15 +104,5 @@ class Curl:
 def check_curl(url: str, admin_url: str, folder: Path) -> Iterator[Result]:
     """Run every check of `Curl`."""
     version = run("curl", "--version").stdout.partition(" (")[0]
-    checks = Curl(url, admin_url, folder)
-    for name in vars(Curl):
-        if not name.startswith("_"):
-            yield Result(version, name.replace("_", " "), _fault(getattr(checks, name)))
-
-
-def _fault(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    for name, fault in outcomes(Curl(url, admin_url, folder)):
+        yield Result(version, name, fault)

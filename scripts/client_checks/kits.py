@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reporting import FOUND_FAULTS
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 CHECK_S = 600.0
 _INSTALL_S = 1200.0
-# As reporting.py says; any other status but 0 is that of a script that broke.
-FOUND_FAULTS = 3
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def check_script(kit: Kit, name: str, *arguments: str) -> Iterator[Result]:
     for line in lines:
         check, fault = json.loads(line)
         yield Result(f"{name} {version}", check, fault)
+    # Any other status is that of a script that broke.
     if not lines or done.returncode not in (0, FOUND_FAULTS):
         yield Result(f"{name} {version}", "runs", f"{done.returncode}: {done.stderr[-500:]}")
 

@@ -5,7 +5,7 @@ The scripts beside this one run in environments of their own, without this proje
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 FOUND_FAULTS = 3
@@ -19,14 +19,20 @@ CITY_SCHEMA = {
 
 
 def report(version: str, checks: object, *left_out: str) -> int:
-    """Run every public method of `checks`, in order; the name of a method is what it claims.
-
-    Those whose names begin with one of `left_out` are left out.
-
-    Prints the name of each and what went wrong, or null. Returns `FOUND_FAULTS` if anything did.
-    """
+    """Print the name of each check and what went wrong, or null; return `FOUND_FAULTS` if anything did."""
     print(version, flush=True)
     failures = 0
+    for name, fault in outcomes(checks, *left_out):
+        failures += fault is not None
+        print(json.dumps([name, fault]), flush=True)
+    return FOUND_FAULTS if failures else 0
+
+
+def outcomes(checks: object, *left_out: str) -> Iterator[tuple[str, str | None]]:
+    """Run every public method of `checks`, in order; yield what its name claims, and what is wrong.
+
+    Those whose names begin with one of `left_out` are left out.
+    """
     for name in vars(type(checks)):
         if name.startswith(("_", *left_out)):
             continue
@@ -37,9 +43,7 @@ def report(version: str, checks: object, *left_out: str) -> int:
                 asyncio.run(ending)
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
-            failures += 1
-        print(json.dumps([name.replace("_", " "), fault]), flush=True)
-    return FOUND_FAULTS if failures else 0
+        yield name.replace("_", " "), fault
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> Any:

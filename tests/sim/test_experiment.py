@@ -1,7 +1,7 @@
 """Policies side by side: means and standard errors, seeds, predictors, progress."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -17,7 +17,6 @@ from balanceroute.proxy.sim.experiment import (
     make_simulation,
     run_experiment,
 )
-from balanceroute.proxy.sim.experiment import experiment as experiments
 from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
 from balanceroute.proxy.sim.workload import split
 from balanceroute.traces import TraceRequest
@@ -37,10 +36,10 @@ def experiment(
     seed: int = 0,
 ) -> list[PolicyResult]:
     workloads = split(TRACE, segments=segments, backlog=6)
-    return run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, forecast, seed=seed)
+    return list(run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, forecast, seed=seed))
 
 
-def repeatable(results: Sequence[PolicyResult]) -> list[object]:
+def repeatable(results: Iterable[PolicyResult]) -> list[object]:
     """Return all but the cost of decisions, which is real time."""
     return [
         (
@@ -141,13 +140,15 @@ def test_predictors_matter_to_br_h_alone() -> None:
 def test_progress_is_told_step_by_step_in_order() -> None:
     """Finding usability-H5: it stood at 0 until a run ended."""
     told: list[tuple[str, int]] = []
-    run_experiment(
-        DEPLOYMENT,
-        split(TRACE, segments=3, rate=1.0),
-        ["jsq", "br-0"],
-        SETTINGS,
-        SURVIVAL,
-        progress=lambda policy, requests: told.append((policy, requests)),
+    list(
+        run_experiment(
+            DEPLOYMENT,
+            split(TRACE, segments=3, rate=1.0),
+            ["jsq", "br-0"],
+            SETTINGS,
+            SURVIVAL,
+            progress=lambda policy, requests: told.append((policy, requests)),
+        )
     )
     assert [policy for policy, _ in groupby(told, key=itemgetter(0))] == ["jsq", "br-0"]
     for policy in ("jsq", "br-0"):
@@ -158,7 +159,7 @@ def test_progress_is_told_step_by_step_in_order() -> None:
 
 def test_the_figures_of_a_policy_are_there_before_the_next_one_begins() -> None:
     begun: list[str] = []
-    results = experiments(
+    results = run_experiment(
         DEPLOYMENT,
         split(TRACE, segments=2, backlog=6),
         ["jsq", "br-0"],

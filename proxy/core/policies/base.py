@@ -76,7 +76,7 @@ class Fleet:
 
     def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:
         """Return bool[G], whether each rank has room for an entry that need not avoid it."""
-        if not entry.choosy:
+        if not entry.lost_on:
             return self.has_room(entry)
         return self.has_room(entry) & self.allowed(entry)
 
