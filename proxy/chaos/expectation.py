@@ -197,7 +197,9 @@ class _Speech:
     stop_reason: object = None
 
     def begins(self, other: "_Speech") -> bool:
-        """Return whether `other` is the beginning of this one."""
+        """Return whether `other` is the beginning of this one, all of it if it has ended."""
+        if other.finish_reason is not None:
+            return self == other
         return self.text.startswith(other.text) and self.call.startswith(other.call)
 
 

@@ -119,12 +119,9 @@ class Judge:
         if answer.status != 200:
             wrong.append(f"it was served, and an engine answers {answer.status}")
             return Verdict("wrong", wrong)
-        if request.stream:
-            verdict = self._judge_stream(client, received, expected)
-        else:
-            verdict = _judge_whole(client, received, expected)
-        if verdict.wrong and self._eos and await self._is_cut_to_one_token(request, received):
-            verdict = Verdict("ended by the prefiller", [])
+        verdict = self._compare(client, request, received, expected)
+        if verdict.wrong and self._eos:
+            verdict = await self._compare_with_one_token(client, request, received) or verdict
         verdict.wrong += wrong
         return verdict
 
@@ -173,6 +170,13 @@ class Judge:
             verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
         return verdict
 
+    def _compare(
+        self, client: Client, request: ClientRequest, received: Received, expected: Expectation
+    ) -> Verdict:
+        if request.stream:
+            return self._judge_stream(client, received, expected)
+        return _judge_whole(client, received, expected)
+
     def _judge_stream(self, client: Client, received: Received, expected: Expectation) -> Verdict:
         body = bytes(received.body)
         if received.ending is Ending.COMPLETE and not expected.differs(body):
@@ -200,11 +204,16 @@ class Judge:
         wrong.append(f"it ended too soon ({received.ending.value}): {expected.differs(body)}")
         return Verdict("short", [one for one in wrong if one], expected)
 
-    async def _is_cut_to_one_token(self, request: ClientRequest, received: Received) -> bool:
-        """Return whether an answer is that of an engine whose first token ends it."""
+    async def _compare_with_one_token(
+        self, client: Client, request: ClientRequest, received: Received
+    ) -> Verdict | None:
+        """Return what an answer is if an engine's first token ended it; None if it did not."""
         answer = await self._oracle.answer(request, eos_first=True)
         expected = Expectation(request, answer, reworded=True, cached_known=self._cached_known)
-        return received.ending is Ending.COMPLETE and not expected.differs(bytes(received.body))
+        verdict = self._compare(client, request, received, expected)
+        if verdict.ending == "exact":
+            verdict = Verdict("ended by the prefiller", verdict.wrong)
+        return None if verdict.wrong else verdict
 
 
 def _judge_whole(client: Client, received: Received, expected: Expectation) -> Verdict:

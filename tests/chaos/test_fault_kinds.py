@@ -204,6 +204,12 @@ def test_an_answer_of_one_token_is_the_prefillers() -> None:
     assert report.endings["ended by the prefiller"] > 5
 
 
+def test_an_answer_of_one_token_may_break_off() -> None:
+    report = run_with(board(Role.PREFILL, eos_first=1.0, reset_after_tokens=1), direct="prefill")
+    assert report.endings["ended by the prefiller"]
+    assert report.endings["error event"]
+
+
 @pytest.mark.parametrize("connector", [Connector.MOONCAKE_ASCEND, Connector.LAYERWISE])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
 def test_a_request_that_is_handed_back_goes_on(connector: Connector, tokens: int) -> None:
