@@ -43,7 +43,6 @@ _KEY = rf'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"{_SPACE}:{_SPACE}'
 _FIRST = re.compile(rf"{_SPACE}\{{{_SPACE}(?:{_KEY})?")
 _NEXT = re.compile(rf"{_SPACE},{_SPACE}{_KEY}")
 _END = re.compile(rf"{_SPACE}\}}{_SPACE}")
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 
 Places = Mapping[str, tuple[int, int, int]]
 """Of each member where it begins, where its value begins and where it ends, in bytes."""
@@ -72,7 +71,7 @@ class RequestBody:
             different requests. Or it costs more to read than any request should.
     """
 
-    __slots__ = ("_data", "_digests", "_is_ascii", "_places", "_summaries", "values")
+    __slots__ = ("_data", "_digests", "_places", "_summaries", "values")
 
     def __init__(self, data: bytes, scan: JsonScanner | None = None) -> None:
         data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
@@ -82,13 +81,12 @@ class RequestBody:
         self.values: Mapping[str, Any]
         self._places: Places
         if scan is None and len(data) <= SMALL_BYTES:
-            self.values, self._places, self._is_ascii = _parse(data)
+            self.values, self._places = _parse(data)
             return
         if scan is None:
             scan = JsonScanner(data, _PROMPTS)
             while not _advance(scan):
                 pass
-        self._is_ascii = data.isascii()
         self._summaries = scan.summaries
         self._places = scan.members
         self.forget_values()
@@ -164,23 +162,12 @@ class RequestBody:
                 yield
             self._digests[begin, end] = hasher.digest()
 
-    def text_length(self, key: str) -> int:
-        """Return the number of characters of a member's text; 0 if it is absent.
-
-        Escapes count as they are written; in a large body that is not ASCII, as what they are.
-        """
-        begin, _, end = self._places.get(key, (0, 0, 0))
-        if self._is_ascii:
-            return end - begin
-        summary = self._summaries.get(key)
-        if summary is not None:
-            return summary.characters + summary.data_characters
-        return len(self._data[begin:end].translate(None, _CONTINUATION_BYTES))
-
     def summary(self, key: str) -> PromptSummary:
         """Return what `prompt`, `messages` or `input` consists of; nothing if it is absent."""
         summary = self._summaries.get(key)
-        return summarise(self.values.get(key)) if summary is None else summary
+        if summary is None:
+            summary = self._summaries[key] = summarise(self.values.get(key))
+        return summary
 
 
 class Members(Mapping[str, Any]):
@@ -258,8 +245,8 @@ def _twice(key: str) -> BodyError:
     return BodyError(f"the body has the key {name!r} twice", name)
 
 
-def _parse(data: bytes) -> tuple[dict[str, Any], Places, bool]:
-    """Decode a small body; say also whether it is ASCII."""
+def _parse(data: bytes) -> tuple[dict[str, Any], Places]:
+    """Decode a small body."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -274,8 +261,8 @@ def _parse(data: bytes) -> tuple[dict[str, Any], Places, bool]:
         # NaN and Infinity, and integers of more digits than Python converts.
         raise BodyError(f"the body is not valid JSON: {error}") from None
     if len(text) == len(data):  # A place in the text is the same place in the data.
-        return values, in_text, True
-    return values, _in_bytes(text, in_text), False
+        return values, in_text
+    return values, _in_bytes(text, in_text)
 
 
 def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, int]]]:
