@@ -45,7 +45,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Status
+from balanceroute.proxy.live.instances import Instances, Prefiller, Rank
 from balanceroute.proxy.live.isolation import Isolation
 from balanceroute.proxy.live.kv_transfers import KvTransfers
 from balanceroute.proxy.live.leg_settings import LegSettings
@@ -373,8 +373,7 @@ class Driver:
         If none is open, crowded ones are: the decode rank waits with its blocks taken.
         """
         eligible = self.scheduler.requests[number].eligible
-        up = [one for one in self.instances.prefillers if one.status is Status.UP]
-        up = [one for one in up if eligible is None or one.id in eligible.prefillers]
+        up = self.instances.up(None if eligible is None else eligible.prefillers)
         able = [prefiller for prefiller in up if prefiller.open] or up
         able = [prefiller for prefiller in able if prefiller is not other_than] or able
         return min(able, key=lambda prefiller: prefiller.hand_offs, default=None)

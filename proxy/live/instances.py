@@ -1,5 +1,6 @@
 """The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -120,6 +121,11 @@ class Instances:
         """Return the ranks that are not removed, whose loads make the barrier."""
         return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
 
+    def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
+        """Return the prefillers that are up, of those in `among`; None for all."""
+        up = [one for one in self.prefillers if one.status is Status.UP]
+        return up if among is None else [one for one in up if one.id in among]
+
     @property
     def ready(self) -> bool:
         """Whether a request could be served now: one instance of each role is up."""
@@ -132,11 +138,15 @@ class Instances:
 
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
         """Return the roles of which no instance is up that can serve a request; None for any."""
-        up = [one.id for one in self.prefillers if one.status is Status.UP]
-        opened = [one.id for one in self.ranks if one.open]
+        # Asked for every request, so it stops at the first one that will do.
         missing = set()
-        if not (up if eligible is None else eligible.prefillers.intersection(up)):
+        if not any(
+            one.status is Status.UP and (eligible is None or one.id in eligible.prefillers)
+            for one in self.prefillers
+        ):
             missing.add(Role.PREFILL)
-        if not (opened if eligible is None else eligible.ranks.intersection(opened)):
+        if not any(
+            one.open and (eligible is None or one.id in eligible.ranks) for one in self.ranks
+        ):
             missing.add(Role.DECODE)
         return missing

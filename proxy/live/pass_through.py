@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.instances import Instances, Status
+from balanceroute.proxy.live.instances import Instances
 from balanceroute.proxy.live.record import Outcome
 from balanceroute.proxy.live.retry_budget import RetryBudget
 from balanceroute.proxy.live.single_exchange import SingleExchange
@@ -92,7 +92,7 @@ class PassThrough:
             exchange.refuse(503, "the proxy is shutting down")
         elif prefiller is not None:
             self._start(exchange, prefiller)
-        elif not self._up(among):
+        elif not self._instances.up(among):
             exchange.refuse(503, "no prefiller is up")
         elif len(self._waiting) >= self._limits.waiting:
             exchange.refuse(429, f"{self._limits.waiting} requests wait for a prefiller already")
@@ -154,22 +154,18 @@ class PassThrough:
             if prefiller is not None:
                 del self._waiting[exchange]
                 self._start(exchange, prefiller)
-            elif not self._up(among):
+            elif not self._instances.up(among):
                 exchange.refuse(503, "no prefiller is up")
             elif among is None:
                 return  # Nobody has room.
             else:
                 busy.add(among)
 
-    def _up(self, among: "frozenset[PrefillerId] | None") -> "list[Prefiller]":
-        up = [p for p in self._instances.prefillers if p.status is Status.UP]
-        return up if among is None else [p for p in up if p.id in among]
-
     def _free(
         self, other_than: "Prefiller | None", among: "frozenset[PrefillerId] | None"
     ) -> "Prefiller | None":
         """Return the prefiller that works on the fewest; equal ones take turns."""
-        free = [p for p in self._up(among) if self._busy[p] < self._limits.per_prefiller]
+        free = [p for p in self._instances.up(among) if self._busy[p] < self._limits.per_prefiller]
         free = [p for p in free if p is not other_than] or free
         if not free:
             return None

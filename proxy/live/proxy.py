@@ -170,7 +170,7 @@ class Proxy:
         self.served_models = ServedModels(
             self.instances,
             fetch=self._page,
-            clock=asyncio.get_running_loop().time,
+            clock=clock,
             changed=self.model_routes.update,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -500,8 +500,8 @@ class Proxy:
         while True:
             asked = [
                 self._ask_identity(prefiller, prefiller.bootstrap)
-                for prefiller in self.instances.prefillers
-                if prefiller.status is Status.UP and prefiller.bootstrap is not None
+                for prefiller in self.instances.up()
+                if prefiller.bootstrap is not None
             ]
             await asyncio.gather(*asked)
             await asyncio.sleep(_IDENTITY_INTERVAL_S)
