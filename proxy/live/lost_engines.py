@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.target import Target
 
 
+def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
+    """Return the requests in flight on an instance, of all live ones."""
+    return [session for session in sessions.values() if session.is_on(target)]
+
+
 class LostEngines:
     """Tells the sessions of engines that are lost.
 
@@ -56,9 +61,8 @@ class LostEngines:
         prefiller.engines.add(engine)
 
     def _leave(self, target: "Target") -> None:
-        for session in list(self._sessions.values()):
-            if session.is_on(target):
-                session.engine_lost(target)
+        for session in sessions_on(self._sessions, target):
+            session.engine_lost(target)
 
     def _drop_lost_kv(self) -> None:
         for session in list(self._sessions.values()):

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.admin import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engine_url import EngineUrl
 from balanceroute.proxy.live.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.instances import Instances, Prefiller, Rank, Role, Status
+from balanceroute.proxy.live.lost_engines import sessions_on
 from balanceroute.proxy.live.target import Fault, FetchError, Target
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class Roster:
     def sessions_on(self, target: Target) -> "list[Session]":
         """Return the requests in flight on an instance."""
         assert self._driver is not None
-        return [s for s in self._driver.sessions.values() if s.is_on(target)]
+        return sessions_on(self._driver.sessions, target)
 
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
         """Take in what the health checks found; an operator's word goes before theirs."""
