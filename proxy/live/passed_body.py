@@ -5,8 +5,8 @@ must not be a client's. They stand in the body, in `vllm_xargs`, and for `/infer
 `sampling_params.extra_args` (vLLM 0.32's `SamplingParams`).
 """
 
-from balanceroute.proxy.live.body import BodyError, RequestBody
-from balanceroute.proxy.live.shape import INTERNAL_FIELDS
+from balanceroute.proxy.live.body import RequestBody
+from balanceroute.proxy.live.shape import INTERNAL_FIELDS, refuse_internal
 
 
 def engine_body(data: bytes, body: RequestBody) -> bytes:
@@ -20,15 +20,10 @@ def engine_body(data: bytes, body: RequestBody) -> bytes:
         BodyError: An internal member stands where it cannot be cut out.
     """
     values = body.values
-    _refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
+    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     sampling = values.get("sampling_params")
     if isinstance(sampling, dict):
-        _refuse_internal(sampling.get("extra_args"), "sampling_params.extra_args")
+        refuse_internal(sampling.get("extra_args"), "sampling_params.extra_args")
     if INTERNAL_FIELDS.isdisjoint(values):
         return data
     return body.encode({}, drop=INTERNAL_FIELDS)
-
-
-def _refuse_internal(members: object, where: str) -> None:
-    if isinstance(members, dict) and not INTERNAL_FIELDS.isdisjoint(members):
-        raise BodyError(f"{where} must not have {min(INTERNAL_FIELDS & members.keys())}", where)

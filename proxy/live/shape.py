@@ -97,7 +97,8 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
-    _check_extra_arguments(values.get("vllm_xargs"))
+    # vLLM would merge them with its own parameters for KV transfer.
+    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     values.get("stream_options")  # Read later, when it cannot be refused any more.
     return Shape(
         api=api,
@@ -129,11 +130,10 @@ def _answers(n: object, most: int) -> int:
     return number
 
 
-def _check_extra_arguments(extra: object) -> None:
-    """Refuse what vLLM would merge with its own parameters for KV transfer."""
-    if isinstance(extra, dict) and not INTERNAL_FIELDS.isdisjoint(extra):
-        field = min(INTERNAL_FIELDS & extra.keys())
-        raise BodyError(f"vllm_xargs must not have {field}", "vllm_xargs")
+def refuse_internal(members: object, where: str) -> None:
+    """Raise BodyError if a decoded value, found at `where`, is an object with internal members."""
+    if isinstance(members, dict) and not INTERNAL_FIELDS.isdisjoint(members):
+        raise BodyError(f"{where} must not have {min(INTERNAL_FIELDS & members.keys())}", where)
 
 
 def _prompts(prompt: PromptSummary) -> tuple[int, int | None]:
