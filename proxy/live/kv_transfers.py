@@ -80,13 +80,15 @@ class KvTransfers:
         self._note(prefiller.target, request, rank.target)
         self._note(rank.target, request, prefiller.target)
         reason = f"KV caches cannot be pulled: {reason}"
-        if self._is_prefillers_fault(prefiller, rank):
+        if prefiller.kv_trial or self._outweighs(prefiller.target, rank.target):
             again, prefiller.kv_trial = prefiller.kv_trial, True
             if not self._convict(prefiller.target, reason, again):
                 prefiller.kv_trial = again
             self._failures.pop(rank.target, None)
-        elif self._is_ranks_fault(prefiller, rank):
-            self._convict(rank.target, reason, self._is_on_trial(rank.target))
+            return
+        on_trial = self._is_on_trial(rank.target)
+        if on_trial or self._outweighs(rank.target, prefiller.target):
+            self._convict(rank.target, reason, on_trial)
             self._failures.pop(prefiller.target, None)
 
     def _note(self, target: "Target", request: "RequestId", other: "Target") -> None:
@@ -95,27 +97,17 @@ class KvTransfers:
         if len(failures) > _KEPT:
             del failures[next(iter(failures))]
 
-    def _is_prefillers_fault(self, prefiller: "Prefiller", rank: "Rank") -> bool:
-        if prefiller.kv_trial:
-            return True
-        mine, other = self._weights(prefiller.target, rank.target)
-        if mine == other and mine[1] >= self._enough:
-            return self._gets_on(rank.target, other_than=prefiller.target)
-        return mine > other and mine[1] >= self._enough
-
-    def _is_ranks_fault(self, prefiller: "Prefiller", rank: "Rank") -> bool:
-        if self._is_on_trial(rank.target):
-            return True
-        mine, other = self._weights(rank.target, prefiller.target)
-        if mine == other and mine[1] >= self._enough:
-            return self._gets_on(prefiller.target, other_than=rank.target)
-        return mine > other and mine[1] >= self._enough
-
-    def _weights(self, one: "Target", other: "Target") -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return with how many others each of two failed, and how many requests."""
-        return self._weight(one), self._weight(other)
+    def _outweighs(self, one: "Target", other: "Target") -> bool:
+        """Return whether an instance is at fault rather than the other of its pair."""
+        weight, others_weight = self._weight(one), self._weight(other)
+        if weight[1] < self._enough:
+            return False
+        if weight == others_weight:
+            return self._gets_on(other, other_than=one)
+        return weight > others_weight
 
     def _weight(self, target: "Target") -> tuple[int, int]:
+        """Return with how many others an instance failed, and how many requests."""
         failures = self._failures[target]
         return len({other for _, other in failures}), len({request for request, _ in failures})
 
