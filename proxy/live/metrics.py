@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.live import exposition
+from balanceroute.proxy.live.failures import Leg
 from balanceroute.proxy.live.histogram import Histogram
 from balanceroute.proxy.live.instances import Role
 from balanceroute.proxy.live.metrics_of_state import StateCollector
@@ -210,7 +211,7 @@ class Metrics:
         for role in Role:
             self._quarantines.labels(role.value)
             self._scrape_failures.labels(role.value)
-        for leg in ("prefill", "decode", "single_engine"):
+        for leg in (*(leg.value for leg in Leg), "single_engine"):
             for fault in Fault:
                 self._retries.labels(self._leg_label(leg), self._reason_label(fault.value))
         for outcome in ("ok", "failed"):

@@ -316,7 +316,7 @@ def test_counters_whose_labels_are_known_begin_at_zero() -> None:
     for role in Role:
         assert value(subject, "quarantines_total", role=role.value) == 0
         assert value(subject, "scrape_failures_total", role=role.value) == 0
-    for leg in ("prefill", "decode"):
+    for leg in ("prefill", "decode", "direct", "single_engine"):
         for fault in Fault:
             assert value(subject, "retries_total", leg=leg, reason=fault.value) == 0
 
