@@ -41,7 +41,13 @@ class ModelRoutes:
         engines = [one for one in engines if one.status is not Status.REMOVED]
         last = {**self._last, **known}
         self._last = {one.target: last[one.target] for one in engines if one.target in last}
-        names = [(one, self._names_of(one.target)) for one in engines]
+        # Many ranks may share a server, and so its list.
+        names_of = {
+            target: frozenset(model.name for model in models)
+            for target, models in self._last.items()
+            if models
+        }
+        names = [(one, names_of.get(one.target)) for one in engines]
         if names == self._names:
             return
         self._names = names
@@ -94,10 +100,6 @@ class ModelRoutes:
             if not up:
                 return 503, f"no {role} that may serve the model {name} is up"
         return None
-
-    def _names_of(self, target: Target) -> frozenset[str] | None:
-        models = self._last.get(target)
-        return frozenset(model.name for model in models) if models else None
 
     def _find(self, name: str | None) -> Eligible:
         """Return who serves a model; for None, of whom nothing is known."""
