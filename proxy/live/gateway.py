@@ -23,8 +23,8 @@ from balanceroute.proxy.live.instances import Instances
 from balanceroute.proxy.live.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.passed_body import engine_body
-from balanceroute.proxy.live.record import Outcome, RequestRecord
-from balanceroute.proxy.live.refusals import Refusals
+from balanceroute.proxy.live.record import RequestRecord
+from balanceroute.proxy.live.refusals import Refusals, outcome_of
 from balanceroute.proxy.live.request_head import (
     BadRequestIdError,
     api_key_id,
@@ -355,7 +355,7 @@ class Gateway:
             headers.append((b"retry-after", b"%d" % retry_s))
         _error(reply, status, message, headers, param=param, endpoint=record.endpoint)
         record.status = status
-        record.outcome = Outcome.REJECTED if retry_s is not None else Outcome.CLIENT_ERROR
+        record.outcome = outcome_of(status)
         record.reason = message
         record.ended_ns = round(self._driver.clock() * 1e9)
         self._metrics.request_ended(record)

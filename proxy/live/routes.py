@@ -36,8 +36,8 @@ class Route:
         methods: Those that are served. GET stands for HEAD too.
         media: Of the request's body.
         keyed: Whether it needs an API key where the proxy has any.
-        generates: Whether an engine that answers it generates text as it does for a completion, so
-            that members which steer KV transfer must not reach it.
+        generates: Whether the single engine that answers it generates text as it does for a
+            completion, so that members which steer KV transfer must not reach it.
         reason: Why it is not served; empty if it is.
     """
 
@@ -81,7 +81,7 @@ def _not_served(reason: str, *paths: str) -> Iterable[Route]:
 
 ROUTES: tuple[Route, ...] = (
     *(
-        Route(path, _POST, Handling.GENERATION, Media.JSON, generates=True)
+        Route(path, _POST, Handling.GENERATION, Media.JSON)
         for path in (
             "/v1/chat/completions",
             "/v1/completions",

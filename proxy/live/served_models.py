@@ -99,10 +99,6 @@ class ServedModels:
         # By name, and of any model by "": asked for every request.
         self._longest: dict[str, int] = {}
 
-    def of(self, target: Target) -> tuple[ServedModel, ...] | None:
-        """Return the models of an engine; None if nothing is known of it."""
-        return self._known.get(target)
-
     def find(self, name: str) -> ServedModel | None:
         """Return a model by its name, as some engine serves it."""
         return next((model for model in self._all() if model.name == name), None)
