@@ -135,6 +135,7 @@ class Driver:
         transfers: Judges who is at fault when KV caches cannot be pulled.
         stalls: Tells what is new from what waited while the process stood still.
         lost: Moves requests away from engines that do not answer.
+        isolation: Ends alone what failed.
         draining: Whether new requests are refused.
     """
 
@@ -172,7 +173,7 @@ class Driver:
         self._predictors = predictors
         self._health = health
         self._metrics = metrics
-        self._isolation = isolation = Isolation(self, failures)
+        self.isolation = isolation = Isolation(self, failures)
         self.guarded, self.crashed = isolation.guarded, isolation.crashed
         self._log = log
         self._admission = admission
@@ -241,7 +242,7 @@ class Driver:
             self._unready_since_s.clear()  # Nobody looked meanwhile.
             self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
-        self._isolation.run_for(session, "arrival", self._take, session, body, eligible)
+        self.isolation.run_for(session, "arrival", self._take, session, body, eligible)
 
     def _take(self, session: Session, body: "RequestBody", eligible: Eligible | None) -> None:
         number, shape, record = session.number, session.shape, session.record
@@ -264,7 +265,7 @@ class Driver:
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now, and decided about as it should be."""
-        return self.instances.ready and not self.draining and not self._isolation.failures.persist
+        return self.instances.ready and not self.draining and not self.isolation.failures.persist
 
     @property
     def idle(self) -> bool:
@@ -279,7 +280,7 @@ class Driver:
     def shut_down(self) -> None:
         """End every request and every timer."""
         for session in list(self.sessions.values()):
-            self._isolation.run_for(
+            self.isolation.run_for(
                 session, "shutdown", session.give_up, "the proxy is shutting down"
             )
         for timer in (self._tick_timer, self._sweep_timer):
@@ -466,12 +467,12 @@ class Driver:
             self._tick_timer.cancel()
             self._tick_timer = None
         decides = len(self.scheduler.pool) > 0
-        failed_before = self._isolation.failures.rounds_failed
-        well = self._isolation.run("follow", self.follow)
-        well &= self._isolation.run("tick", self._decide)
+        failed_before = self.isolation.failures.rounds_failed
+        well = self.isolation.run("follow", self.follow)
+        well &= self.isolation.run("tick", self._decide)
         if decides or not well:
-            self._isolation.failures.round_ended(
-                well=well and self._isolation.failures.rounds_failed == failed_before
+            self.isolation.failures.round_ended(
+                well=well and self.isolation.failures.rounds_failed == failed_before
             )
 
     def _decide(self) -> None:
@@ -485,7 +486,7 @@ class Driver:
     def _perform(self, action: Action) -> None:
         session = self.sessions.get(action.request)
         if session is not None:  # Else its end failed, and nothing is left of it.
-            self._isolation.run_for(session, "action", self._act, session, action)
+            self.isolation.run_for(session, "action", self._act, session, action)
 
     def _act(self, session: Session, action: Action) -> None:
         match action:
@@ -558,7 +559,7 @@ class Driver:
             waiting = [one for one in requests.values() if one.state is state]
             for number in [one.request for one in waiting if one.eligible == kind]:
                 session = self.sessions[number]
-                self._isolation.run_for(
+                self.isolation.run_for(
                     session, "timer", session.give_up, "no engine of each role is up"
                 )
 
@@ -566,11 +567,11 @@ class Driver:
         self._sweep_timer = None
         now_s = self.clock()
         try:
-            self._isolation.run("timer", self._look_after, now_s, expected_s)
+            self.isolation.run("timer", self._look_after, now_s, expected_s)
             for session in list(self.sessions.values()):
-                self._isolation.run_for(session, "timer", session.check_deadline, now_s)
-            self._isolation.run("predictor", self._predictors.score, self._started, self._age)
-            self._isolation.run("timer", self._give_up_stranded, now_s)
+                self.isolation.run_for(session, "timer", session.check_deadline, now_s)
+            self.isolation.run("predictor", self._predictors.score, self._started, self._age)
+            self.isolation.run("timer", self._give_up_stranded, now_s)
         finally:
             if self.sessions:
                 self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)
@@ -579,7 +580,7 @@ class Driver:
         self._metrics.loop_lag(max(0.0, now_s - expected_s))
         self.stalls.tick()
         deadline_ns = self.scheduler.next_deadline_ns()
-        if self._isolation.failures.failing or (
+        if self.isolation.failures.failing or (
             deadline_ns is not None and deadline_ns <= self._now_ns()
         ):
             self._tick()

@@ -127,6 +127,16 @@ class PassThrough:
         """Report an answer of an engine to the health checks."""
         self._driver.leg_succeeded(target)
 
+    def crashed(self, exchange: SingleExchange, error: Exception) -> None:
+        """End a request whose handling failed: a 500, or a cut body, and nothing held."""
+        isolation, record = self._driver.isolation, exchange.record
+        isolation.failures.report("leg", error, request_id=record.request_id)
+        if record.outcome is None:
+            isolation.run("leg", exchange.crash)
+        if exchange in self._running:
+            self._stop(exchange)
+        isolation.run("leg", self._begin_waiting)
+
     def ended(self, exchange: SingleExchange, outcome: Outcome, reason: str) -> None:
         """Note that a request is over, and begin the next one that waits."""
         record = exchange.record

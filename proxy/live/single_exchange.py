@@ -5,6 +5,7 @@ stream, is relayed as it comes, at the pace of its client; whatever breaks it of
 cut body. A failed request is tried on one other engine at most: it may be the request that fails.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.answer import counts_of, error_words, passable_headers
@@ -53,6 +54,9 @@ class Owner(Protocol):
     def succeeded(self, target: "Target") -> None:
         """Note that an engine answered."""
 
+    def crashed(self, exchange: "SingleExchange", error: Exception) -> None:
+        """End a request whose handling failed."""
+
     def ended(self, exchange: "SingleExchange", outcome: Outcome, reason: str) -> None:
         """Note that the request is over."""
 
@@ -84,11 +88,10 @@ class SingleExchange:
         self._prefiller: Prefiller | None = None
         self._call: Call | None = None
         self._tried = False
-        # Of the answer.
-        self._status = 0
+        # Of the answer; begun with each `send`.
+        self._status = self._bytes = 0
         self._answer_headers: Headers = []
         self._pieces: list[bytes] = []
-        self._bytes = 0
         self._streams = False
         self._limit_s = owner.legs.prefill_timeout_s
         self._progress_s = owner.clock()
@@ -100,6 +103,8 @@ class SingleExchange:
         assert self._request is not None
         request = self._request
         self._prefiller = prefiller
+        self._status = self._bytes = 0
+        self._pieces = []
         self._progress_s = self._owner.clock()
         self.record.prefiller = prefiller.name
         target = request.path
@@ -112,11 +117,18 @@ class SingleExchange:
             self._headers,
             request.body,
             self,
+            crashed=partial(self._owner.crashed, self),
         )
 
     def refuse(self, status: int, reason: str) -> None:
         """Refuse it before anything was done for it."""
         self._fail(status, reason, Outcome.REJECTED, retry_after=True)
+
+    def crash(self) -> None:
+        """End it, as its handling failed."""
+        self._abort()
+        reason = "internal error; the proxy's log says more"
+        self._fail(500, reason, Outcome.INTERNAL_ERROR)
 
     def engine_lost(self) -> None:
         """Go on elsewhere, unless the answer has begun: the engine is quarantined."""
@@ -225,13 +237,7 @@ class SingleExchange:
         if self._tried or self._request is None:
             return False
         self._tried = True
-        pieces, self._pieces = self._pieces, []
-        status, self._status = self._status, 0
-        length, self._bytes = self._bytes, 0
-        if self._owner.again(self, fault):
-            return True
-        self._pieces, self._status, self._bytes = pieces, status, length
-        return False
+        return self._owner.again(self, fault)
 
     def _answered(self, words: str) -> None:
         assert self._prefiller is not None

@@ -13,10 +13,14 @@ from balanceroute.proxy.live import driver as driver_module
 from balanceroute.proxy.live.metrics import Metrics
 from balanceroute.proxy.live.record import Outcome
 from balanceroute.proxy.live.session import Session
+from balanceroute.proxy.live.single_exchange import SingleExchange
 from balanceroute.proxy.live.stream_leg import StreamLeg
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
 
 COMPLETIONS = "/v1/completions"
 POISON = "x-poison"
@@ -227,3 +231,49 @@ def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
         assert await ready(site) == (200, 200)
 
     play(scenario, flags={"policy": "br-0"})
+
+
+@pytest.mark.parametrize(("method", "streams"), [("on_end", False), ("on_data", True)])
+def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, streams: bool
+) -> None:
+    usual = getattr(SingleExchange, method)
+    poison = [True]
+
+    def fails(exchange: SingleExchange, *args: object) -> None:
+        begun = exchange.record.first_token_ns is not None
+        if poison and begun is streams:
+            poison.clear()
+            raise ZeroDivisionError
+        usual(exchange, *args)
+
+    monkeypatch.setattr(SingleExchange, method, fails)
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        if not streams:
+            reply.send(200, [(b"content-type", b"application/json")], b"{}")
+            return
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        reply.write(b"data: 1\n\n")
+        asyncio.get_running_loop().call_later(1.0, reply.write, b"data: 2\n\n")
+        asyncio.get_running_loop().call_later(2.0, reply.end)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = answer
+        # The second waits for the room that the first one holds.
+        bad, good = (site.send("/tokenize", {"prompt": "a"}) for _ in range(2))
+        await bad.end()
+        await good.end()
+        assert (good.status, good.error) == (200, None)
+        if streams:
+            assert bad.status == 200
+            assert json.loads(bad.events[-1].removeprefix(b"data: "))["error"]["code"] == 500
+        else:
+            assert bad.status == 500
+            assert bad.json["error"]["message"].startswith("internal error")
+        assert await counted(site, "leg") == 1
+        assert outcomes(site) == [Outcome.INTERNAL_ERROR, Outcome.OK]
+        assert site.world.proxy.gateway.pass_through.in_flight == 0
+
+    play(scenario, flags={"single_engine_limit": 1}, prefillers=1)
