@@ -1,6 +1,6 @@
 """Requests of the proxy's own log as predictors see them: what `balanceroute train` learns from.
 
-The log is described in `balanceroute.proxy.live.request_log`. What is read here is what the predictor
+The log is described in `balanceroute.proxy.live.telemetry.request_log`. What is read here is what the predictor
 was told while the proxy served: the prompt's length as the engine counted it, or as it was estimated
 if no engine did; the limit; the keys.
 """

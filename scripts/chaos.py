@@ -13,8 +13,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from balanceroute.proxy.chaos.summary import Summary
-from balanceroute.proxy.chaos.trial import run_seed
+from balanceroute.proxy.testing.chaos.summary import Summary
+from balanceroute.proxy.testing.chaos.trial import run_seed
 
 
 def main() -> int:

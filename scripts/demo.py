@@ -30,8 +30,8 @@ from balanceroute.proxy.cli import emulate
 from balanceroute.proxy.cli.up import emulate_command, emulated_engines
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.emulate import EmulationSettings
-from balanceroute.proxy.live.config import ProxyConfig
-from balanceroute.proxy.live.configure import make_config
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.limits import as_sent, with_limits
 from balanceroute.proxy.replay.workload import plan
@@ -40,7 +40,7 @@ from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
 from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.plots import write_prediction_plots
 from balanceroute.proxy.sim.workload import Workload
-from balanceroute.proxy.soak.proxy_process import running_proxy
+from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, read_trace
 

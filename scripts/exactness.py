@@ -10,8 +10,8 @@ import argparse
 import sys
 import time
 
-from balanceroute.proxy.chaos.exactness import compare
 from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.testing.chaos.exactness import compare
 
 
 def main() -> int:

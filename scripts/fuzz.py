@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from functools import partial
 
-from balanceroute.proxy.chaos.fuzz import fuzz
+from balanceroute.proxy.testing.chaos.fuzz import fuzz
 
 _CASES_OF_A_SEED = 2_000
 

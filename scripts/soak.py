@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from balanceroute.proxy.soak.run import SoakSettings, soak
+from balanceroute.proxy.testing.soak.run import SoakSettings, soak
 
 
 def main() -> int:

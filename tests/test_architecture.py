@@ -16,7 +16,7 @@ MAY_IMPORT = {  # Longest prefix wins.
     "predictors": {"proxy.core", "proxy.pictures", "predictors", "traces"},
     "proxy/sim": {"proxy.core", "proxy.pictures", "proxy.sim", "predictors", "traces"},
     "proxy/wire": {"proxy.core.errors", "proxy.wire"},
-    "proxy/virtual": {"proxy.virtual"},
+    "proxy/testing/virtual": {"proxy.testing.virtual"},
     "proxy/live": {
         "proxy.core",
         "proxy.live",
@@ -36,12 +36,12 @@ MAY_IMPORT = {  # Longest prefix wins.
         "__version__",
     },
     # Replays a seed against the whole proxy, in virtual time.
-    "proxy/chaos": {
-        "proxy.chaos",
+    "proxy/testing/chaos": {
+        "proxy.testing.chaos",
         "proxy.core",
         "proxy.emulate",
         "proxy.live",
-        "proxy.virtual",
+        "proxy.testing.virtual",
         "proxy.wire",
         "predictors",
     },

@@ -7,12 +7,12 @@ checked with those of the file, not while the command line is parsed.
 import argparse
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.flags import POLICY_KNOBS, policy_settings
-from balanceroute.proxy.live.options import Values
+from balanceroute.proxy.live.settings.flags import POLICY_KNOBS, policy_settings
+from balanceroute.proxy.live.settings.options import Values
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.policies import PolicySettings
-    from balanceroute.proxy.live.options import Option
+    from balanceroute.proxy.live.settings.options import Option
 
 
 def add_flag(group: "argparse._ArgumentGroup", option: "Option[object]") -> None:

@@ -6,13 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.policy_flags import add_flag
-from balanceroute.proxy.live.flags import GROUPS, OPTIONS
+from balanceroute.proxy.live.settings.flags import GROUPS, OPTIONS
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from balanceroute.proxy.live.options import Option
+    from balanceroute.proxy.live.settings.options import Option
     from balanceroute.topologies import Topology
 
 
@@ -71,8 +71,8 @@ def configure_and_serve(topology: "Topology | None", given: "Mapping[str, object
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.configure import make_config, read_credentials  # noqa: PLC0415
     from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
+    from balanceroute.proxy.live.settings.configure import make_config, read_credentials  # noqa: PLC0415
 
     return serve(
         make_config(topology, given, environment=os.environ),

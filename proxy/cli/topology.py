@@ -18,7 +18,7 @@ from balanceroute.topologies import (
 )
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.config import ProxyConfig
+    from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.topologies import Engines, Topology
 
 _ROLES = ("prefill", "decode", "proxy")
@@ -125,7 +125,7 @@ def commands_of(topology: "Topology", word: str) -> tuple[Command, ...]:
 def check_topology(topology: "Topology") -> Iterator[Finding]:
     """Yield all that is wrong with a topology that could be read."""
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.configure import make_config  # noqa: PLC0415
+    from balanceroute.proxy.live.settings.configure import make_config  # noqa: PLC0415
 
     if topology.emulation is not None:
         yield from _check_emulation(topology)
@@ -169,7 +169,7 @@ def _proxy_ports(engines: "Engines", config: "ProxyConfig") -> Iterator[PortUse]
 
 def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]:
     """Yield where the proxy and the engines do not agree."""
-    from balanceroute.proxy.live.direct import Direct  # noqa: PLC0415
+    from balanceroute.proxy.live.request.direct import Direct  # noqa: PLC0415
 
     batch, slots = config.scheduling.batch_limit, engines.decode.max_num_seqs
     if batch > slots:

@@ -23,39 +23,39 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.live.admin import MAX_BODY_BYTES, Admin
-from balanceroute.proxy.live.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.control import ProxyControl
-from balanceroute.proxy.live.cors import Cors
-from balanceroute.proxy.live.decision_failures import DecisionFailures
-from balanceroute.proxy.live.driver import Driver, DriverSettings, Log
-from balanceroute.proxy.live.engine_gauges import MetricsPageError, parse_engine_gauges
-from balanceroute.proxy.live.engine_url import EngineUrl
-from balanceroute.proxy.live.gateway import Gateway, GatewaySettings
-from balanceroute.proxy.live.health import Health, Quarantine
-from balanceroute.proxy.live.instances import Instances, Prefiller, Status
-from balanceroute.proxy.live.load_log import LoadLog
-from balanceroute.proxy.live.metrics import Metrics
-from balanceroute.proxy.live.metrics_page import MetricsPage
-from balanceroute.proxy.live.model_choice import AnyModel, ListedModels
-from balanceroute.proxy.live.model_routes import ModelRoutes
-from balanceroute.proxy.live.pass_through import PassThroughLimits
-from balanceroute.proxy.live.predictor_set import PredictorSet
-from balanceroute.proxy.live.predictors import (
+from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin
+from balanceroute.proxy.live.control.load_log import LoadLog
+from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.control.state import take_snapshot
+from balanceroute.proxy.live.engines.bootstrap import MAX_BYTES, read_identity
+from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.health import Health, Quarantine
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status
+from balanceroute.proxy.live.engines.scrape import Scraper
+from balanceroute.proxy.live.engines.served_models import ServedModels
+from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+from balanceroute.proxy.live.frontend.cors import Cors
+from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.frontend.model_choice import AnyModel, ListedModels
+from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+from balanceroute.proxy.live.frontend.pass_through import PassThroughLimits
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+from balanceroute.proxy.live.prediction.predictors import (
     InThread,
     StateKeeper,
     make_predictor,
     named,
     predictor_name,
 )
-from balanceroute.proxy.live.roster import Roster
-from balanceroute.proxy.live.scrape import Scraper
-from balanceroute.proxy.live.served_models import ServedModels
-from balanceroute.proxy.live.state import take_snapshot
-from balanceroute.proxy.live.target import Fault, FetchError, Target
-from balanceroute.proxy.live.tls import engine_context, server_context
+from balanceroute.proxy.live.proxy_control import ProxyControl
+from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings, Log
+from balanceroute.proxy.live.security.tls import engine_context, server_context
+from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.metrics_page import MetricsPage
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.server import Server
 
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.core.scheduler import SchedulerConfig
-    from balanceroute.proxy.live.config import ProxyConfig
-    from balanceroute.proxy.live.snapshot import Snapshot
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.telemetry.snapshot import Snapshot
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Rejection
 

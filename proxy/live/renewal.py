@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.credentials import Secret
-from balanceroute.proxy.live.process_log import redact_too
-from balanceroute.proxy.live.tls import load_certificate
+from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security.tls import load_certificate
+from balanceroute.proxy.live.telemetry.process_log import redact_too
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.proxy import Proxy

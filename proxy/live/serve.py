@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
-from balanceroute.proxy.live.http_client import make_http_client
-from balanceroute.proxy.live.httpx_fetcher import HttpxFetcher
-from balanceroute.proxy.live.line_writer import LineWriter
-from balanceroute.proxy.live.process_log import set_up_process_log
+from balanceroute.proxy.live.engines.http_client import make_http_client
+from balanceroute.proxy.live.engines.httpx_fetcher import HttpxFetcher
 from balanceroute.proxy.live.proxy import Environment, Proxy
 from balanceroute.proxy.live.renewal import renew
-from balanceroute.proxy.live.request_log import RequestLog
-from balanceroute.proxy.live.tls import engine_context
+from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.telemetry.line_writer import LineWriter
+from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
+from balanceroute.proxy.live.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from balanceroute.proxy.live.config import ProxyConfig
-    from balanceroute.proxy.live.credentials import Secret
-    from balanceroute.proxy.live.record import RequestRecord
     from balanceroute.proxy.live.renewal import Credentials
+    from balanceroute.proxy.live.security.credentials import Secret
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0

@@ -1,4 +1,4 @@
-"""Reads the load log (`balanceroute.proxy.live.load_log`), what the proxy believed of each rank."""
+"""Reads the load log (`balanceroute.proxy.live.control.load_log`), what the proxy believed of each rank."""
 
 import json
 from array import array

@@ -14,8 +14,8 @@ from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.emulate.barrier import PICTURE_STEPS, Barrier
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 
 if TYPE_CHECKING:
     from tests.emulate.conftest import Lab, Play

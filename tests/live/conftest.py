@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.chaos.world import World, WorldSettings
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, Request, WireError, first_value

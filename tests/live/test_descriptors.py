@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 
 
 @pytest.mark.parametrize(

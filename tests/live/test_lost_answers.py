@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.live.record import Outcome
+from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

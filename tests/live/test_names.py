@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.chaos.world import World, WorldSettings
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.instances import Status
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.fetch import fetch
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.chaos.oracle import comparable
 from balanceroute.proxy.emulate.settings import Connector, DpMode, Preemption
-from balanceroute.proxy.live.instances import Status
-from balanceroute.proxy.live.record import Outcome
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.testing.chaos.oracle import comparable
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

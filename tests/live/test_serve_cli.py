@@ -16,9 +16,9 @@ import pytest
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.config import ProxyConfig
-from balanceroute.proxy.live.configure import make_config
-from balanceroute.proxy.live.flags import OPTIONS
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.settings.flags import OPTIONS
 from balanceroute.topologies import read_topology
 
 SERVE = "balanceroute.proxy.live.serve"

@@ -12,9 +12,9 @@ import pytest
 from balanceroute.predictors import PastRequest, RequestFeatures
 from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
-from balanceroute.proxy.live.process_log import JsonFormatter
-from balanceroute.proxy.live.record import Outcome, RequestRecord
-from balanceroute.proxy.live.request_log import line_of
+from balanceroute.proxy.live.telemetry.process_log import JsonFormatter
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.traces import TraceError
 
 RECORD = RequestRecord(

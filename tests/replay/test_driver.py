@@ -18,8 +18,8 @@ from balanceroute.proxy.replay.fleet import FleetFigures
 from balanceroute.proxy.replay.settings import ReplaySettings
 from balanceroute.proxy.replay.target import TargetError
 from balanceroute.proxy.replay.workload import PlannedRequest
-from balanceroute.proxy.virtual.link import Link
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.messages import Request, WireError
 from balanceroute.proxy.wire.server import Reply, Server
 

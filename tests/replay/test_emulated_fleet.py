@@ -13,8 +13,8 @@ from balanceroute.proxy.replay.driver import ReplayResult, replay
 from balanceroute.proxy.replay.figures import STEADY_STATE
 from balanceroute.proxy.replay.settings import ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
-from balanceroute.proxy.virtual.link import Link
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.runner import run
 
 MS = 1_000_000
 

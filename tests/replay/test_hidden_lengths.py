@@ -13,16 +13,16 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.questions import Replay
-from balanceroute.proxy.chaos.world import World, WorldSettings
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.request_log import line_of
+from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import ReplayResult, replay
 from balanceroute.proxy.replay.limits import SHARES, with_limits
 from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.server_connection import ServerConnection
 
 MS = 1_000_000

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from balanceroute.proxy.cli.topology import check_topology
-from balanceroute.proxy.live.configure import make_config
+from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.topologies import Command, Topology, engine_commands, read_topology
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"

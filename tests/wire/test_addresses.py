@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.health import Health, HealthSettings
-from balanceroute.proxy.live.instances import Role
-from balanceroute.proxy.live.target import Fault, Target, fault_of
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run as run_virtually
+from balanceroute.proxy.live.engines.health import Health, HealthSettings
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.target import Fault, Target, fault_of
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.fetch import fetch
 from balanceroute.proxy.wire.messages import WireError, WireFault

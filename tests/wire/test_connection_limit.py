@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run as run_virtually
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.server import Reply, Server
 

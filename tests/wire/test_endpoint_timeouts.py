@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from balanceroute.proxy.virtual.link import Connect, Link
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.fetch import fetch
 from balanceroute.proxy.wire.messages import Request, Response, WireError, WireFault

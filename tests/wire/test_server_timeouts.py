@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from balanceroute.proxy.virtual.link import Link
-from balanceroute.proxy.virtual.loop import VirtualLoop
-from balanceroute.proxy.virtual.runner import run
+from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.server import Reply, Server
 

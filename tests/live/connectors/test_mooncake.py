@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.bootstrap import BootstrapIdentity, read_identity
 from balanceroute.proxy.live.connectors import CONNECTORS, MissingKvError
+from balanceroute.proxy.live.engines.bootstrap import BootstrapIdentity, read_identity
 
 MOONCAKE = CONNECTORS["mooncake"]
 

@@ -1,0 +1,361 @@
+"""The pages of the admin listener: health, metrics, the proxy's state, and orders to change it.
+
+    GET  /health                  200 while the process serves; needs no token
+    GET  /ready                   200 if it takes requests, else 503; needs no token
+    GET  /metrics                 for Prometheus
+    GET  /admin/state             everything; with ?requests=1 each live request too
+    GET  /admin/instances         the engines, with what is still in flight on each
+    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
+    POST /admin/instances/drain   nothing new goes there: {"role", "url"}
+    POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
+    POST /admin/policy            {"policy"}
+    POST /admin/log-level         {"level"}
+
+Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
+give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
+came from. Errors have the shape of `api_error`.
+"""
+
+import asyncio
+import json
+import logging
+import platform
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Protocol
+
+from balanceroute import __version__
+from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security.host_check import check_host
+from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
+from balanceroute.proxy.live.telemetry.process_log import set_log_level
+from balanceroute.proxy.live.telemetry.snapshot import Snapshot
+from balanceroute.proxy.wire.messages import Headers, Request
+
+MAX_BODY_BYTES = 65_536
+"""Of an order; the listener refuses a larger one."""
+MAX_TEXT = 2048
+MAX_ADDITIONS = 16
+"""Additions that may go on at a time: each asks the new instance for its ranks."""
+
+_COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+_OPEN_PATHS = frozenset({b"/health", b"/ready"})
+
+_log = logging.getLogger(__name__)
+
+
+class UnknownInstanceError(BalanceRouteError):
+    """An order about an instance that is not there."""
+
+
+class ConflictError(BalanceRouteError):
+    """An order that the present state does not allow."""
+
+
+class Control(Protocol):
+    """What the pages show and change. Orders raise ConfigError, UnknownInstanceError, ConflictError."""
+
+    def snapshot(self, requests: bool) -> Snapshot:
+        """Return the state, with each live request if asked."""
+        ...
+
+    def ready(self) -> bool:
+        """Tell whether a request would be taken now."""
+        ...
+
+    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
+        """Add an instance.
+
+        Args:
+            role: What it does.
+            url: Its address.
+            ranks: The number of a decode server's ranks; None to find out.
+            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        """
+        ...
+
+    def drain(self, role: Role, url: str) -> None:
+        """Send nothing new to an instance."""
+        ...
+
+    def remove(self, role: Role, url: str, force: bool) -> None:
+        """Forget an instance; `force` ends what is in flight there."""
+        ...
+
+    def instances(self) -> list[dict[str, object]]:
+        """Return every instance, with what is in flight on it."""
+        ...
+
+    def set_policy(self, name: str) -> None:
+        """Decide by another policy from now on."""
+        ...
+
+
+class Reply(Protocol):
+    """Where an answer goes; it ignores what comes after the client left."""
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send the whole answer."""
+        ...
+
+
+class _Refusal(Exception):  # noqa: N818
+    """A request that gets an error answer."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Headers | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = headers or []
+
+
+class Admin:
+    """The application of the admin listener: call it with a request and where its answer goes.
+
+    Attributes:
+        token: What a request must present; None to ask for nothing.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        page_of_metrics: Callable[[], bytes],
+        config: Mapping[str, object],
+        token: Secret | None,
+        names: Collection[str] = (),
+    ) -> None:
+        """Serve the pages.
+
+        Args:
+            control: What they show and change.
+            page_of_metrics: Renders the metrics.
+            config: The settings to show, without secrets.
+            token: What a request must present; None to ask for nothing, which is for a listener
+                that only this machine can reach.
+            names: What Host may say without a token, in lower case, beside loopback.
+        """
+        self._control = control
+        self._page_of_metrics = page_of_metrics
+        # JSON has no infinity, which some limits are set to: those become texts.
+        self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
+        self.token = token
+        self._names = names
+        self._additions: set[asyncio.Task[None]] = set()
+        self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+            b"/health": {b"GET": self._health},
+            b"/ready": {b"GET": self._ready},
+            b"/metrics": {b"GET": self._metrics},
+            b"/admin/state": {b"GET": self._state},
+            b"/admin/instances": {b"GET": self._instances, b"POST": self._add},
+            b"/admin/instances/drain": {b"POST": self._drain},
+            b"/admin/instances/remove": {b"POST": self._remove},
+            b"/admin/policy": {b"POST": self._set_policy},
+            b"/admin/log-level": {b"POST": self._set_log_level},
+        }
+
+    def __call__(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or when what it asks for is done."""
+        with _answering(reply):
+            self._authorise(request)
+            methods = self._routes.get(request.path)
+            if methods is None:
+                raise _Refusal(404, "there is no such page")
+            handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
+            if handler is None:
+                allowed = b", ".join(methods).replace(b"GET", b"GET, HEAD")
+                raise _Refusal(
+                    405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
+                )
+            if request.query and handler != self._state:
+                raise _Refusal(400, "the page takes no query")
+            handler(request, reply)
+
+    def close(self) -> None:
+        """Give up the additions that go on."""
+        for task in self._additions:
+            task.cancel()
+
+    def _authorise(self, request: Request) -> None:
+        if request.path in _OPEN_PATHS:
+            return
+        if self.token is None:
+            foreign = check_host(request.headers, self._names)
+            if foreign is not None:
+                _log.warning("admin: refused what a web page may have sent", extra=_where(request))
+                raise _Refusal(foreign.status, foreign.message)
+            return
+        given = [value for name, value in request.headers if name == b"authorization"]
+        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not self.token.matches(token):
+            _log.warning("admin: refused a request without the token", extra=_where(request))
+            raise _Refusal(
+                401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
+            )
+
+    def _health(self, _request: Request, reply: Reply) -> None:
+        _send_json(reply, 200, {"status": "ok"})
+
+    def _ready(self, _request: Request, reply: Reply) -> None:
+        ready = self._control.ready()
+        _send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
+
+    def _metrics(self, _request: Request, reply: Reply) -> None:
+        page = self._page_of_metrics()
+        reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), *_COMMON_HEADERS], page)
+
+    def _state(self, request: Request, reply: Reply) -> None:
+        if request.query not in {b"", b"requests=0", b"requests=1"}:
+            raise _Refusal(400, "the page takes requests=1 and nothing else", param="requests")
+        state = {
+            "versions": {"balanceroute": __version__, "python": platform.python_version()},
+            "config": self._config,
+            "state": self._control.snapshot(request.query == b"requests=1"),
+        }
+        _send_json(reply, 200, state)
+
+    def _instances(self, _request: Request, reply: Reply) -> None:
+        _send_json(reply, 200, {"instances": self._control.instances()})
+
+    def _add(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap"})
+        role, url = _instance(order)
+        bootstrap = _text(order, "bootstrap") if "bootstrap" in order else None
+        ranks = order.get("ranks")
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise _Refusal(400, "ranks must be a positive integer", param="ranks")
+        if len(self._additions) >= MAX_ADDITIONS:
+            raise _Refusal(429, "too many instances are being added")
+
+        async def add() -> None:
+            with _answering(reply):
+                await self._control.add(role, url, ranks, bootstrap)
+                _log.info("admin: added an instance", extra=_where(request, order))
+                self._instances(request, reply)
+
+        task = asyncio.get_running_loop().create_task(add())
+        self._additions.add(task)
+        task.add_done_callback(self._additions.discard)
+
+    def _drain(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"role", "url"})
+        self._control.drain(*_instance(order))
+        _log.info("admin: drains an instance", extra=_where(request, order))
+        self._instances(request, reply)
+
+    def _remove(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"role", "url"}, optional={"force"})
+        force = order.get("force", False)
+        if not isinstance(force, bool):
+            raise _Refusal(400, "force must be true or false", param="force")
+        self._control.remove(*_instance(order), force)
+        _log.info("admin: removed an instance", extra=_where(request, order))
+        self._instances(request, reply)
+
+    def _set_policy(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"policy"})
+        self._control.set_policy(_text(order, "policy"))
+        _log.info("admin: changed the policy", extra=_where(request, order))
+        _send_json(reply, 200, order)
+
+    def _set_log_level(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"level"})
+        set_log_level(_text(order, "level"))
+        _log.info("admin: changed the log level", extra=_where(request, order))
+        _send_json(reply, 200, order)
+
+
+@contextmanager
+def _answering(reply: Reply) -> Iterator[None]:
+    """Turn what is raised into an error answer."""
+    try:
+        yield
+    except _Refusal as error:
+        _send_error(reply, error)
+    except ConfigError as error:
+        _send_error(reply, _Refusal(400, str(error)))
+    except UnknownInstanceError as error:
+        _send_error(reply, _Refusal(404, str(error)))
+    except ConflictError as error:
+        _send_error(reply, _Refusal(409, str(error)))
+    except Exception:
+        _log.exception("admin: a page failed")
+        _send_error(reply, _Refusal(500, "internal error; the log says more"))
+
+
+def _send_json(reply: Reply, status: int, value: object) -> None:
+    body = json.dumps(value, default=_as_json, allow_nan=False, separators=(",", ":")).encode()
+    reply.send(status, [*JSON_HEADERS, *_COMMON_HEADERS], body)
+
+
+def _send_error(reply: Reply, error: _Refusal) -> None:
+    reply.send(
+        error.status,
+        [*JSON_HEADERS, *_COMMON_HEADERS, *error.headers],
+        error_body(error.status, error.message, param=error.param),
+    )
+
+
+def _as_json(value: object) -> object:
+    """Return what `json` can write for a value it cannot: records by field, all else as text."""
+    if is_dataclass(value) and not isinstance(value, type | Secret):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
+
+
+def _order(
+    request: Request, *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+) -> dict[str, object]:
+    """Return the body of an order.
+
+    Raises:
+        _Refusal: It is not a JSON object with the required keys and no others.
+    """
+    try:
+        order = json.loads(request.body, object_pairs_hook=_without_duplicates)
+    # RecursionError: nesting too deep for the decoder. UnicodeDecodeError is a ValueError.
+    except (ValueError, RecursionError) as error:
+        raise _Refusal(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(order, dict):
+        raise _Refusal(400, "the body must be a JSON object")
+    for key in sorted(required - order.keys()):
+        raise _Refusal(400, f"{key} is missing", param=key)
+    for key in sorted(order.keys() - required - optional):
+        raise _Refusal(400, f"unknown key {key[:64]!r}")
+    return order
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _instance(order: dict[str, object]) -> tuple[Role, str]:
+    role, url = _text(order, "role"), _text(order, "url")
+    try:
+        return Role(role), url
+    except ValueError:
+        roles = " or ".join(role.value for role in Role)
+        raise _Refusal(400, f"role must be {roles}", param="role") from None
+
+
+def _text(order: dict[str, object], key: str) -> str:
+    value = order[key]
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise _Refusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
+    return value
+
+
+def _where(request: Request, order: dict[str, object] | None = None) -> dict[str, object]:
+    """Return what the log says of a request: where it came from and what it asked for."""
+    asked = {} if order is None else {"order": json.dumps(order)}
+    return {"fields": {"peer": request.peer, **asked}}

@@ -1,0 +1,327 @@
+"""Engines coming and going: what operators and health checks decide, told to everyone concerned.
+
+One object owns every change of the instances, so that scheduler, health checks, scrapes and the list
+itself cannot disagree.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.live.control.admin import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
+from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+from balanceroute.proxy.live.request.lost_engines import sessions_on
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.health import Health
+    from balanceroute.proxy.live.engines.scrape import Scraper
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.wire.client import Endpoint
+
+_log = logging.getLogger(__name__)
+# Between two questions for the ranks of a decode server that does not answer yet.
+_DISCOVERY_S = 1.0
+
+
+class Roster:
+    """Owns the changes of `instances`.
+
+    Args:
+        instances: The list; empty at first.
+        connector: The name of the KV connector.
+        connect: Makes the connections to an engine.
+        discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
+        utilisation_limit: KV-cache use of a prefiller above which it takes no probe.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        *,
+        connector: str,
+        connect: "Callable[[EngineUrl], Endpoint]",
+        discover: Callable[[EngineUrl], Awaitable[int]],
+        utilisation_limit: float,
+    ) -> None:
+        self.instances = instances
+        self.endpoints: dict[str, Endpoint] = {}
+        self._connector = connector
+        self._connect = connect
+        self._discover = discover
+        self._utilisation_limit = utilisation_limit
+        self._driver: Driver | None = None
+        self._health: Health | None = None
+        self._missing: set[Role] = set()  # As the log was told.
+        self._scraper: Scraper | None = None
+        self._metrics: Metrics | None = None
+        # Makes the scheduler fit the instances; set with `attach`.
+        self._reshape: Callable[[], None] = lambda: None
+
+    def attach(
+        self,
+        driver: "Driver",
+        health: "Health",
+        scraper: "Scraper",
+        metrics: "Metrics",
+        reshape: Callable[[], None],
+    ) -> None:
+        """Say whom to tell from now on; they learn of the instances there are."""
+        self._driver, self._health, self._scraper = driver, health, scraper
+        self._metrics, self._reshape = metrics, reshape
+        for target in self.targets():
+            health.add(target)
+            scraper.add(target)
+        driver.reopen()
+
+    def targets(self) -> list[Target]:
+        """Return the instances that are not removed."""
+        present: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        return list(dict.fromkeys(i.target for i in present if i.status is not Status.REMOVED))
+
+    def enlist_prefiller(self, server: PrefillServer) -> Target:
+        """Add a prefiller to the list."""
+        target = Target(Role.PREFILL, server.url.base)
+        self.instances.prefillers.append(
+            Prefiller(
+                PrefillerId(len(self.instances.prefillers)),
+                server.url.base,
+                target,
+                self._endpoint(server.url),
+                bootstrap=None if server.bootstrap is None else server.bootstrap.base,
+            )
+        )
+        return target
+
+    async def enlist_decoder(self, server: DecodeServer) -> bool:
+        """Add the ranks of a decode server to the list, asking it for them if need be.
+
+        Returns:
+            Whether it is there; else it was asked and did not answer.
+
+        Raises:
+            ConfigError: It answers, but does not tell.
+        """
+        if server.discover:
+            try:
+                count = await self._discover(server.url)
+            except FetchError as error:
+                if error.fault is Fault.PROTOCOL:
+                    raise _untold(server.url, error) from None
+                fields = {"url": server.url.base, "reason": str(error)}
+                _log.warning("its ranks are asked for until it answers", extra={"fields": fields})
+                return False
+            server = DecodeServer(server.url, tuple(range(count)))
+        self._enlist_ranks(server)
+        return True
+
+    def reserve_rank(self, server: DecodeServer) -> None:
+        """Put a removed rank on the list, as the scheduler needs one, until there is another."""
+        self._enlist_ranks(DecodeServer(server.url))
+        self.instances.ranks[-1].status = Status.REMOVED
+
+    async def await_decoder(self, server: DecodeServer) -> None:
+        """Ask a decode server for its ranks until it tells them, then add them."""
+        while True:
+            await asyncio.sleep(_DISCOVERY_S)
+            try:
+                await self.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
+            except ConflictError:
+                return  # Somebody else added it.
+            except ConfigError as error:
+                _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
+            else:
+                return
+
+    async def _ask(self, url: EngineUrl) -> int:
+        """Return the number of ranks of a decode server."""
+        try:
+            return await self._discover(url)
+        except FetchError as error:
+            raise _untold(url, error) from None
+
+    def _enlist_ranks(self, server: DecodeServer) -> Target:
+        target = Target(Role.DECODE, server.url.base)
+        endpoint = self._endpoint(server.url)
+        for url in server.ranks:
+            header = None if url.rank is None else b"%d" % url.rank
+            number = RankId(len(self.instances.ranks))
+            self.instances.ranks.append(Rank(number, url.name, target, endpoint, header))
+        return target
+
+    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
+        """Add an instance while the proxy serves, or take a draining one back.
+
+        Args:
+            role: What it does.
+            url: Its address.
+            ranks: The number of a decode server's ranks; None to ask it.
+            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+
+        Raises:
+            ConfigError: An address is none, something is said of an instance that it cannot have,
+                or the server does not tell its ranks.
+            ConflictError: It is there already.
+        """
+        address = EngineUrl.parse(url)
+        if address.rank is not None:
+            raise ConfigError(f"{address.name}: give the server and the number of its ranks")
+        target = Target(role, address.base)
+        if self._take_back(target):
+            return
+        if role is Role.PREFILL:
+            if ranks is not None:
+                raise ConfigError("only decode servers have ranks")
+            own = None if bootstrap is None else EngineUrl.parse(bootstrap)
+            self.enlist_prefiller(prefill_server(address, own, self._connector))
+        else:
+            if bootstrap is not None:
+                raise ConfigError("only prefillers have bootstrap servers")
+            known = None if ranks in (None, 1) else tuple(range(ranks or 0))
+            if ranks is None:
+                known = tuple(range(await self._ask(address)))
+                if self._take_back(target):  # It was added while it was asked.
+                    return
+            self._enlist_ranks(DecodeServer(address, known))
+        assert self._driver is not None
+        assert self._health is not None
+        assert self._scraper is not None
+        self._reshape()
+        self._driver.grown()
+        self._health.add(target)
+        self._scraper.add(target)
+        _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
+
+    def drain(self, role: Role, url: str) -> None:
+        """Send nothing new to an instance.
+
+        Raises:
+            UnknownInstanceError: It is not there.
+        """
+        self._set(self._find(role, url), Status.DRAINING, "drained")
+
+    def remove(self, role: Role, url: str, *, force: bool) -> None:
+        """Forget an instance.
+
+        Raises:
+            UnknownInstanceError: It is not there.
+            ConflictError: Requests are in flight on it, and `force` does not say to end them.
+        """
+        target = self._find(role, url)
+        busy = self.sessions_on(target)
+        if busy and not force:
+            raise ConflictError(
+                f"{len(busy)} requests are in flight on {target.url}: drain it first"
+            )
+        assert self._health is not None
+        assert self._scraper is not None
+        self._health.remove(target)
+        self._scraper.remove(target)
+        self._set(target, Status.REMOVED, "removed")
+        for session in busy:
+            session.instance_removed(target)
+        if all(other.url != target.url for other in self.targets()):
+            self.endpoints.pop(target.url).close()
+
+    def sessions_on(self, target: Target) -> "list[Session]":
+        """Return the requests in flight on an instance."""
+        assert self._driver is not None
+        return sessions_on(self._driver.sessions, target)
+
+    def health_changed(self, target: Target, up: bool, reason: str) -> None:
+        """Take in what the health checks found; an operator's word goes before theirs."""
+        assert self._metrics is not None
+        if not up:
+            self._metrics.quarantined(target.role)
+        for instance in self.instances.of(target):
+            if instance.status in (Status.UP, Status.QUARANTINED):
+                instance.status = Status.UP if up else Status.QUARANTINED
+            if isinstance(instance, Prefiller) and not up:
+                instance.identity = None  # A restarted engine has another id.
+        _log.warning(
+            "instance is up" if up else "instance is quarantined",
+            extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
+        )
+        assert self._driver is not None
+        self._driver.reopen()
+        self._tell_readiness()
+        assert self._health is not None
+        if self._health.is_gone(target):
+            self._driver.lost.gone(target)
+            for instance in self.instances.of(target):
+                if isinstance(instance, Prefiller):
+                    self._driver.lost.kv_lost(instance)
+
+    def utilisation_changed(self, target: Target, utilisation: float) -> None:
+        """Take in what a scrape told."""
+        for instance in self.instances.of(target):
+            if isinstance(instance, Prefiller):
+                instance.utilisation = utilisation
+                instance.crowded = utilisation > self._utilisation_limit
+        assert self._driver is not None
+        self._driver.reopen()
+
+    def close(self) -> None:
+        """Close every connection."""
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+
+    def _tell_readiness(self) -> None:
+        """Log when a role has no engine left, and when each has one again."""
+        missing = self.instances.missing
+        if missing == self._missing:
+            return
+        for role in missing - self._missing:
+            _log.warning("no engine of a role is up", extra={"fields": {"role": role.value}})
+        if not missing:
+            _log.warning("the fleet is ready: an engine of each role is up")
+        self._missing = missing
+
+    def _endpoint(self, url: EngineUrl) -> "Endpoint":
+        endpoint = self.endpoints.get(url.base)
+        if endpoint is None:
+            endpoint = self.endpoints[url.base] = self._connect(url.at(None))
+        return endpoint
+
+    def _find(self, role: Role, url: str) -> Target:
+        target = Target(role, EngineUrl.parse(url).base)
+        if target not in self.targets():
+            raise UnknownInstanceError(f"there is no {role.value} {target.url}")
+        return target
+
+    def _take_back(self, target: Target) -> bool:
+        """Take a draining instance back, up or down as its health is; return whether it is there.
+
+        Raises:
+            ConflictError: It is there, and not draining.
+        """
+        present = [i for i in self.instances.of(target) if i.status is not Status.REMOVED]
+        if any(instance.status is not Status.DRAINING for instance in present):
+            raise ConflictError(f"{target.role.value} {target.url} is there already")
+        if present:
+            assert self._health is not None
+            is_up = {state.target: state.up for state in self._health.states()}[target]
+            self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
+        return bool(present)
+
+    def _set(self, target: Target, status: Status, word: str) -> None:
+        for instance in self.instances.of(target):
+            if instance.status is not Status.REMOVED:
+                instance.status = status
+        assert self._driver is not None
+        self._driver.reopen()
+        self._tell_readiness()
+        _log.info(
+            "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
+        )
+
+
+def _untold(url: EngineUrl, error: FetchError) -> ConfigError:
+    return ConfigError(f"{url.base}: cannot discover its ranks: {error}")

@@ -1,0 +1,161 @@
+"""Taking a snapshot of the running proxy."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.fscore import imbalance_tokens
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.live.engines.health import NO_QUARANTINE
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.telemetry.snapshot import (
+    PrefillerState,
+    RankState,
+    RequestState,
+    Snapshot,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from balanceroute.proxy.live.control.roster import Roster
+    from balanceroute.proxy.live.engines.health import Quarantine
+    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+    from balanceroute.proxy.wire.server import Server
+
+
+def take_snapshot(
+    driver: "Driver",
+    *,
+    policy: str,
+    predictor: str,
+    predictors: "list[PredictorScores]",
+    rows_judged: int,
+    server: "Server",
+    engine_connections: int,
+    quarantines: "Mapping[Target, Quarantine]",
+    requests: bool,
+) -> Snapshot:
+    """Return the state of everything; with each live request if asked."""
+    scheduler = driver.scheduler
+    states = [request.state for request in scheduler.requests.values()]
+    serving = driver.instances.serving()
+    now_s = driver.clock()
+    return Snapshot(
+        policy=policy,
+        predictor=predictor,
+        ranks=_ranks(driver, quarantines),
+        prefillers=_prefillers(driver, quarantines),
+        queued=states.count(State.QUEUED),
+        prefilling=states.count(State.PREFILLING),
+        pooled=len(scheduler.pool),
+        decoding=states.count(State.DECODING),
+        oldest_pooled_s=_oldest_pooled_s(driver, now_s),
+        imbalance_tokens=imbalance_tokens(scheduler.ledger.loads[serving]) if serving else 0,
+        steps=driver.steps.steps,
+        step_s=driver.steps.step_s,
+        idle_tokens=driver.idle_tokens,
+        capacity_tokens=driver.capacity_tokens,
+        client_connections=server.connections,
+        rejected_connections=server.limit.rejected,
+        evicted_connections=server.limit.evicted,
+        body_bytes=server.bodies.used,
+        rejected_bodies=server.bodies.rejected,
+        engine_connections=engine_connections,
+        draining=driver.draining,
+        rows_judged=rows_judged,
+        predictors=predictors,
+        requests=_requests(driver, now_s) if requests else [],
+    )
+
+
+def instance_rows(
+    roster: "Roster", quarantines: "Mapping[Target, Quarantine]"
+) -> list[dict[str, object]]:
+    """Return one row per instance, with its last quarantine and the requests in flight on it."""
+    rows: list[dict[str, object]] = []
+    for target in roster.targets():
+        parts = roster.instances.of(target)
+        live = [part for part in parts if part.status is not Status.REMOVED]
+        in_flight = len(roster.sessions_on(target))
+        status = live[0].status
+        rows.append(
+            {
+                "role": target.role.value,
+                "url": target.url,
+                "status": status.value,
+                **asdict(quarantines.get(target, NO_QUARANTINE)),
+                "parts": [part.name for part in live],
+                "in_flight": in_flight,
+                "drained": status is Status.DRAINING and in_flight == 0,
+            }
+        )
+    return rows
+
+
+def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
+    ledger, limit = driver.scheduler.ledger, driver.scheduler.config.batch_limit
+    beyond = driver.scheduler.policy.slots_beyond_batch
+    return [
+        RankState(
+            rank=rank.id,
+            name=rank.name,
+            open=rank.open,
+            status=rank.status.value,
+            kv_tokens=int(ledger.loads[rank.id]),
+            bound=int(ledger.bound[rank.id]),
+            started=int(ledger.started[rank.id]),
+            free_slots=max(0, limit + (beyond or 0) - int(ledger.bound[rank.id])),
+            quarantine=quarantines.get(rank.target, NO_QUARANTINE),
+        )
+        for rank in driver.instances.ranks
+    ]
+
+
+def _prefillers(
+    driver: "Driver", quarantines: "Mapping[Target, Quarantine]"
+) -> list[PrefillerState]:
+    budgets = driver.scheduler.prefillers
+    return [
+        PrefillerState(
+            prefiller=prefiller.id,
+            name=prefiller.name,
+            open=prefiller.open,
+            status=prefiller.status.value,
+            probes=budgets.probes[prefiller.id],
+            direct=budgets.direct[prefiller.id],
+            held_tokens=budgets.held_tokens[prefiller.id],
+            utilisation=prefiller.utilisation,
+            quarantine=quarantines.get(prefiller.target, NO_QUARANTINE),
+        )
+        for prefiller in driver.instances.prefillers
+    ]
+
+
+def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
+    rows = []
+    for number, session in driver.sessions.items():
+        record = session.record
+        rows.append(
+            RequestState(
+                number=number,
+                request_id=record.request_id,
+                state=driver.scheduler.requests[number].state.name.lower(),
+                prompt_tokens=driver.scheduler.requests[number].prompt_tokens,
+                emitted_tokens=session.emitted_tokens,
+                age_s=round(now_s - record.arrived_ns / 1e9, 3),
+                prefiller=record.prefiller,
+                rank=record.rank,
+            )
+        )
+    return rows
+
+
+def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
+    oldest = driver.scheduler.pool.oldest(1)
+    if not oldest:
+        return 0.0
+    pooled_ns = driver.scheduler.requests[oldest[0].request].pooled_ns
+    assert pooled_ns is not None
+    return max(0.0, now_s - pooled_ns / 1e9)

@@ -1,0 +1,1 @@
+"""The engines behind the proxy: which there are, how they do, and what they serve."""

@@ -1,0 +1,348 @@
+"""Which engine instances are fit to use, from what requests and probes see of them.
+
+An instance is up, or quarantined and probed until it answers again. Rules:
+- A refused connection quarantines at once: whoever refuses is not there. Every other fault has to
+  happen `quarantine_failures` times in a row. Requests and probes count apart, because /health can
+  be well while every request fails.
+- 4xx never counts, and 429 and 503 say "busy", not "broken"; but an instance whose /health answers
+  503 calls itself broken.
+- Panic rule: only failed connections may quarantine more than half of a role. If most instances
+  answer 5xx or nothing at all, the fault is probably common to all, and half a fleet that fails
+  sometimes serves more than none. It follows that the last instance is never given up so.
+- One good probe brings an instance back, on trial: its next fault quarantines it again. An instance
+  that falls back soon waits twice as long for its next probe, up to a limit.
+- Who is convicted of KV caches that cannot be pulled (`kv_transfers`) is quarantined by the panic rule
+  alone. If it was on trial for that, its back-off goes on to double, however long ago that was.
+- After a stall of this process, timeouts say nothing of the engines: they are not counted.
+
+Times are float seconds of the clock given.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+
+_CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT})
+# After these nothing more is to be expected of an engine.
+_GONE_FAULTS = _CONNECT_FAULTS | {Fault.TIMEOUT}
+_TIMEOUTS = frozenset({Fault.CONNECT_TIMEOUT, Fault.TIMEOUT})
+# Of the interval or back-off, so that probes of many instances do not fall together.
+_JITTER = 0.1
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """How instances are watched.
+
+    Attributes:
+        interval_s: Time between two probes of an instance that is up.
+        timeout_s: Limit of a probe.
+        quarantine_failures: Faults in a row that quarantine.
+        backoff_s: Time in quarantine before the first probe.
+        backoff_max_s: Limit of that time, which doubles with every failure. An instance that stays
+            up for this long starts over.
+        stall_s: A timer this late means that the process itself stood still.
+    """
+
+    interval_s: float = 2.0
+    timeout_s: float = 2.0
+    quarantine_failures: int = 3
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+    stall_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthState:
+    """What is known of one instance."""
+
+    target: Target
+    up: bool
+    reason: str  # Why it was quarantined last; empty if it never was.
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The last quarantine of one instance.
+
+    Attributes:
+        reason: Why; empty if it never was quarantined.
+        since: When, in unix seconds; None if it never was.
+        next_probe_s: Seconds until it is probed next; None unless it is quarantined.
+    """
+
+    reason: str = ""
+    since: float | None = None
+    next_probe_s: float | None = None
+
+
+NO_QUARANTINE = Quarantine()
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One instance. `backoff_s` is the wait that its next quarantine begins with."""
+
+    target: Target
+    next_probe_s: float
+    backoff_s: float
+    up: bool = True
+    on_trial: bool = False
+    gone: bool = False
+    probing: bool = False
+    request_failures: int = 0
+    probe_failures: int = 0
+    quarantined_s: float | None = None
+    recovered_s: float | None = None
+    reason: str = ""
+
+
+class Health:
+    """Watches instances. `run` probes them; the driver reports what its requests meet.
+
+    `on_change(target, up, reason)` is called when an instance changes between up and quarantined.
+    """
+
+    def __init__(
+        self,
+        settings: HealthSettings,
+        *,
+        fetch: Callable[[str], Awaitable[int]],
+        on_change: Callable[[Target, bool, str], None],
+        on_error: Callable[[str, Exception], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            settings: How instances are watched.
+            fetch: GETs a URL and returns the status; raises FetchError if no answer came.
+            on_change: Told of every change.
+            on_error: Told of what a probe raised beyond `FetchError`, which says nothing of the engine.
+            clock: The loop's time.
+            rng: Spreads the probes.
+        """
+        self._settings = settings
+        self._fetch = fetch
+        self._on_change = on_change
+        self._on_error = on_error
+        self._clock = clock
+        self._rng = rng
+        self._watches: dict[Target, _Watch] = {}
+        self._ticked_s: float | None = None  # None until `run` ticks.
+        self._stall_ended_s: float | None = None
+
+    @property
+    def enough(self) -> int:
+        """Faults in a row that quarantine."""
+        return self._settings.quarantine_failures
+
+    def add(self, target: Target) -> None:
+        """Watch an instance, up until something says otherwise; the first probe comes soon."""
+        assert target not in self._watches
+        first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.interval_s))
+        self._watches[target] = _Watch(target, first_s, self._settings.backoff_s)
+
+    def remove(self, target: Target) -> None:
+        """Forget an instance: it takes nothing new, so the others no longer count with it."""
+        self._watches.pop(target, None)
+
+    def states(self) -> list[HealthState]:
+        """Return all instances, in the order they were added."""
+        return [
+            HealthState(watch.target, watch.up, watch.reason) for watch in self._watches.values()
+        ]
+
+    def quarantines(self, unix_s: float) -> dict[Target, Quarantine]:
+        """Return the last quarantine of every instance.
+
+        Args:
+            unix_s: Wall-clock time now.
+        """
+        now_s = self._clock()
+        return {
+            watch.target: Quarantine(
+                watch.reason,
+                None
+                if watch.quarantined_s is None
+                else round(unix_s - now_s + watch.quarantined_s, 3),
+                None if watch.up else round(max(0.0, watch.next_probe_s - now_s), 3),
+            )
+            for watch in self._watches.values()
+        }
+
+    def succeeded(self, target: Target) -> None:
+        """Report a request that the instance served well."""
+        watch = self._watches.get(target)
+        # In quarantine this means nothing: the request had begun before, and a probe decides.
+        if watch is not None:
+            watch.request_failures = watch.probe_failures = 0
+            watch.on_trial = False
+
+    def is_on_trial(self, target: Target) -> bool:
+        """Return whether an instance came back from quarantine and has served nothing since."""
+        watch = self._watches.get(target)
+        return watch is not None and watch.up and watch.on_trial
+
+    def is_gone(self, target: Target) -> bool:
+        """Return whether an instance is quarantined because it does not answer."""
+        watch = self._watches.get(target)
+        return watch is not None and not watch.up and watch.gone
+
+    def convict(self, target: Target, reason: str, again: bool) -> bool:
+        """Quarantine an instance on the word of others, if its role can spare it.
+
+        Args:
+            target: Who is at fault.
+            reason: Of what.
+            again: Whether it was on trial for the same.
+
+        Returns:
+            Whether it is quarantined now.
+        """
+        watch = self._watches.get(target)
+        if watch is None:
+            return False
+        if watch.up and self._can_spare_one(target.role):
+            watch.gone = False
+            self._quarantine(watch, reason, starts_over=not again)
+        return not watch.up
+
+    def failed(self, target: Target, fault: Fault, reason: str = "") -> None:
+        """Report a request that failed at the instance; 4xx and 503 are no such failure."""
+        watch = self._watches.get(target)
+        if watch is None or not watch.up or not self._counts(fault):
+            return
+        watch.request_failures += 1
+        self._judge(watch, fault, watch.request_failures, reason)
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        async with asyncio.TaskGroup() as probes:
+            while True:
+                for target in self.due():
+                    probes.create_task(self._probe(target))
+                await asyncio.sleep(_TICK_S)
+
+    def due(self) -> list[Target]:
+        """Return the instances to probe now, each of which then awaits its `probed`."""
+        now_s = self._clock()
+        if self._is_stalled(now_s):
+            self._stall_ended_s = now_s
+        self._ticked_s = now_s
+        due = [
+            watch
+            for watch in self._watches.values()
+            if not watch.probing and watch.next_probe_s <= now_s
+        ]
+        for watch in due:
+            watch.probing = True
+        return [watch.target for watch in due]
+
+    async def _probe(self, target: Target) -> None:
+        watch = self._watches.get(target)
+        if watch is None:  # Removed since it was due.
+            return
+        fault: Fault | None = None
+        reason = ""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                status = await self._fetch(f"{target.url}/health")
+            if status != 200:
+                fault, reason = Fault.SERVER_ERROR, f"status {status}"
+        except TimeoutError:
+            fault = Fault.TIMEOUT
+        except FetchError as error:
+            fault, reason = error.fault, str(error)
+        except asyncio.CancelledError:
+            watch.probing = False
+            raise
+        except Exception as error:
+            # Whatever it is, it must not end the probes of all the others.
+            fault, reason = Fault.LOCAL, str(error)
+            self._on_error("probe", error)
+        # It may have been removed meanwhile, and even added again.
+        if self._watches.get(target) is watch:
+            try:
+                self.probed(target, fault, reason)
+            except Exception as error:
+                self._on_error("probe", error)
+
+    def probed(self, target: Target, fault: Fault | None, reason: str = "") -> None:
+        """Take in the outcome of a probe; `fault` is None if /health answered 200."""
+        watch = self._watches[target]
+        watch.probing = False
+        if fault is None:
+            watch.probe_failures = 0
+            if not watch.up:
+                self._recover(watch)
+        elif not watch.up:
+            self._back_off(watch)
+        elif self._counts(fault):
+            watch.probe_failures += 1
+            self._judge(watch, fault, watch.probe_failures, reason)
+        if watch.up:
+            self._schedule(watch, self._settings.interval_s)
+
+    def _counts(self, fault: Fault) -> bool:
+        """Tell whether a fault says something of the engine."""
+        if fault is Fault.LOCAL:
+            return False
+        if fault not in _TIMEOUTS:
+            return True
+        now_s = self._clock()
+        # Timers that came due in a stall fire together, some before the tick that notices it.
+        ended_s = now_s if self._is_stalled(now_s) else self._stall_ended_s
+        return ended_s is None or now_s - ended_s > self._settings.timeout_s
+
+    def _is_stalled(self, now_s: float) -> bool:
+        return (
+            self._ticked_s is not None and now_s - self._ticked_s > _TICK_S + self._settings.stall_s
+        )
+
+    def _judge(self, watch: _Watch, fault: Fault, failures: int, reason: str) -> None:
+        """Quarantine an instance if its faults are enough and the panic rule lets it go."""
+        enough = fault is Fault.CONNECT or failures >= self._settings.quarantine_failures
+        if not enough or not (fault in _CONNECT_FAULTS or self._can_spare_one(watch.target.role)):
+            return
+        watch.gone = fault in _GONE_FAULTS
+        self._quarantine(watch, reason or fault.value, starts_over=True)
+
+    def _quarantine(self, watch: _Watch, reason: str, *, starts_over: bool) -> None:
+        now_s = self._clock()
+        long_ago = (
+            watch.recovered_s is None or now_s - watch.recovered_s > self._settings.backoff_max_s
+        )
+        if long_ago and starts_over:
+            watch.backoff_s = self._settings.backoff_s
+        watch.up = False
+        watch.reason = reason
+        watch.quarantined_s = now_s
+        self._back_off(watch)
+        self._on_change(watch.target, False, watch.reason)
+
+    def _can_spare_one(self, role: Role) -> bool:
+        peers = [watch for watch in self._watches.values() if watch.target.role is role]
+        quarantined = sum(not watch.up for watch in peers)
+        return (quarantined + 1) * 2 <= len(peers)
+
+    def _back_off(self, watch: _Watch) -> None:
+        self._schedule(watch, watch.backoff_s)
+        watch.backoff_s = min(2 * watch.backoff_s, self._settings.backoff_max_s)
+
+    def _recover(self, watch: _Watch) -> None:
+        watch.up = watch.on_trial = True
+        watch.recovered_s = self._clock()
+        # On trial: one more fault is enough.
+        watch.request_failures = watch.probe_failures = self._settings.quarantine_failures - 1
+        self._on_change(watch.target, True, "its health probe succeeded")
+
+    def _schedule(self, watch: _Watch, delay_s: float) -> None:
+        spread = self._rng.uniform(1.0 - _JITTER, 1.0 + _JITTER)
+        watch.next_probe_s = self._clock() + delay_s * spread

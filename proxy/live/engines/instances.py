@@ -1,0 +1,152 @@
+"""The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.connectors import PrefillerIdentity
+    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.wire.client import Endpoint
+
+
+class Role(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Status(Enum):
+    """Whether an instance may be used."""
+
+    UP = "up"
+    QUARANTINED = "quarantined"  # It fails; health probes bring it back.
+    DRAINING = "draining"  # Takes nothing new, on an operator's word.
+    REMOVED = "removed"
+
+
+@dataclass(slots=True, eq=False)
+class Prefiller:
+    """One prefill instance.
+
+    Attributes:
+        id: Its place in the scheduler.
+        name: Its URL.
+        target: What health checks watch.
+        endpoint: Its connections.
+        bootstrap: URL of its bootstrap server, for connectors that have one. Without what that
+            tells nobody can use its KV caches, so until then it takes no probes.
+        identity: What the bootstrap server told.
+        utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
+        crowded: Whether that is too much for another probe.
+        hand_offs: Prefills that decode ranks called for, running now.
+        lost_kv: How often all KV caches that it had handed out were lost.
+        engines: Ids of the engines seen behind its address.
+        kv_trial: Whether its KV caches could not be pulled, and none has been since.
+        counts_dear: Whether it pays for its token counts with the length of an answer.
+    """
+
+    id: PrefillerId
+    name: str
+    target: "Target"
+    endpoint: "Endpoint"
+    bootstrap: str | None = None
+    identity: "PrefillerIdentity | None" = None
+    status: Status = Status.UP
+    utilisation: float = 0.0
+    crowded: bool = False
+    hand_offs: int = 0
+    lost_kv: int = 0
+    engines: set[str] = field(default_factory=set)
+    kv_trial: bool = False
+    counts_dear: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes probes."""
+        known = self.bootstrap is None or self.identity is not None
+        return self.status is Status.UP and known and not self.crowded
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """One data-parallel decode rank.
+
+    Attributes:
+        id: Its place in the scheduler.
+        name: URL, with "@rank" behind it if several ranks share it.
+        target: What health checks watch: its server.
+        endpoint: Connections to that server.
+        header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
+        counts_dear: Whether its engine pays for its token counts with the length of an answer.
+    """
+
+    id: RankId
+    name: str
+    target: "Target"
+    endpoint: "Endpoint"
+    header: bytes | None = None
+    status: Status = Status.UP
+    counts_dear: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes requests."""
+        return self.status is Status.UP
+
+
+class Instances:
+    """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
+
+    Attributes:
+        prefillers: By PrefillerId.
+        ranks: By RankId.
+    """
+
+    def __init__(self) -> None:
+        self.prefillers: list[Prefiller] = []
+        self.ranks: list[Rank] = []
+
+    def of(self, target: "Target") -> "list[Prefiller] | list[Rank]":
+        """Return what runs on an instance that health checks watch."""
+        if target.role is Role.PREFILL:
+            return [prefiller for prefiller in self.prefillers if prefiller.target == target]
+        return [rank for rank in self.ranks if rank.target == target]
+
+    def serving(self) -> list[RankId]:
+        """Return the ranks that are not removed, whose loads make the barrier."""
+        return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
+
+    def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
+        """Return the prefillers that are up, of those in `among`; None for all."""
+        up = [one for one in self.prefillers if one.status is Status.UP]
+        return up if among is None else [one for one in up if one.id in among]
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served now: one instance of each role is up."""
+        return not self.missing
+
+    @property
+    def missing(self) -> set[Role]:
+        """The roles of which no instance is up."""
+        return self.missing_for(None)
+
+    def missing_for(self, eligible: Eligible | None) -> set[Role]:
+        """Return the roles of which no instance is up that can serve a request; None for any."""
+        # Asked for every request, so it stops at the first one that will do.
+        missing = set()
+        if not any(
+            one.status is Status.UP and (eligible is None or one.id in eligible.prefillers)
+            for one in self.prefillers
+        ):
+            missing.add(Role.PREFILL)
+        if not any(
+            one.open and (eligible is None or one.id in eligible.ranks) for one in self.ranks
+        ):
+            missing.add(Role.DECODE)
+        return missing

@@ -1,0 +1,236 @@
+"""How full the engines' KV caches are, as their /metrics pages tell.
+
+Rules:
+- An instance whose scrape fails, or whose last good one is older than three intervals, counts as
+  full: a 1.0 keeps new work away from an engine of which nothing is known.
+- Nobody knows a new instance yet. It counts as empty until three intervals have passed, so that the
+  start is not held up.
+- If no instance of a role can be scraped, the fault is the scraping's. They then count as
+  `blind_utilisation`, by default empty: the proxy's own books go on limiting what it sends, where
+  three times 1.0 would stop all service. Whether an engine lives is for its health to say.
+- A value that does not change is as good as any.
+
+Times are float seconds of the clock given.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from balanceroute.proxy.live.engines.engine_gauges import (
+    EngineGauges,
+    MetricsPageError,
+    parse_engine_gauges,
+)
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.target import FetchError, Target
+
+STALE_INTERVALS = 3
+"""A scrape older than this many intervals says nothing any more."""
+
+_UNKNOWN_UTILISATION = 1.0
+# Of the interval, so that scrapes of many instances do not fall together.
+_JITTER = 0.1
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeSettings:
+    """How instances are scraped.
+
+    Attributes:
+        interval_s: Time between two scrapes of an instance, by role. A role that is not named is
+            not scraped.
+        timeout_s: Limit of one scrape.
+        blind_utilisation: What every instance of a role counts as if none can be scraped.
+    """
+
+    interval_s: Mapping[Role, float]
+    timeout_s: float = 1.0
+    blind_utilisation: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One instance. `known_s` is when something was last known, `gauges` what, if it still holds."""
+
+    target: Target
+    interval_s: float
+    next_scrape_s: float
+    known_s: float
+    gauges: EngineGauges | None = None
+    scraping: bool = False
+    new: bool = True
+    reported: float = 0.0
+    late_pulls: int | None = None
+
+
+class Scraper:
+    """Scrapes instances. `run` does it for ever; `on_utilisation` is told of every new value."""
+
+    def __init__(
+        self,
+        settings: ScrapeSettings,
+        *,
+        fetch: Callable[[str], Awaitable[bytes]],
+        on_utilisation: Callable[[Target, float], None],
+        on_failure: Callable[[Target, str], None],
+        on_late_pulls: Callable[[Target, int], None],
+        on_error: Callable[[str, Exception], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        """Scrape nothing yet.
+
+        Args:
+            settings: How instances are scraped.
+            fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
+            on_utilisation: Told when the utilisation of an instance changes; it begins at 0.
+            on_failure: Told of every scrape that failed, and why.
+            on_late_pulls: Told how many KV caches of an instance were pulled after their lease had
+                ended since the scrape before.
+            on_error: Told of what a scrape raised beyond `FetchError`; it counts as failed.
+            clock: The loop's time.
+            rng: Spreads the scrapes.
+        """
+        self._settings = settings
+        self._fetch = fetch
+        self._on_utilisation = on_utilisation
+        self._on_failure = on_failure
+        self._on_late_pulls = on_late_pulls
+        self._on_error = on_error
+        self._clock = clock
+        self._rng = rng
+        self._watches: dict[Target, _Watch] = {}
+        self._ticked_s: float | None = None  # None until `run` ticks.
+
+    def add(self, target: Target) -> None:
+        """Scrape an instance from now on, if its role is scraped."""
+        assert target not in self._watches
+        interval_s = self._settings.interval_s.get(target.role)
+        if interval_s is not None:
+            now_s = self._clock()
+            self._watches[target] = _Watch(target, interval_s, now_s, known_s=now_s)
+
+    def remove(self, target: Target) -> None:
+        """Forget an instance."""
+        self._watches.pop(target, None)
+
+    def gauges(self, target: Target) -> EngineGauges | None:
+        """Return the last good scrape of an instance; None if there is none or a later one failed."""
+        watch = self._watches.get(target)
+        return None if watch is None else watch.gauges
+
+    async def run(self) -> None:
+        """Scrape until cancelled."""
+        async with asyncio.TaskGroup() as scrapes:
+            while True:
+                for target in self.due():
+                    scrapes.create_task(self._scrape(target))
+                await asyncio.sleep(_TICK_S)
+
+    def due(self) -> list[Target]:
+        """Return the instances to scrape now, each of which then awaits its `scraped` or `failed`.
+
+        Changes of utilisation are told here, not in those, so that the cost of a scrape does not
+        grow with the number of instances.
+        """
+        now_s = self._clock()
+        if self._ticked_s is not None:
+            # While this process stood still it could not scrape: that time ages nothing.
+            lost_s = now_s - self._ticked_s - _TICK_S
+            if lost_s > _TICK_S:
+                for watch in self._watches.values():
+                    watch.known_s += lost_s
+        self._ticked_s = now_s
+        due = []
+        for watch in self._watches.values():
+            if now_s - watch.known_s > STALE_INTERVALS * watch.interval_s:
+                watch.new = False
+                watch.gauges = None
+            if not watch.scraping and watch.next_scrape_s <= now_s:
+                watch.scraping = True
+                due.append(watch.target)
+        self._report()
+        return due
+
+    async def _scrape(self, target: Target) -> None:
+        watch = self._watches.get(target)
+        if watch is None:  # Removed since it was due.
+            return
+        gauges: EngineGauges | None = None
+        reason = ""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                page = await self._fetch(f"{target.url}/metrics")
+            gauges = parse_engine_gauges(page)
+        except TimeoutError:
+            reason = f"no page within {self._settings.timeout_s:g} s"
+        except (FetchError, MetricsPageError) as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            watch.scraping = False
+            raise
+        except Exception as error:
+            # Whatever it is, it must not end the scrapes of all the others.
+            reason = str(error)
+            self._on_error("scrape", error)
+        # It may have been removed meanwhile, and even added again.
+        if self._watches.get(target) is watch:
+            try:
+                if gauges is None:
+                    self.failed(target, reason)
+                else:
+                    self.scraped(target, gauges)
+            except Exception as error:
+                self._on_error("scrape", error)
+
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
+        """Take in a good scrape."""
+        watch = self._watches[target]
+        watch.new = False
+        watch.gauges = gauges
+        watch.known_s = self._clock()
+        self._schedule(watch)
+        self._compare_late_pulls(watch, gauges.late_pulls)
+
+    def _compare_late_pulls(self, watch: _Watch, count: int | None) -> None:
+        before, watch.late_pulls = watch.late_pulls, count
+        if count is None or before is None:
+            return  # Those of before this proxy, if any, were somebody else's.
+        # A count that shrank began again with its engine.
+        late = count - before if count >= before else count
+        if late:
+            self._on_late_pulls(watch.target, late)
+
+    def failed(self, target: Target, reason: str) -> None:
+        """Take in a scrape that failed."""
+        watch = self._watches[target]
+        watch.gauges = None
+        self._schedule(watch)
+        self._on_failure(target, reason)
+
+    def _schedule(self, watch: _Watch) -> None:
+        watch.scraping = False
+        spread = self._rng.uniform(1.0 - _JITTER, 1.0 + _JITTER)
+        watch.next_scrape_s = self._clock() + watch.interval_s * spread
+
+    def _report(self) -> None:
+        """Tell of every utilisation that is not what was told last."""
+        seeing = {watch.target.role for watch in self._watches.values() if watch.gauges is not None}
+        for watch in list(self._watches.values()):
+            if watch.gauges is not None:
+                value = watch.gauges.kv_cache_usage
+            elif watch.new:
+                value = 0.0
+            elif watch.target.role in seeing:
+                value = _UNKNOWN_UTILISATION
+            else:
+                value = self._settings.blind_utilisation
+            if value != watch.reported:
+                watch.reported = value
+                try:
+                    self._on_utilisation(watch.target, value)
+                except Exception as error:
+                    self._on_error("scrape", error)

@@ -1,0 +1,1 @@
+"""The public listener's application: routes, checks and pass-through."""

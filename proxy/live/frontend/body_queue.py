@@ -1,0 +1,66 @@
+"""The bodies that are being read: a large one a slice at a time, and all of them in turn.
+
+Neither one body of many megabytes nor many of them at a time may hold the event loop for long: it also
+relays every stream.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody, read_in_slices
+
+Done = Callable[[RequestBody | BodyError], None]
+_Reading = Generator[None, None, RequestBody]
+
+
+class Waiting(Protocol):
+    """Who waits for a body.
+
+    Attributes:
+        closed: The client is gone.
+    """
+
+    closed: bool
+
+
+class BodyQueue:
+    """Reads bodies."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
+        self._scheduled = False
+
+    def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
+        """Read a body; see `read_in_slices`.
+
+        `done` is told, at once if the body is small, and not if the client is gone.
+        """
+        self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
+
+    def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
+        result: RequestBody | BodyError
+        try:
+            next(reading)
+        except StopIteration as end:
+            result = end.value
+        except BodyError as error:
+            result = error
+        else:
+            self._queue.append((reading, waiting, done))
+            if not self._scheduled:
+                self._scheduled = True
+                asyncio.get_running_loop().call_soon(self._next)
+            return
+        done(result)
+
+    def _next(self) -> None:
+        """Read one slice of the body whose turn it is."""
+        self._scheduled = False
+        reading, waiting, done = self._queue.popleft()
+        if self._queue:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._next)
+        if not waiting.closed:
+            self._read_on(reading, waiting, done)

@@ -1,0 +1,114 @@
+"""What becomes of a request that is refused before anything is done for it: answered, counted, logged.
+
+That is so wherever it is refused: by the HTTP server (malformed, too large, too slow), on its head
+(route, method, key, media type), or for its body.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.frontend.request_head import (
+    BadRequestIdError,
+    client_request_id,
+    user_agent,
+)
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.refused_log import RefusedLog
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.scheduling.driver import Log
+    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.wire.messages import Headers, Rejection
+
+_BUSY = frozenset({429, 503})
+# What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
+_NOT_OURS = frozenset({501, 505})
+
+
+class Head(Protocol):
+    """What is read of a request's head."""
+
+    @property
+    def path(self) -> bytes: ...  # noqa: D102
+    @property
+    def headers(self) -> "Headers": ...  # noqa: D102
+
+
+class Refusals:
+    """Renders and notes refused requests.
+
+    Args:
+        metrics: Counts all of them.
+        log: Gets a line for each, as far as the limits of `refused_log` allow.
+        unique: Makes a request id for a client that gave none.
+        clock: The loop's time, in seconds.
+        unix_s: Wall-clock time.
+    """
+
+    def __init__(
+        self,
+        *,
+        metrics: "Metrics",
+        log: "Log",
+        unique: Callable[[], str],
+        clock: Callable[[], float],
+        unix_s: Callable[[], float],
+    ) -> None:
+        self.log = RefusedLog(log.request_ended)
+        self._metrics = metrics
+        self._unique = unique
+        self._clock = clock
+        self._unix_s = unix_s
+
+    def render(
+        self, rejection: "Rejection", head: Head | None, peer: str
+    ) -> "tuple[Headers, bytes]":
+        """Note a refused request; return the headers and the body of its answer."""
+        record = self._record(head, peer)
+        record.status = rejection.status
+        record.outcome = outcome_of(rejection.status)
+        record.reason = rejection.message
+        self._metrics.request_ended(record)
+        self.log.take(record)
+        return (
+            [*JSON_HEADERS, (b"x-request-id", record.request_id.encode()), *rejection.headers],
+            error_body(
+                rejection.status,
+                rejection.message,
+                param=rejection.param,
+                endpoint=record.endpoint,
+            ),
+        )
+
+    def _record(self, head: Head | None, peer: str) -> RequestRecord:
+        now_ns = round(self._clock() * 1e9)
+        request_id, endpoint, agent = None, "", ""
+        if head is not None:
+            try:
+                request_id = client_request_id(head.headers)
+            except BadRequestIdError:
+                request_id = None
+            # What follows is the secret that authorises a hand-off.
+            known = METASERVER_PATH if head.path.startswith(METASERVER_PATH) else head.path
+            endpoint = known.decode("latin-1")
+            agent = user_agent(head.headers)
+        return RequestRecord(
+            request_id or self._unique(),
+            endpoint,
+            now_ns,
+            self._unix_s(),
+            ended_ns=now_ns,
+            peer=peer,
+            user_agent=agent,
+        )
+
+
+def outcome_of(status: int) -> Outcome:
+    """Return how a request ended that the proxy itself answered with an error."""
+    if status in _BUSY:
+        return Outcome.REJECTED
+    if status < 500 or status in _NOT_OURS:
+        return Outcome.CLIENT_ERROR
+    return Outcome.INTERNAL_ERROR

@@ -1,0 +1,134 @@
+"""The head of a client's request: identity, and what of it may reach an engine.
+
+Engine requests are built from an allow-list, never by removing from what the client sent: rank
+headers, proxies' own headers and cookies cannot pass by being forgotten.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.openai.routes import Media
+from balanceroute.proxy.live.security.credentials import Secret, matches_any
+from balanceroute.proxy.wire.messages import Rejection
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
+_NO_CODING = frozenset({b"", b"identity"})
+_ID_DIGITS = 8
+_MAX_USER_AGENT = 128
+# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine; the
+# others choose what of Anthropic's API a client speaks.
+_PASSED = frozenset(
+    {b"traceparent", b"tracestate", b"user-agent", b"anthropic-version", b"anthropic-beta"}
+)
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+
+
+class BadRequestIdError(Exception):
+    """X-Request-Id is given twice, or is not a plain identifier."""
+
+
+def client_request_id(headers: "Headers") -> str | None:
+    """Return the client's X-Request-Id, or None if it gave none.
+
+    Raises:
+        BadRequestIdError: It cannot be passed on and logged as it is.
+    """
+    values = [value for name, value in headers if name == b"x-request-id"]
+    if not values:
+        return None
+    if len(values) > 1 or not _REQUEST_ID.fullmatch(values[0]):
+        raise BadRequestIdError
+    return values[0].decode()
+
+
+def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:
+    """Return whether one of `keys` is given, as the bearer token or as Anthropic's X-Api-Key.
+
+    Each of the two may be given once, and what is given must be right.
+    """
+    given = [(name, value) for name, value in headers if name in _KEYS]
+    names = {name for name, _ in given}
+    return len(names) == len(given) > 0 and all(
+        matches_any(keys, _token(name, value)) for name, value in given
+    )
+
+
+def _token(name: bytes, value: bytes) -> bytes:
+    """Return the key in a header; empty, which is no key, if the header holds something else."""
+    if name == b"x-api-key":
+        return value
+    scheme, _, token = value.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def api_key_id(headers: "Headers") -> str:
+    """Return what names the given API key in logs: the first 8 hexadecimal digits of its SHA-256.
+
+    That is short enough to say nothing of a random key, and the same in every proxy and after every
+    restart.
+    """
+    for name, value in headers:
+        if name in _KEYS:
+            return sha256(_token(name, value)).hexdigest()[:_ID_DIGITS]
+    return ""
+
+
+def user_agent(headers: "Headers") -> str:
+    """Return the client's own word of what it is, cut for a log."""
+    for name, value in headers:
+        if name == b"user-agent":
+            return value[:_MAX_USER_AGENT].decode("latin-1")
+    return ""
+
+
+def check_json_body(headers: "Headers") -> Rejection | None:
+    """Return why a body so described is not read as JSON, or None.
+
+    A body without a media type is, and so is a form, which is what curl calls a body that nobody
+    named.
+    """
+    for name, value in headers:
+        if name == b"content-type":
+            media_type = value.partition(b";")[0].strip().lower()
+            if media_type not in _JSON_TYPES:
+                return Rejection(415, "the Content-Type must be application/json")
+        elif name == b"content-encoding" and value.lower() not in _NO_CODING:
+            text = "the body must not be encoded: Content-Encoding is not served"
+            return Rejection(415, text, ((b"accept-encoding", b"identity"),))
+    return None
+
+
+def engine_headers(
+    headers: "Sequence[tuple[bytes, bytes]]",
+    *,
+    request_id: str,
+    engine_key: Secret | None,
+    keep_key: bool,
+    media: Media = Media.JSON,
+) -> "Headers":
+    """Return the headers of every engine leg.
+
+    Args:
+        headers: The client's.
+        request_id: Names the request at the engine; vLLM makes the response's id of it.
+        engine_key: Bearer token for the engines; None for none.
+        keep_key: Whether the client's own Authorization and X-Api-Key are for the engines.
+        media: What the body is. A form's type is the client's own, since it names the boundary.
+    """
+    made: Headers = [(b"x-request-id", request_id.encode())]
+    if media is Media.FORM:
+        made += [(name, value) for name, value in headers if name == b"content-type"]
+    else:
+        made.insert(0, (b"content-type", b"application/json"))
+    if engine_key is not None:
+        made.append((b"authorization", b"Bearer " + engine_key.value))
+    for name, value in headers:
+        if name in _PASSED or (name in _KEYS and keep_key and engine_key is None):
+            made.append((name, value))
+    return made

@@ -1,0 +1,284 @@
+"""One request that one engine answers, and the way of its answer back to the client.
+
+A short answer is taken as a whole, so that another engine may give a better one. A long one, or a
+stream, is relayed as it comes, at the pace of its client; whatever breaks it off then is shown as a
+cut body. A failed request is tried on one other engine at most: it may be the request that fails.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.openai.answer import counts_of, error_words, passable_headers
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.wire.messages import WireError, WireFault
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from balanceroute.proxy.core.events import PrefillerId
+    from balanceroute.proxy.live.engines.instances import Prefiller
+    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.request.leg_settings import LegSettings
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.wire.client import Call
+    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.server import Reply
+
+# An answer that is longer is relayed as it comes.
+_WHOLE_BYTES = 65_536
+_BUSY = frozenset({429, 503})
+# The engine has no such API, and the next one will not either.
+_NOT_IMPLEMENTED = 501
+
+
+class Owner(Protocol):
+    """What an exchange needs of `PassThrough`."""
+
+    @property
+    def legs(self) -> "LegSettings": ...  # noqa: D102
+    @property
+    def clock(self) -> "Callable[[], float]": ...  # noqa: D102
+
+    def call_later(self, delay: float, callback: "Callable[[], None]") -> "asyncio.TimerHandle":
+        """Call back after so many seconds."""
+
+    def again(self, exchange: "SingleExchange", fault: Fault) -> bool:
+        """Send a request that failed to another prefiller; return whether there is one for it."""
+
+    def failed(self, target: "Target", fault: Fault, reason: str) -> None:
+        """Note that an engine failed."""
+
+    def succeeded(self, target: "Target") -> None:
+        """Note that an engine answered."""
+
+    def crashed(self, exchange: "SingleExchange", error: Exception) -> None:
+        """End a request whose handling failed."""
+
+    def ended(self, exchange: "SingleExchange", outcome: Outcome, reason: str) -> None:
+        """Note that the request is over."""
+
+
+class SingleExchange:
+    """One request and its answer; see `ResponseHandler`.
+
+    Attributes:
+        record: What is known of the request.
+        among: The only prefillers that can serve it; None for all.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        request: "Request",
+        reply: "Reply",
+        headers: "Headers",
+        record: "RequestRecord",
+        *,
+        among: "frozenset[PrefillerId] | None" = None,
+    ) -> None:
+        self.record = record
+        self.among = among
+        self._owner = owner
+        self._request: Request | None = request
+        self._reply = reply
+        self._headers = headers
+        self._prefiller: Prefiller | None = None
+        self._call: Call | None = None
+        self._tried = False
+        # Of the answer; begun with each `send`.
+        self._status = self._bytes = 0
+        self._answer_headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._streams = False
+        self._limit_s = owner.legs.prefill_timeout_s
+        self._progress_s = owner.clock()
+        self._timer = owner.call_later(self._limit_s, self._check_time)
+        reply.on_closed = self._left
+
+    def send(self, prefiller: "Prefiller") -> None:
+        """Send it to a prefiller."""
+        assert self._request is not None
+        request = self._request
+        self._prefiller = prefiller
+        self._status = self._bytes = 0
+        self._pieces = []
+        self._progress_s = self._owner.clock()
+        self.record.prefiller = prefiller.name
+        target = request.path
+        if request.query:
+            target += b"?" + request.query
+        self._call = prefiller.endpoint.request(
+            # vLLM's GET routes refuse HEAD; the reply leaves the body out.
+            b"GET" if request.method == b"HEAD" else request.method,
+            target,
+            self._headers,
+            request.body,
+            self,
+            crashed=partial(self._owner.crashed, self),
+        )
+
+    def refuse(self, status: int, reason: str) -> None:
+        """Refuse it before anything was done for it."""
+        self._fail(status, reason, Outcome.REJECTED, retry_after=True)
+
+    def crash(self) -> None:
+        """End it, as its handling failed."""
+        self._abort()
+        reason = "internal error; the proxy's log says more"
+        self._fail(500, reason, Outcome.INTERNAL_ERROR)
+
+    def engine_lost(self) -> None:
+        """Go on elsewhere, unless the answer has begun: the engine is quarantined."""
+        if not self._status:
+            self._abort()
+            self._mend(Fault.CONNECT, "the engine is quarantined")
+
+    # What the engine answers: ResponseHandler.
+
+    def on_head(self, status: int, headers: "Headers") -> None:
+        """Take the response head."""
+        self._status = status
+        self._answer_headers = headers
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        self._streams = kind.lower().startswith(b"text/event-stream")
+
+    def on_data(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        self._progress_s = self._owner.clock()
+        self._bytes += len(data)
+        if self._bytes > self._owner.legs.answer_bytes:
+            self._abort()
+            text = "the answer is too long"
+            self.on_error(WireError(WireFault.TOO_LARGE, text, sent=True, answered=True))
+        elif self._reply.started:
+            self._reply.write(data)
+        else:
+            self._pieces.append(data)
+            if self._streams or self._bytes > _WHOLE_BYTES:
+                self._relay()
+
+    def on_end(self) -> None:
+        """Take the end of the response."""
+        self._call = None
+        status = self._status
+        if self._reply.started:
+            self._reply.end()
+            self._answered("")
+            return
+        body = b"".join(self._pieces)
+        if (status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)) and self._again(
+            Fault.SERVER_ERROR
+        ):
+            return
+        self.record.status = status
+        self.record.prompt_tokens, _ = counts_of(body)
+        self._reply.send(status, self._own_headers(self._answer_headers), body)
+        self._answered(error_words(body) if status >= 400 else "")
+
+    def on_error(self, error: WireError) -> None:
+        """Take the failure of the response."""
+        assert self._prefiller is not None
+        self._call = None
+        target, fault = self._prefiller.target, fault_of(error)
+        self._mend(fault, f"the engine failed: {error}")
+        # Afterwards: whoever is quarantined loses all its requests.
+        self._owner.failed(target, fault, str(error))
+
+    def _relay(self) -> None:
+        """Begin to send what comes, as it comes."""
+        self.record.status = self._status
+        self.record.stream = self._streams
+        self.record.first_token_ns = round(self._progress_s * 1e9)
+        self._limit_s = self._owner.legs.idle_timeout_s
+        self._timer.cancel()
+        self._timer = self._owner.call_later(self._limit_s, self._check_time)
+        self._request = None  # Large, and not sent again.
+        assert self._call is not None
+        self._reply.on_pause = self._call.pause
+        self._reply.on_resume = self._resume
+        self._reply.start(self._status, self._own_headers(self._answer_headers))
+        self._reply.write(b"".join(self._pieces))
+        self._pieces.clear()
+
+    def _resume(self) -> None:
+        self._progress_s = self._owner.clock()
+        if self._call is not None:
+            self._call.resume()
+
+    # Ends.
+
+    def _check_time(self) -> None:
+        left_s = self._progress_s + self._limit_s - self._owner.clock()
+        # A client that reads too slowly is the HTTP server's business.
+        if self._reply.paused or left_s > 0:
+            self._timer = self._owner.call_later(max(left_s, 1.0), self._check_time)
+            return
+        self._abort()
+        if self._prefiller is None:
+            self._fail(503, "no prefiller was free in time", Outcome.EXPIRED, retry_after=True)
+            return
+        reason = f"no answer within {self._limit_s:g} s"
+        self._fail(504, reason, Outcome.UPSTREAM_ERROR)
+        self._owner.failed(self._prefiller.target, Fault.TIMEOUT, reason)
+
+    def _left(self) -> None:
+        self._abort()
+        self._end(Outcome.CANCELLED, "")
+
+    def _mend(self, fault: Fault, reason: str) -> None:
+        if self._reply.started or not self._again(fault):
+            self._fail(502, reason, Outcome.UPSTREAM_ERROR)
+
+    def _again(self, fault: Fault) -> bool:
+        """Try one other engine, once."""
+        if self._tried or self._request is None:
+            return False
+        self._tried = True
+        return self._owner.again(self, fault)
+
+    def _answered(self, words: str) -> None:
+        assert self._prefiller is not None
+        status = self.record.status
+        if status < 500:
+            # A 5xx may be the request's own fault, and says nothing of other requests.
+            self._owner.succeeded(self._prefiller.target)
+        if status < 400:
+            self._end(Outcome.OK, "")
+            return
+        reason = f"the engine answered {status}" + (f": {words}" if words else "")
+        client = status < 500 or status == _NOT_IMPLEMENTED
+        self._end(Outcome.CLIENT_ERROR if client else Outcome.UPSTREAM_ERROR, reason)
+
+    def _fail(
+        self, status: int, reason: str, outcome: Outcome, *, retry_after: bool = False
+    ) -> None:
+        endpoint = self.record.endpoint
+        if self._reply.started:
+            if self._streams:
+                self._reply.write(error_event(status, reason, endpoint=endpoint))
+            self._reply.abort()
+        else:
+            self.record.status = status
+            headers = [*JSON_HEADERS, (b"retry-after", b"1")] if retry_after else JSON_HEADERS
+            body = error_body(status, reason, endpoint=endpoint)
+            self._reply.send(status, self._own_headers(headers), body)
+        self._end(outcome, reason)
+
+    def _abort(self) -> None:
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+
+    def _end(self, outcome: Outcome, reason: str) -> None:
+        self._timer.cancel()
+        self._request = None
+        # The reply refers to this object: leave no cycle behind.
+        self._reply.on_closed = self._reply.on_pause = self._reply.on_resume = None
+        self._owner.ended(self, outcome, reason)
+
+    def _own_headers(self, headers: "Headers") -> "Headers":
+        request_id = (b"x-request-id", self.record.request_id.encode())
+        return [*passable_headers(headers), request_id]

@@ -1,0 +1,1 @@
+"""What bodies and answers mean: pure functions and parsers, without sockets."""

@@ -1,0 +1,96 @@
+"""Reading and passing on an engine's whole answer."""
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.openai.body import BodyError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.wire.messages import Headers
+
+# What of an engine's response head may reach a client. The rest is the connection's own business, or
+# nobody's.
+_PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+_MAX_ERROR_BYTES = 65_536
+_MAX_WORDS = 200
+_RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
+_CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)\d+')
+# A count of more digits is a lie.
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
+
+
+def passable_headers(headers: "Headers") -> "Headers":
+    """Return the headers that may go on to the client."""
+    return [(name, value) for name, value in headers if name in _PASSABLE]
+
+
+def is_error(body: bytes) -> bool:
+    """Return whether an answer is an API's error; that of a server without the route is not."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(message, dict) and isinstance(message.get("error"), dict)
+
+
+def error_words(body: bytes) -> str:
+    """Return what an API's error answer says of its reason, cut for a log; empty if it says nothing."""
+    if len(body) > _MAX_ERROR_BYTES:
+        return ""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    error = message.get("error") if isinstance(message, dict) else None
+    words = error.get("message") if isinstance(error, dict) else None
+    return words[:_MAX_WORDS] if isinstance(words, str) else ""
+
+
+def is_whole(body: bytes) -> bool:
+    """Return whether a body is a JSON object: not cut off, not a web server's page, not compressed."""
+    # vLLM puts usage behind the choices. To parse a long answer only to look at it would be dear.
+    if body.startswith(b"{") and body.endswith(b"}") and b'"usage":' in body:
+        return True
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_recomputed(body: bytes) -> bool:
+    """Return whether the rank gave the request back instead of finishing it."""
+    return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None
+
+
+def stops_at_recomputed(body: "RequestBody") -> bool:
+    """Return whether the client's own stop words may make an engine report what a hand-back does."""
+    try:
+        stop = body.values.get("stop")
+    except BodyError:
+        return True  # Too large to read, so it may.
+    return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
+
+
+def counts_of(body: bytes) -> tuple[int, int]:
+    """Return the prompt and completion tokens of the answer's usage object, 0 where it has none.
+
+    The text of an answer is escaped JSON, so it cannot hold these names with plain quotes.
+    """
+    begin = body.rfind(b'"usage":')
+    if begin < 0:
+        return 0, 0
+    prompt = _PROMPT_TOKENS.search(body, begin)
+    completion = _COMPLETION_TOKENS.search(body, begin)
+    return int(prompt[1]) if prompt else 0, int(completion[1]) if completion else 0
+
+
+def with_cached_tokens(body: bytes, cached_tokens: int) -> bytes:
+    """Return the answer with the cached tokens of the prefill leg in its usage object."""
+    begin = body.rfind(b'"usage":')
+    if begin < 0:
+        return body
+    usage = _CACHED_TOKENS.sub(rb"\g<1>%d" % cached_tokens, body[begin:])
+    return body[:begin] + usage

@@ -1,0 +1,331 @@
+"""The client's JSON body: read once, and rewritten only where an engine leg needs it.
+
+The members are cut out of the bytes as they stand, so that everything a leg does not override reaches
+the engine byte for byte: number formats, escapes and the order of keys. A decode body that
+tokenises differently from its prefill body kills a vLLM decode engine, so nothing else may change.
+
+A small body is decoded at once, which is quickest. Of a large one no member is decoded unless somebody
+asks for it, and a request that waits keeps its bytes alone.
+"""
+
+import json
+import re
+from codecs import BOM_UTF8
+from collections.abc import Collection, Generator, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.openai.json_scan import (
+    MAX_MEMBERS,
+    DuplicateKeyError,
+    JsonScanner,
+    ScanError,
+)
+from balanceroute.proxy.live.openai.prompt_summary import PromptSummary, summarise
+
+# Bytes of a body that is decoded at once, and of a member that is decoded at all: the worst of that
+# size takes some 15 ms and 4 MB.
+SMALL_BYTES = 131_072
+# Members that may be large in an ordinary request: the prompts of the endpoints.
+_PROMPTS = frozenset({"input", "messages", "prompt"})
+# One slice of reading a large body.
+_SLICE_NS = 4_000_000
+_HASH_SLICE = 1 << 20
+_HASH_BYTES = 16
+# Characters of a refused key that are told.
+_MAX_NAME = 64
+# Parsing takes some 970 levels and dumping a few less, so what is dumped again must stay well below.
+_MAX_LEVELS = 100
+# White space as in RFC 8259; \s matches more.
+_SPACE = r"[ \t\n\r]*"
+_KEY = rf'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"{_SPACE}:{_SPACE}'
+_FIRST = re.compile(rf"{_SPACE}\{{{_SPACE}(?:{_KEY})?")
+_NEXT = re.compile(rf"{_SPACE},{_SPACE}{_KEY}")
+_END = re.compile(rf"{_SPACE}\}}{_SPACE}")
+
+Places = Mapping[str, tuple[int, int, int]]
+"""Of each member where it begins, where its value begins and where it ends, in bytes."""
+
+
+class BodyError(BalanceRouteError):
+    """The body cannot be served; the message is for the client."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestBody:
+    """A JSON object with the text of each member.
+
+    Args:
+        data: UTF-8 JSON.
+        scan: It has read `data` already.
+
+    Attributes:
+        values: The members, decoded. One of more than `SMALL_BYTES` is refused when it is asked for.
+
+    Raises:
+        BodyError: Not a JSON object, or a key stands twice: two parsers might then read two
+            different requests. Or it costs more to read than any request should.
+    """
+
+    __slots__ = ("_data", "_digests", "_places", "_summaries", "values")
+
+    def __init__(self, data: bytes, scan: JsonScanner | None = None) -> None:
+        data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
+        self._data = data
+        self._digests: dict[tuple[int, int], bytes] = {}
+        self._summaries: dict[str, PromptSummary] = {}
+        self.values: Mapping[str, Any]
+        self._places: Places
+        if scan is None and len(data) <= SMALL_BYTES:
+            self.values, self._places = _parse(data)
+            return
+        if scan is None:
+            scan = JsonScanner(data, _PROMPTS)
+            while not _advance(scan):
+                pass
+        self._summaries = scan.summaries
+        self._places = scan.members
+        self.forget_values()
+
+    def forget_values(self) -> None:
+        """Keep no decoded member from now on: each is decoded whenever it is asked for."""
+        self.values = Members(self._data, self._places, SMALL_BYTES)
+
+    def large_values(self) -> "Members":
+        """Return the members, decoded whatever their size; expensive."""
+        return Members(self._data, self._places, len(self._data))
+
+    def encode(self, overrides: Mapping[str, object], drop: Collection[str] = ()) -> bytes:
+        """Return the object without `drop` and with `overrides`, which come last."""
+        # Pieces of the body itself, so that a prompt of megabytes is copied once.
+        data = memoryview(self._data)
+        parts: list[bytes | memoryview] = []
+        for key, (begin, _, end) in self._places.items():
+            if key not in overrides and key not in drop:
+                parts += (b", ", data[begin:end])
+        if overrides:
+            parts += (b", ", _dump(overrides)[1:-1].encode())
+        if not parts:
+            return b"{}"
+        parts[0] = b"{"
+        parts.append(b"}")
+        return b"".join(parts)
+
+    def member(self, key: str) -> memoryview:
+        """Return a member as it stands in the body, key and value; empty if it is absent."""
+        begin, _, end = self._places.get(key, (0, 0, 0))
+        return memoryview(self._data)[begin:end]
+
+    def is_given(self, key: str) -> bool:
+        """Return whether a member is there and not null."""
+        _, begin, end = self._places.get(key, (0, 0, 0))
+        return begin < end and self._data[begin:end] != b"null"
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """Return bytes of the body."""
+        return memoryview(self._data)[begin:end]
+
+    def large_value(self, key: str) -> memoryview | None:
+        """Return the text of a value that is too large to be decoded; None for any other."""
+        _, begin, end = self._places.get(key, (0, 0, 0))
+        return memoryview(self._data)[begin:end] if end - begin > SMALL_BYTES else None
+
+    def fingerprint(self, key: str) -> memoryview | bytes:
+        """Return the text of a member, or its hash if it is large: what tells it from others."""
+        begin, _, end = self._places.get(key, (0, 0, 0))
+        return self.digest(begin, end) if end - begin > SMALL_BYTES else self.member(key)
+
+    def digest(self, begin: int, end: int) -> bytes:
+        """Return the hash of a part of a large body."""
+        found = self._digests.get((begin, end))
+        return (
+            blake2b(self.part(begin, end), digest_size=_HASH_BYTES).digest()
+            if found is None
+            else found
+        )
+
+    def hash_in_slices(self) -> Generator[None, None, None]:
+        """Hash what is hashed of the large members, yielding every few milliseconds."""
+        parts = [(begin, end) for begin, _, end in self._places.values()]
+        for summary in self._summaries.values():
+            parts += [*summary.heads, summary.middle]
+        for begin, end in parts:
+            if end - begin <= SMALL_BYTES:
+                continue
+            hasher = blake2b(digest_size=_HASH_BYTES)
+            for at in range(begin, end, _HASH_SLICE):
+                hasher.update(self.part(at, min(end, at + _HASH_SLICE)))
+                yield
+            self._digests[begin, end] = hasher.digest()
+
+    def summary(self, key: str) -> PromptSummary:
+        """Return what `prompt`, `messages` or `input` consists of; nothing if it is absent."""
+        summary = self._summaries.get(key)
+        if summary is None:
+            summary = self._summaries[key] = summarise(self.values.get(key))
+        return summary
+
+
+class Members(Mapping[str, Any]):
+    """The members of a body, each decoded whenever it is asked for.
+
+    Args:
+        data: The body.
+        places: Where they are.
+        most: Bytes of one that is still decoded.
+    """
+
+    __slots__ = ("_data", "_most", "_places")
+
+    def __init__(self, data: bytes, places: Places, most: int) -> None:
+        self._data = data
+        self._places = places
+        self._most = most
+
+    def __getitem__(self, key: str) -> Any:
+        """Decode a member. Raises BodyError if it is too large or too deep for that."""
+        _, begin, end = self._places[key]
+        if end - begin > self._most:
+            raise BodyError(f"{key} is larger than {self._most:,} bytes", key)
+        try:
+            return _decode(self._data[begin:end].decode())[0]
+        except RecursionError:
+            raise BodyError("the body is nested too deeply") from None
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is such a member."""
+        return key in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names, in order."""
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        """Return the number of members."""
+        return len(self._places)
+
+
+def read_in_slices(data: bytes, *, hashed: bool = False) -> Generator[None, None, RequestBody]:
+    """Read a body, yielding whenever that has taken some milliseconds.
+
+    Args:
+        data: The body.
+        hashed: Whether to prepare `fingerprint` and `digest` too.
+
+    Raises:
+        BodyError: See `RequestBody`.
+    """
+    if len(data) <= SMALL_BYTES:
+        return RequestBody(data)
+    data = data.removeprefix(BOM_UTF8)
+    scan = JsonScanner(data, _PROMPTS)
+    while not _advance(scan):
+        yield
+    body = RequestBody(data, scan)
+    if hashed:
+        yield from body.hash_in_slices()
+    return body
+
+
+def _advance(scan: JsonScanner) -> bool:
+    try:
+        return scan.advance(_SLICE_NS)
+    except DuplicateKeyError as error:
+        raise _twice(error.key) from None
+    except ScanError as error:
+        raise BodyError(str(error)) from None
+
+
+def _twice(key: str) -> BodyError:
+    name = key[:_MAX_NAME]
+    return BodyError(f"the body has the key {name!r} twice", name)
+
+
+def _parse(data: bytes) -> tuple[dict[str, Any], Places]:
+    """Decode a small body."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise BodyError(f"the body is not UTF-8: byte {error.start}") from None
+    try:
+        values, in_text = _parse_text(text)
+    except json.JSONDecodeError as error:
+        raise BodyError(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
+    except RecursionError:
+        raise BodyError("the body is nested too deeply") from None
+    except ValueError as error:
+        # NaN and Infinity, and integers of more digits than Python converts.
+        raise BodyError(f"the body is not valid JSON: {error}") from None
+    if len(text) == len(data):  # A place in the text is the same place in the data.
+        return values, in_text
+    return values, _in_bytes(text, in_text)
+
+
+def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, int]]]:
+    values: dict[str, Any] = {}
+    places: dict[str, tuple[int, int, int]] = {}
+    found = _FIRST.match(text)
+    if found is None:
+        raise BodyError("the body must be a JSON object")
+    end = found.end()
+    member = None if found[1] is None else found
+    while member is not None:
+        key = member[1]
+        begin = member.start(1) - 1
+        if "\\" in key:
+            key, _ = _decode(text, begin)
+        value_begin = member.end()
+        value, end = _decode(text, value_begin)
+        if key in values:
+            raise _twice(key)
+        if len(values) == MAX_MEMBERS:
+            raise BodyError(f"the body has more than {MAX_MEMBERS:,} members")
+        values[key] = value
+        places[key] = (begin, value_begin, end)
+        member = _NEXT.match(text, end)
+    if _END.fullmatch(text, end) is None:
+        raise json.JSONDecodeError("malformed object", text, end)
+    return values, places
+
+
+def _in_bytes(text: str, places: Places) -> Places:
+    """Return places in a text as places in its bytes."""
+    seen = at = 0
+    translated: dict[str, tuple[int, int, int]] = {}
+    for key, member in places.items():
+        bounds = []
+        for place in member:
+            # It was decoded from UTF-8, so it holds no lone surrogate.
+            at += len(text[seen:place].encode())
+            seen = place
+            bounds.append(at)
+        translated[key] = (bounds[0], bounds[1], bounds[2])
+    return translated
+
+
+def is_deep(value: object) -> bool:
+    """Return whether a decoded value is nested too deeply to be encoded again without risk."""
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        inner: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+_dump = json.JSONEncoder().encode

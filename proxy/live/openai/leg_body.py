@@ -1,0 +1,62 @@
+"""The bodies of the two legs: the client's own, with the documented overrides and nothing else.
+
+Prefill leg: one token, one sequence, no stream. Both legs: the connector's `kv_transfer_params`, and
+never a client's (`read_shape` refuses them within `vllm_xargs`). Both must tokenise alike, so nothing
+that reaches the prompt is touched.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.token_counts import CountsAsked
+
+_PREFILL_ALONE = frozenset({"stream_options", "best_of"})
+
+
+def prefill_body(
+    body: "RequestBody",
+    members: Mapping[str, object],
+    params: Mapping[str, object],
+    *,
+    drop: frozenset[str] = INTERNAL_FIELDS,
+) -> bytes:
+    """Return the prefill leg's body.
+
+    Args:
+        body: The client's.
+        members: Changed by an earlier binding; see `resumed_members`.
+        params: The connector's.
+        drop: Members of the client's that no engine gets.
+    """
+    overrides: dict[str, object] = {
+        **members,
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "n": 1,
+        "kv_transfer_params": params,
+    }
+    if "max_completion_tokens" in body.values:
+        overrides["max_completion_tokens"] = 1
+    return body.encode(overrides, drop=drop | _PREFILL_ALONE)
+
+
+def decode_body(
+    body: "RequestBody",
+    members: Mapping[str, object],
+    params: Mapping[str, Any] | None,
+    asked: "CountsAsked | None" = None,
+    *,
+    drop: frozenset[str] = INTERNAL_FIELDS,
+) -> bytes:
+    """Return the decode leg's body; without `params` the engine computes the prompt itself."""
+    overrides: dict[str, object] = dict(members)
+    if asked is not None:
+        overrides["stream_options"] = asked.options
+    if params is not None:
+        overrides["kv_transfer_params"] = params
+    return body.encode(overrides, drop=drop)

@@ -1,0 +1,208 @@
+"""What recurring requests have in common, as 64-bit hashes: the keys that predictors learn by.
+
+The first key is the whole request's: every member that can change how long one sequence of its answer
+gets, as it stands in the body. The others are ever shorter beginnings of its prompt, with what comes
+before the prompt: a conversation up to its last message, up to the first turn, its system prompt
+alone; or the first 4,096, 1,024 and 256 characters of a text. Of messages of more than 128 KiB, what
+is between the first four and the last one counts as it stands in the body. So a key is the more
+specific the earlier it comes, and requests of one application share at least the last ones.
+
+No key tells a prompt: a hash of 64 bits is all that is kept and written.
+"""
+
+import json
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import pairwise
+
+from balanceroute.proxy.live.openai.body import SMALL_BYTES, RequestBody
+from balanceroute.proxy.live.openai.json_scan import decoded_beginning
+from balanceroute.proxy.live.openai.prompt_summary import HEADS, PromptSummary
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, PROMPT_MEMBER, Api
+
+# Where a text's beginnings end, in characters, and those of a prompt of token ids, in tokens.
+CHARACTERS = (256, 1024, 4096)
+TOKENS = (64, 256, 1024)
+
+# Members that change nothing in how long a sequence gets: how the answer is told, who asks, what the
+# proxy drops. Of several sequences each counts by itself, and a seed is a draw from what the rest of
+# the request makes likely. All others may matter, also those that are not known here.
+_IRRELEVANT = INTERNAL_FIELDS | {
+    "best_of",
+    "cache_salt",
+    "echo",
+    "logprobs",
+    "metadata",
+    "n",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "store",
+    "stream",
+    "stream_options",
+    "top_logprobs",
+    "user",
+}
+# What a chat template puts before the messages, or what makes another kind of answer of the same
+# messages, thinking aloud for example. Sorted.
+_FRONT = (
+    "chat_template",
+    "chat_template_kwargs",
+    "functions",
+    "instructions",
+    "model",
+    "reasoning",
+    "reasoning_effort",
+    "system",
+    "thinking",
+    "tools",
+)
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_BYTES = 8
+_ARRAY = b"["[0]
+# Bytes that hold the longest beginning: a character takes at most 12, as two escapes.
+_COVERED = 12 * (CHARACTERS[-1] + 2)
+_dump = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
+    """Return the keys of a request, the most specific first; time is linear in its body.
+
+    Args:
+        api: The endpoint.
+        body: What the client sent.
+
+    Returns:
+        At least one key and at most five, each of 64 bits.
+    """
+    whole = blake2b(api.value.encode(), digest_size=_BYTES)
+    for name in sorted(body.values.keys() - _IRRELEVANT):
+        if body.is_given(name):
+            # No JSON text holds a NUL, so no two sequences of members are one text.
+            whole.update(b"\0")
+            whole.update(body.fingerprint(name))
+    keys = [whole.digest()]
+    beginning = blake2b(api.value.encode(), digest_size=_BYTES)
+    for name in _FRONT:
+        if body.is_given(name):
+            beginning.update(b"\0")
+            beginning.update(body.fingerprint(name))
+    beginning.update(b"\0\0")
+    ends: list[bytes] = []
+    try:
+        for piece in _pieces(api, body):
+            beginning.update(piece)
+            ends.append(beginning.digest())
+    except RecursionError:
+        ends.clear()  # Nested too deeply to be written again; no two such requests are expected.
+    return tuple(int.from_bytes(key) for key in (*keys, *reversed(ends)))
+
+
+def _pieces(api: Api, body: RequestBody) -> Iterator[bytes]:
+    """Yield the prompt from its start, cut where each beginning ends."""
+    if body.is_given("system") or body.is_given("instructions"):
+        yield b""  # Before the messages stands a system prompt.
+    name = PROMPT_MEMBER[api]
+    large = body.large_value(name)
+    if large is not None and api is not Api.COMPLETIONS and large[0] == _ARRAY:
+        yield from _large_message_pieces(body, name)
+        return
+    prompt = body.values.get(name) if large is None else _beginning(large, body.summary(name))
+    if api is Api.COMPLETIONS and isinstance(prompt, list) and len(prompt) == 1:
+        # A list of one prompt is that prompt. One token id is shorter than any beginning.
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        cuts = [0, *(cut for cut in CHARACTERS if cut < len(prompt))]
+        for begin, end in pairwise(cuts):
+            yield _encoded(prompt[begin:end])
+    elif not isinstance(prompt, list):
+        return
+    elif api is Api.COMPLETIONS:
+        yield from _token_pieces(prompt)
+    else:
+        yield from _message_pieces(prompt)
+
+
+def _token_pieces(prompt: list[int]) -> Iterator[bytes]:
+    cuts = [0, *(cut for cut in TOKENS if cut < len(prompt))]
+    for begin, end in pairwise(cuts):
+        try:
+            yield array("q", prompt[begin:end]).tobytes()
+        except (TypeError, OverflowError):
+            return  # Several prompts, or ids that no engine takes.
+
+
+def _message_pieces(messages: list[object]) -> Iterator[bytes]:
+    system = 0
+    while system < len(messages) and _role(messages[system]) in _SYSTEM_ROLES:
+        system += 1
+    cuts = {system, system + 1, len(messages) - 1}
+    begin = 0
+    for end in sorted(cut for cut in cuts if 0 < cut <= len(messages)):
+        yield b"".join(map(_message, messages[begin:end]))
+        begin = end
+
+
+def _beginning(value: memoryview, summary: PromptSummary) -> object:
+    """Return so much of a large prompt as its keys cover, as if it ended there."""
+    text = bytes(value[:_COVERED])
+    if summary.elements == 1:
+        text = text[1:].lstrip()
+    if text.startswith(b'"'):
+        return decoded_beginning(text)
+    try:
+        return json.loads(text.rpartition(b",")[0] + b"]")
+    except ValueError:
+        return None  # Several texts.
+
+
+def _large_message_pieces(body: RequestBody, name: str) -> Iterator[bytes]:
+    """Yield the same of messages that are too large to be decoded: the long middle as it stands."""
+    summary = body.summary(name)
+    heads = [_message_in(body, begin, end) for begin, end in summary.heads]
+    system = 0
+    while system < len(heads) and heads[system][0] in _SYSTEM_ROLES:
+        system += 1
+    if summary.objects < summary.elements or system == HEADS:
+        return
+    cuts = {system, system + 1, summary.elements - 1}
+    begin = 0
+    for end in sorted(cut for cut in cuts if 0 < cut <= summary.elements):
+        if end <= len(heads):
+            yield b"".join(piece for _, piece in heads[begin:end])
+        else:
+            yield b"".join(piece for _, piece in heads[begin:]) + body.digest(*summary.middle)
+        begin = end
+
+
+def _message_in(body: RequestBody, begin: int, end: int) -> tuple[object, bytes]:
+    """Return the role of a message, and what of it goes into the keys."""
+    if end - begin > SMALL_BYTES:
+        return None, body.digest(begin, end)
+    message = json.loads(bytes(body.part(begin, end)))
+    return _role(message), _message(message)
+
+
+def _role(message: object) -> object:
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if isinstance(role, str) else None
+
+
+def _message(message: object) -> bytes:
+    if isinstance(message, dict) and len(message) == 2:
+        role, content = message.get("role"), message.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            # Nearly every message; a third of the time, and none of the escapes, of the general way.
+            return _encoded(f"{len(role)} {len(content)} {role}{content}")
+    return _encoded(f"{_dump(message)}\n")
+
+
+def _encoded(text: str) -> bytes:
+    # JSON can spell half of a surrogate pair, which UTF-8 cannot.
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,188 @@
+"""What a generation request asks for, as far as routing depends on it.
+
+A request takes the **PD** path (prefill leg, pool, decode leg) unless its answer needs something
+that only the engine which computes the prompt can give, or that one KV cache cannot carry. Those go
+**direct**: one engine does all of it (`direct` says which), and the answer is exactly that engine's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.numeric_members import check_priority, count, flag, integer
+from balanceroute.proxy.live.openai.prompt_summary import PromptSummary
+
+# Never taken from a client: they steer KV transfer or engine-internal routing.
+INTERNAL_FIELDS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "disagg_prefill_resp",
+        "disagg_spec",
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "metaserver",
+        "priority",
+        "remote_kv_source",
+        "request_id",
+        "ret_first_tok",
+    }
+)
+# With the least value that is good.
+_REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
+
+
+class Api(Enum):
+    """The generation endpoints, by the text that their answers carry."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What routing needs to know of a request.
+
+    Attributes:
+        api: The endpoint.
+        model: The `model` member, "" if it is absent.
+        stream: Whether the client wants a stream.
+        sequences: How many answers the engine decodes at a time.
+        direct: The member, or the endpoint, for which one engine has to do the whole request; "" if
+            none has to.
+        prompt_tokens: Exact for token ids; else None.
+        prompt_characters: Length of a prompt's text (the mean, if there are several), keys and data
+            left out. It matters if `prompt_tokens` is None.
+        prompt_data: Images, sounds and files in the prompt.
+        max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
+    """
+
+    api: Api
+    model: str
+    stream: bool
+    sequences: int
+    direct: str
+    prompt_tokens: int | None
+    prompt_characters: int
+    prompt_data: int
+    max_tokens: int | None
+
+
+def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
+    """Return what `body` asks for.
+
+    Only what routing depends on is judged here. Anything else that is wrong goes to an engine, whose
+    answer is the true one.
+
+    Raises:
+        BodyError: A member that routing depends on is of the wrong type or out of range.
+    """
+    values = body.values
+    model = values.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BodyError("model must be a string", "model")
+    stream = False if values.get("stream") is None else flag(values["stream"])
+    if stream is None:
+        raise BodyError("stream must be true or false", "stream")
+    if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
+        check_priority(values)
+    prompt = body.summary(PROMPT_MEMBER[api])
+    prompts, tokens = _prompts(prompt) if api is Api.COMPLETIONS else (1, None)
+    sequences = _answers(values.get("n"), max_sequences) * prompts
+    if sequences > max_sequences:
+        raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
+    # vLLM would merge them with its own parameters for KV transfer.
+    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
+    values.get("stream_options")  # Read later, when it cannot be refused any more.
+    return Shape(
+        api=api,
+        model=model or "",
+        stream=stream,
+        sequences=sequences,
+        direct=_needs_one_engine(api, body, sequences),
+        prompt_tokens=tokens,
+        prompt_characters=max(prompt.characters // prompts, 1),
+        prompt_data=prompt.data_strings,
+        max_tokens=count(_limit(values), 1),
+    )
+
+
+PROMPT_MEMBER: dict[Api, str] = {
+    Api.CHAT: "messages",
+    Api.COMPLETIONS: "prompt",
+    Api.RESPONSES: "input",
+    Api.MESSAGES: "messages",
+}
+
+
+def _answers(n: object, most: int) -> int:
+    if n is None:
+        return 1
+    number = integer(n)
+    if number is None or not 1 <= number <= most:
+        raise BodyError(f"n must be an integer from 1 to {most}", "n")
+    return number
+
+
+def refuse_internal(members: object, where: str) -> None:
+    """Raise BodyError if a decoded value, found at `where`, is an object with internal members."""
+    if isinstance(members, dict) and not INTERNAL_FIELDS.isdisjoint(members):
+        raise BodyError(f"{where} must not have {min(INTERNAL_FIELDS & members.keys())}", where)
+
+
+def _prompts(prompt: PromptSummary) -> tuple[int, int | None]:
+    """Return the number of prompts, and the mean tokens of each if they are given as ids."""
+    if prompt.elements == 0:
+        return 1, None
+    if prompt.integers == prompt.elements:
+        return 1, prompt.elements
+    if prompt.arrays == prompt.elements:
+        return prompt.elements, max(1, prompt.inner // prompt.elements)
+    return prompt.elements, None
+
+
+def _limit(values: Mapping[str, Any]) -> object:
+    limit = values.get("max_completion_tokens")
+    return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
+
+
+def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> str:
+    """Return the member, or the endpoint, for which one engine has to do the whole request."""
+    values = body.values
+    if api not in (Api.CHAT, Api.COMPLETIONS):
+        return str(api.value)
+    # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
+    if PROMPT_MEMBER[api] not in values:
+        return PROMPT_MEMBER[api]
+    # A decode engine makes a request of each sequence, and each pulls for itself. The first that has the
+    # KV cache frees it: with vLLM 0.32's Mooncake the second waits for ever (seen), with NIXL it reads
+    # blocks that may be another prompt's by then (`PullWorker._get_new_notifs`).
+    if sequences > 1:
+        return "prompt" if integer(values.get("n")) in (None, 1) else "n"
+    # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
+    # would be missing if the prefill's one token were the whole answer.
+    for name in ("use_beam_search", "echo"):
+        if values.get(name):
+            return name
+    if body.is_given("prompt_embeds"):
+        return "prompt_embeds"
+    if values.get("prompt_logprobs") is not None:
+        return "prompt_logprobs"
+    # -1 cuts the prompt to what max_tokens leaves of the context, so the legs would differ in it.
+    truncate = values.get("truncate_prompt_tokens")
+    if truncate is not None and count(truncate, 0) is None:
+        return "truncate_prompt_tokens"
+    # The prefill leg replaces these, so a bad value would be found out only after a prefill.
+    limit, least_wanted = count(_limit(values), 1), count(values.get("min_tokens"), 0)
+    if limit is not None and least_wanted is not None and least_wanted > limit:
+        return "min_tokens"
+    for name, least in _REPLACED:
+        if values.get(name) is not None and count(values[name], least) is None:
+            return name
+    return ""

@@ -1,0 +1,185 @@
+"""Tokens of a stream by the engine's own count: asked for in every event, read, and cut out again.
+
+A content event is one token only if the engine's HTTP server keeps up, every token ends a character
+and nothing is speculated. vLLM says in each event how many tokens there are if
+`stream_options.continuous_usage_stats` asks for it. What the client did not ask for itself is taken
+out again, so that it gets the bytes that the engine would have sent it.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.live.openai.body import is_deep
+from balanceroute.proxy.live.openai.shape import Api, Shape
+
+# As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
+_PLACE = b'],"usage":{"prompt_tokens":'
+_COUNT = b'"completion_tokens":'
+_BEHIND = b"}}\n\n"
+# As anybody may write it.
+_USAGE = b'"usage":'
+_MEMBER = re.compile(
+    rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
+    rb'"completion_tokens":\s*+(\d{1,9})\b[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}'
+)
+# The white space that may stand between a comma and the member.
+_SLACK = 2
+_MAX_DIGITS = 9
+_LINE_ENDS = b"\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CountsAsked:
+    """What a decode leg asks for beyond its client.
+
+    Attributes:
+        options: The leg's `stream_options`.
+        each: Whether every event is to tell its count; else the total at the end alone is told.
+        hide_each: Whether the client wants no usage in every event.
+        hide_total: Whether it wants no usage event at the end.
+    """
+
+    options: Mapping[str, object]
+    each: bool
+    hide_each: bool
+    hide_total: bool
+
+
+def ask_for_counts(
+    shape: Shape, values: Mapping[str, Any], *, each: bool = True
+) -> CountsAsked | None:
+    """Return what to ask for, given a request and its members; not `each` asks for the total alone.
+
+    None for an answer that is not streamed, where counts do not add up (several sequences, of which
+    each event tells one), where other APIs have other words for them, and where the options are the
+    engine's to judge.
+    """
+    if not shape.stream or shape.sequences > 1 or shape.api not in (Api.CHAT, Api.COMPLETIONS):
+        return None
+    options = values.get("stream_options")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or is_deep(options):
+        return None
+    wishes = options.get("include_usage"), options.get("continuous_usage_stats")
+    if any(wish is not None and not isinstance(wish, bool) for wish in wishes):
+        return None
+    each = each or all(wishes)
+    return CountsAsked(
+        options | {"include_usage": True, "continuous_usage_stats": each},
+        each=each,
+        hide_each=not all(wishes),
+        hide_total=not wishes[0],
+    )
+
+
+class TokenCounts:
+    """Reads the counts of one stream of one sequence.
+
+    Args:
+        asked: What is asked for beyond the client.
+    """
+
+    __slots__ = ("_asked", "_closing", "_hide_each", "_tokens", "_told")
+
+    def __init__(self, asked: CountsAsked) -> None:
+        self._asked = asked
+        self._hide_each = asked.hide_each
+        self._closing = b""
+        self._tokens = 0
+        self._told = b""  # The last event with a count that was not read yet.
+
+    @property
+    def each(self) -> bool:
+        """Whether every event is to tell its count."""
+        return self._asked.each
+
+    @property
+    def hide_each(self) -> bool:
+        """Whether no event but the last may show a count."""
+        return self._hide_each
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far. An event without a count is one."""
+        if self._told:
+            # Read when somebody wants to know: a step clock looks less often than events come.
+            _, _, behind = self._told.rpartition(_COUNT)
+            self._told = b""
+            self._believe(behind.removesuffix(_BEHIND).partition(b",")[0])
+        return self._tokens
+
+    def take(self, event: bytes) -> bytes:
+        """Count an event with tokens in it; return what of it is the client's."""
+        begin = event.rfind(_PLACE)
+        if begin < 0 or event.find(b"}", begin) != len(event) - 4 or not event.endswith(_BEHIND):
+            return self._take_odd(event)
+        self._told = event
+        return event[: begin + 1] + b"}\n\n" if self._hide_each else event
+
+    def pass_by(self, event: bytes) -> bytes:
+        """Return what of an event without tokens is the client's."""
+        member = _member(event)
+        return event if member is None else self._cut(event, member)
+
+    def _take_odd(self, event: bytes) -> bytes:
+        tokens = self.tokens
+        member = _member(event)
+        if member is None:
+            self._tokens = tokens + 1
+            return event
+        self._believe(member[1])
+        return self._cut(event, member)
+
+    def _believe(self, digits: bytes) -> None:
+        # An engine that counts backwards, or to the skies, is not believed.
+        if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+            self._tokens = max(self._tokens, int(digits))
+
+    def _cut(self, event: bytes, member: "re.Match[bytes]") -> bytes:
+        if not self._hide_each:
+            return event
+        return event[: member.start()] + event[member.end() :]
+
+    # The end: an engine that tells the total says its fingerprint there, else with the last token.
+
+    def hold(self, event: bytes) -> bytes | None:
+        """Keep the event that ends the sequence, if what belongs into it comes with the total."""
+        if not self._asked.hide_total:
+            return event
+        self._closing = event
+        return None
+
+    def release(self, message: Mapping[str, Any] | None) -> tuple[bytes, bool]:
+        """Return the event held, if any, and whether `message`, which follows, is the hidden total."""
+        closing, self._closing = self._closing, b""
+        if not self._asked.hide_total or message is None or not is_total(message):
+            return closing, False
+        fingerprint = message.get("system_fingerprint")
+        inside = closing.rstrip(_LINE_ENDS)
+        if fingerprint is not None and inside.endswith(b"}"):
+            said = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
+            closing = inside[:-1] + said.encode() + closing[len(inside) :]
+        return closing, True
+
+
+def _member(event: bytes) -> "re.Match[bytes] | None":
+    begin = event.rfind(_USAGE)
+    return None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
+
+
+def is_total(message: Mapping[str, Any]) -> bool:
+    """Return whether an event is the one at the end that tells the usage."""
+    return message.get("choices") == [] and isinstance(message.get("usage"), dict)
+
+
+def is_dear(message: Mapping[str, Any]) -> bool:
+    """Return whether the engine recounts the whole answer for each event.
+
+    vLLM with a reasoning parser does (`count_reasoning_tokens`), and shows it from the first event.
+    """
+    usage = message.get("usage")
+    return isinstance(usage, dict) and isinstance(usage.get("completion_tokens_details"), dict)

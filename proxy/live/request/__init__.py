@@ -1,0 +1,1 @@
+"""The life of one request: its legs, failures and retries."""

@@ -1,0 +1,95 @@
+"""The client's side of one request: the answer as it goes out, and what slows or ends it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.openai.answer import passable_headers
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.server import Reply
+
+
+class ClientAnswer:
+    """One answer; it keeps the record's status.
+
+    Args:
+        reply: The client's.
+        record: The request's.
+        left: Called once if the client goes away.
+        paused: Called if the client reads too slowly.
+        resumed: Called when it reads again.
+
+    Attributes:
+        reply: For the stream's hot path.
+        opened: Whether a stream has begun, after which no other status can be sent.
+        is_paused: Whether the client reads too slowly at present.
+    """
+
+    __slots__ = ("_paused", "_record", "_resumed", "is_paused", "opened", "reply")
+
+    def __init__(
+        self,
+        reply: "Reply",
+        record: "RequestRecord",
+        *,
+        left: Callable[[], None],
+        paused: Callable[[], None],
+        resumed: Callable[[], None],
+    ) -> None:
+        self.reply = reply
+        self.opened = False
+        self.is_paused = False
+        self._record = record
+        self._paused = paused
+        self._resumed = resumed
+        reply.on_closed = left
+
+    def open(self, status: int, headers: "Headers") -> None:
+        """Begin a stream."""
+        self.opened = True
+        self._record.status = status
+        self.reply.on_pause = self._pause
+        self.reply.on_resume = self._resume
+        self.reply.start(status, self._headers(headers))
+
+    def send(self, status: int, headers: "Headers", body: bytes) -> None:
+        """Send a whole answer."""
+        self._record.status = status
+        self.reply.send(status, self._headers(headers), body)
+
+    def fail(self, status: int, reason: str, *, retry_after_s: int | None = None) -> None:
+        """Send an error: as an answer, or at the end of a stream that then breaks off."""
+        if self.opened:
+            self.reply.write(error_event(status, reason, endpoint=self._record.endpoint))
+            self.reply.abort()
+            return
+        headers = list(JSON_HEADERS)
+        if retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % retry_after_s))
+        self.send(status, headers, error_body(status, reason, endpoint=self._record.endpoint))
+
+    def forget(self) -> None:
+        """Listen to the client no more."""
+        self.reply.on_closed = self.reply.on_pause = self.reply.on_resume = None
+        self._paused = self._resumed = _do_nothing  # Leave no cycle behind.
+
+    def _pause(self) -> None:
+        self.is_paused = True
+        self._paused()
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        self._resumed()
+
+    def _headers(self, headers: "Headers") -> "Headers":
+        return [
+            *passable_headers(headers),
+            (b"x-request-id", self._record.request_id.encode()),
+        ]
+
+
+def _do_nothing() -> None:
+    """Stand for what is not called any more."""

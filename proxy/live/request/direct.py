@@ -1,0 +1,36 @@
+"""Requests that cannot be split between the roles, and which engine does all of such a request.
+
+A decode rank computes prompts in the step of everybody else's tokens, and not every decode rank can:
+vllm-ascend frees the weights that this takes (MLAPO, vllm-ascend#11882), and the worker dies with all
+its requests. A prefiller is an engine with everything it takes to decode as well.
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.openai.body import BodyError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.shape import Shape
+
+
+class Direct(Enum):
+    """Who serves requests that one engine has to do whole."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REFUSE = "refuse"
+
+
+def check_direct(shape: "Shape", direct: Direct) -> None:
+    """Reject what this deployment does not serve.
+
+    Raises:
+        BodyError: One engine would have to do the whole request, and none is to.
+    """
+    if direct is not Direct.REFUSE or not shape.direct:
+        return
+    why = "one engine would have to do the whole request, which this deployment does not serve"
+    if shape.direct == shape.api.value:
+        raise BodyError(f"{shape.direct} is not served: {why}")
+    raise BodyError(f"{shape.direct} has a value that is not served: {why}", shape.direct)

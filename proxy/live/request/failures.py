@@ -1,0 +1,192 @@
+"""What becomes of a request when a leg of it fails: the table of docs/serving.md as code.
+
+Pure: the session says what happened, `triage` says whom to blame and how to go on.
+
+A KV cache is offered to another rank only if the first one provably never took the request. A rank
+that took it may have pulled the KV cache before it failed: the prefiller frees pulled blocks, and who
+pulls them again reads what is there by then, which may be another prompt's. Nothing tells that (seen
+with vLLM's NIXL connector: 200, and the other prompt's answer).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.openai.answer import is_error
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.wire.messages import Headers, WireError
+
+# Answers of an engine that another one may not give. They say "busy", not "broken".
+_BUSY = frozenset({429, 503})
+
+# Engines that may break off under one request. It may be the request that kills them.
+MOST_DEATHS = 1
+
+
+class Leg(Enum):
+    """Which exchange with an engine failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DIRECT = "direct"  # A prefiller does the whole request.
+
+
+class What(Enum):
+    """How it failed."""
+
+    REFUSED = "4xx"
+    BUSY = "429 or 503, as an error of the API"
+    UNAVAILABLE = "429 or 503 of another form, as of a server before the engine"
+    SERVER_ERROR = "another 5xx"
+    NO_ANSWER = "a status below 400 that is not 200"
+    UNREADABLE = "an unreadable answer"
+    NO_KV = "no usable KV parameters"
+    ERROR_EVENT = "an error event of 5xx first"
+    NOT_SENT = "no connection"
+    BROKEN = "broken off after the request was sent"
+    TIMED_OUT = "timed out"
+    NO_PREFILL = "the prefill that a decode rank called for failed"
+
+
+class Blame(Enum):
+    """Who is told of it."""
+
+    NOBODY = "nobody"
+    ENGINE = "health checks"
+    PULL = "the judge of KV transfers"
+
+
+class Next(Enum):
+    """How the request goes on."""
+
+    RELAY = "the engine's answer is the client's"
+    OTHER_PREFILLER = "prefilled elsewhere"
+    OTHER_RANK = "another rank, the same KV cache"
+    NEW_KV = "prefilled again"
+    OTHERS_KV = "prefilled again, by another prefiller"
+    FAIL = "an error"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One leg's failure.
+
+    Attributes:
+        what: How it failed.
+        fault: The same in the terms of health checks and of the metric of retries.
+        reason: For the log, and for the client if nothing mends it.
+        answer: What the engine answered, if that is what the client gets in the end.
+        blamed: Who is at fault, if not the engine of the leg.
+    """
+
+    what: What
+    fault: Fault
+    reason: str
+    answer: "tuple[int, Headers, bytes] | None" = None
+    blamed: "Target | None" = None
+
+    def as_error(self, leg: Leg) -> tuple[int, str]:
+        """Return the status and the reason that the client gets if it cannot have `answer`."""
+        if self.answer is not None:  # The status of a resumed answer was sent long ago.
+            return 502, f"the engine answered {self.answer[0]}"
+        if self.what in (What.BROKEN, What.NOT_SENT):
+            return 502, f"{leg.value} failed: {self.reason}"
+        return 504 if self.what is What.TIMED_OUT else 502, self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What to do about a failure.
+
+    Attributes:
+        blame: Who is told. A failure where a rank was to pull a KV cache may be the prefiller's.
+        close_idle: Whether idle connections to the engine are closed: one may be an answer behind.
+        then: How the request goes on, if attempts and the retry budget allow.
+    """
+
+    blame: Blame
+    close_idle: bool
+    then: Next
+
+
+RULES = {
+    (Leg.PREFILL, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.PREFILL, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_ANSWER): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NO_KV): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DECODE, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DECODE, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DECODE, What.SERVER_ERROR): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.NEW_KV),
+    (Leg.DECODE, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.NEW_KV),
+    # What vLLM does when it cannot pull the KV cache.
+    (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
+    (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    (Leg.DIRECT, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DIRECT, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.ERROR_EVENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+}
+
+
+def triage(
+    leg: Leg, failure: Failure, *, stream_open: bool, pulls: bool, offers: int, deaths: int
+) -> Rule:
+    """Return what to do about a failure.
+
+    Args:
+        leg: Which leg failed.
+        failure: How.
+        stream_open: Whether the client has the head of its answer.
+        pulls: Whether the engine was to pull a KV cache, and has given no sign that it has.
+        offers: How many ranks this KV cache was offered to.
+        deaths: Under how many engines the request broke off, this one included.
+    """
+    rule = RULES[leg, failure.what]
+    blame, then = rule.blame, rule.then
+    if blame is Blame.PULL and not pulls:
+        blame = Blame.ENGINE
+    ends = leg is not Leg.PREFILL or then is Next.RELAY
+    if (stream_open and ends) or deaths > MOST_DEATHS:
+        then = Next.FAIL
+    elif then is Next.OTHER_RANK and offers > 1:
+        then = Next.NEW_KV
+    return Rule(blame, rule.close_idle, then)
+
+
+def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
+    """Return the failure that an answer with another status than 200 is."""
+    answer, reason = (status, headers, body), f"status {status}"
+    if status < 400:
+        return Failure(What.NO_ANSWER, Fault.PROTOCOL, f"the engine answered {status}")
+    if status in _BUSY:
+        what = What.BUSY if is_error(body) else What.UNAVAILABLE
+        return Failure(what, Fault.SERVER_ERROR, reason, answer)
+    if status < 500:
+        return Failure(What.REFUSED, Fault.SERVER_ERROR, reason, answer)
+    return Failure(What.SERVER_ERROR, Fault.SERVER_ERROR, reason, answer)
+
+
+def breakage(error: "WireError") -> Failure:
+    """Return the failure that an exchange without a complete answer is."""
+    what = What.BROKEN if error.sent else What.NOT_SENT
+    return Failure(what, fault_of(error), str(error))

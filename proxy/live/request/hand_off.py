@@ -1,0 +1,160 @@
+"""The prefill leg of a connector where decode comes first (vllm-ascend's layerwise Mooncake).
+
+The decode rank allocates its blocks, posts where they are to the address in its parameters, and
+waits. Whoever has that address then starts the prefill, whose KV cache travels layer by layer. The
+address is good for one leg and cannot be guessed, so no client can hand anything off.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.openai.leg_body import prefill_body
+from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.live.engines.instances import Prefiller
+    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.shape import Api
+    from balanceroute.proxy.live.request.session_host import Host
+    from balanceroute.proxy.wire.client import Call
+    from balanceroute.proxy.wire.messages import Headers, WireError
+
+
+class HandOff:
+    """One decode leg's prefill.
+
+    Args:
+        host: The driver.
+        api: The endpoint.
+        body: The prefill leg's body is made of it.
+        members: Changed by an earlier binding; see `resumed_members`.
+        headers: Of every engine leg.
+        number: The request's.
+        other_than: Who is asked only if nobody else is there.
+        prefilled: Told the prefiller once the prefill is done, with its answer.
+        failed: Told when no prefiller did it: the decode leg waits in vain.
+        crashed: Told of an exception in the handling of the prefill's answer.
+    """
+
+    __slots__ = (
+        "_api",
+        "_body",
+        "_call",
+        "_crashed",
+        "_failed",
+        "_headers",
+        "_host",
+        "_members",
+        "_number",
+        "_params",
+        "_prefilled",
+        "_prefiller",
+        "_tries",
+    )
+
+    def __init__(
+        self,
+        host: "Host",
+        api: "Api",
+        body: "RequestBody",
+        members: Mapping[str, object],
+        headers: "Headers",
+        *,
+        number: "RequestId",
+        other_than: "Prefiller | None",
+        prefilled: "Callable[[bytes], None]",
+        failed: "Callable[[Fault], None]",
+        crashed: "Callable[[Exception], None]",
+    ) -> None:
+        self._host = host
+        self._number = number
+        self._api = api
+        self._body = body
+        self._members = members
+        self._headers = headers
+        self._prefilled = prefilled
+        self._failed = failed
+        self._crashed = crashed
+        self._params: Mapping[str, Any] = {}
+        self._prefiller = other_than
+        self._call: Call | None = None
+        self._tries = 0
+
+    @property
+    def prefiller(self) -> "Prefiller | None":
+        """Who prefills, or did so last."""
+        return self._prefiller
+
+    @property
+    def target(self) -> "Target | None":
+        """The instance that prefills at present, if one does."""
+        return None if self._call is None or self._prefiller is None else self._prefiller.target
+
+    def take(self, params: Mapping[str, Any]) -> None:
+        """Start the prefill with what the decode rank posted. A repeated post changes nothing."""
+        if self._params:
+            return
+        self._params = params
+        self._send()
+
+    def move(self) -> None:
+        """Prefill elsewhere: whoever does it at present was removed."""
+        self.abort()
+        self._send()
+
+    def abort(self) -> None:
+        """Stop the prefill."""
+        if self._call is not None:
+            self._call.abort()
+        self._done()
+
+    def _send(self) -> None:
+        prefiller = self._host.choose_prefiller(self._number, self._prefiller)
+        if prefiller is None:
+            self._failed(Fault.CONNECT)
+            return
+        self._tries += 1
+        self._prefiller = prefiller
+        prefiller.hand_offs += 1
+        leg = BufferedLeg(self._answered, self._broken, max_bytes=self._host.legs.answer_bytes)
+        drop = self._host.legs.drop
+        body = prefill_body(self._body, self._members, self._params, drop=drop)
+        self._call = prefiller.endpoint.request(
+            b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed
+        )
+
+    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+        del headers
+        assert self._prefiller is not None
+        self._done()
+        if status == 200:
+            self._host.leg_succeeded(self._prefiller.target)
+            self._prefilled(body)
+            return
+        if status >= 500 and status != 503:
+            self._host.leg_failed(self._prefiller.target, Fault.SERVER_ERROR, f"status {status}")
+        self._again(Fault.SERVER_ERROR)
+
+    def _broken(self, error: "WireError") -> None:
+        assert self._prefiller is not None
+        self._done()
+        fault = fault_of(error)
+        self._host.leg_failed(self._prefiller.target, fault, str(error))
+        self._again(fault)
+
+    def _again(self, fault: Fault) -> None:
+        if self._tries < self._host.legs.attempts and self._host.may_retry("prefill", fault):
+            self._send()
+        else:
+            self._failed(fault)
+
+    def _done(self) -> None:
+        if self._call is not None:
+            assert self._prefiller is not None
+            self._prefiller.hand_offs -= 1
+            self._call = None

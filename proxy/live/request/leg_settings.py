@@ -1,0 +1,56 @@
+"""Time limits and retries of the legs to the engines."""
+
+from dataclasses import dataclass
+
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+from balanceroute.proxy.live.request.direct import Direct
+
+
+@dataclass(frozen=True, slots=True)
+class LegSettings:
+    """How long a leg may take, and how often it is tried. Times in seconds.
+
+    Attributes:
+        prefill_timeout_s: For the whole prefill leg.
+        first_token_timeout_s: From the decode leg's start to its first event. Some engines hang
+            silently on a hand-off that cannot be used.
+        idle_timeout_s: Between two pieces of a stream that has begun. vLLM's parsers of tool calls hold
+            back an argument until it is whole, some thousands of tokens of it.
+        answer_timeout_s: For an answer that is not streamed.
+        attempts: Of each leg, the first included.
+        backoff_s: Before the second attempt; it doubles from one to the next.
+        backoff_max_s: The longest.
+        answer_bytes: The largest answer that is taken as a whole.
+        direct: Who serves requests that one engine has to do whole.
+        recompute_missing_kv: Whether a request whose prefill left no usable KV cache is served like
+            these; else, and if nobody serves these, it is prefilled again elsewhere.
+        count_by_usage: Whether the tokens of a stream are counted by the engine's own word, which is
+            asked for in every event; else an event counts as one.
+        pass_priority: Whether engines get the priority that a client gives its request.
+    """
+
+    prefill_timeout_s: float = 300.0
+    first_token_timeout_s: float = 60.0
+    idle_timeout_s: float = 300.0
+    answer_timeout_s: float = 1800.0
+    attempts: int = 3
+    backoff_s: float = 0.05
+    backoff_max_s: float = 1.0
+    answer_bytes: int = 256 << 20
+    direct: Direct = Direct.DECODE
+    recompute_missing_kv: bool = True
+    count_by_usage: bool = True
+    pass_priority: bool = False
+
+    @property
+    def drop(self) -> frozenset[str]:
+        """Members of clients that no engine gets."""
+        return INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
+
+    def overdue(self, *, prefill: bool, stream: bool) -> str:
+        """Return what to say of a leg that has not begun to answer in time."""
+        if prefill:
+            return f"the prefill took longer than {self.prefill_timeout_s:g} s"
+        if stream:
+            return f"no token came within {self.first_token_timeout_s:g} s"
+        return f"no answer came within {self.answer_timeout_s:g} s"

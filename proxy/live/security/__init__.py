@@ -1,0 +1,1 @@
+"""Keys, TLS and the checks of who is asking."""

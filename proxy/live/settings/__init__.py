@@ -1,0 +1,1 @@
+"""Settings of the proxy: flags, files and what they make."""

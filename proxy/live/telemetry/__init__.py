@@ -1,0 +1,1 @@
+"""What the proxy records about itself: metrics, logs and snapshots."""

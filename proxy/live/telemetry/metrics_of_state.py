@@ -1,0 +1,227 @@
+"""The metrics that are read from a snapshot of the proxy's state: loads, queues, connections."""
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from balanceroute import __version__
+from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+from balanceroute.proxy.live.telemetry.snapshot import PrefillerState, RankState, Snapshot
+
+# Name, meaning, and the field of the snapshot.
+_RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
+    ("rank_kv_tokens", "KV tokens on the rank.", attrgetter("kv_tokens")),
+    ("rank_bound_requests", "Requests bound to the rank.", attrgetter("bound")),
+    ("rank_started_requests", "Requests that the rank decodes.", attrgetter("started")),
+    ("rank_free_slots", "Slots that the rank has free.", attrgetter("free_slots")),
+    ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
+)
+_PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
+    ("prefiller_probes", "Probes that run on the prefiller.", attrgetter("probes")),
+    (
+        "prefiller_direct_sequences",
+        "Sequences of the requests that the prefiller does whole.",
+        attrgetter("direct"),
+    ),
+    (
+        "prefiller_held_tokens",
+        "KV tokens that the prefiller holds for requests.",
+        attrgetter("held_tokens"),
+    ),
+    (
+        "prefiller_utilisation_ratio",
+        "KV-cache use that the prefiller counts with.",
+        attrgetter("utilisation"),
+    ),
+    ("prefiller_open", "Whether the prefiller takes new probes.", lambda one: int(one.open)),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),
+    (
+        "imbalance_tokens",
+        "Largest minus smallest KV load of the ranks.",
+        attrgetter("imbalance_tokens"),
+    ),
+    ("decode_step_seconds", "Mean inferred time of a decode step.", attrgetter("step_s")),
+    (
+        "barrier_idle_ratio",
+        "Share of rank time lost at the barrier since start.",
+        lambda state: state.idle_tokens / state.capacity_tokens if state.capacity_tokens else 0.0,
+    ),
+    ("client_connections", "Connections of clients.", attrgetter("client_connections")),
+    ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
+    (
+        "body_bytes",
+        "Bodies of requests that are being received or not answered yet.",
+        attrgetter("body_bytes"),
+    ),
+    ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    (
+        "evicted_connections",
+        "Idle client connections closed for a newcomer.",
+        attrgetter("evicted_connections"),
+    ),
+    (
+        "rejected_bodies",
+        "Requests refused because the bodies in flight left no room for theirs.",
+        attrgetter("rejected_bodies"),
+    ),
+    (
+        "predictor_rows_judged",
+        "Predictions that came true or not, of each predictor.",
+        attrgetter("rows_judged"),
+    ),
+    ("decode_steps", "Decode steps inferred.", attrgetter("steps")),
+    (
+        "barrier_idle_tokens",
+        "KV tokens that ranks had less than the fullest, summed over steps.",
+        attrgetter("idle_tokens"),
+    ),
+    (
+        "barrier_capacity_tokens",
+        "Ranks times the KV tokens of the fullest, summed over steps.",
+        attrgetter("capacity_tokens"),
+    ),
+)
+
+
+_SCORES: tuple[tuple[str, str, Callable[[PredictorScores], float | None]], ...] = (
+    ("predictor_active", "Whether the policy asks the predictor.", lambda one: int(one.active)),
+    ("predictor_failed", "Whether the shadow predictor broke.", lambda one: int(one.failed)),
+    ("predictor_rows", "Judged predictions that the scores are of.", attrgetter("rows")),
+    ("predictor_auc_ratio", "ROC-AUC of finishing within the horizon.", attrgetter("auc")),
+    ("predictor_brier_ratio", "Brier score of the same.", attrgetter("brier")),
+    ("predictor_calibration_error_ratio", "Expected calibration error.", attrgetter("ece")),
+    (
+        "predictor_remaining_error_tokens",
+        "Mean error of the remaining length, where it was within the horizon.",
+        attrgetter("mae"),
+    ),
+)
+_DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | None]]], ...] = (
+    (
+        "predictor_decile_predicted_ratio",
+        "Mean chance to finish within the horizon, by tenth of the scale.",
+        attrgetter("predicted"),
+    ),
+    (
+        "predictor_decile_observed_ratio",
+        "How often those requests finished within the horizon.",
+        attrgetter("observed"),
+    ),
+    ("predictor_decile_rows", "Rows in each tenth.", attrgetter("decile_rows")),
+)
+
+
+class StateCollector(Collector):
+    """Exports one snapshot whenever the page is rendered."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        log_lines_dropped: Callable[[], int],
+        descriptor_shortages: Callable[[], int],
+    ) -> None:
+        self._snapshot = snapshot
+        self._process_counters = (
+            ("log_lines_dropped", "Log lines dropped.", log_lines_dropped),
+            (
+                "descriptor_shortages",
+                "Seconds at which no file descriptor was left.",
+                descriptor_shortages,
+            ),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Take a snapshot and yield what it says."""
+        state = self._snapshot()
+        # The number tells apart an engine that left and one that came back under its name. One
+        # label set for all metrics of a rank: the page escapes it once.
+        rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in state.ranks]
+        for name, documentation, value in _RANK_GAUGES:
+            values = [value(rank) for rank in state.ranks]
+            yield _family("gauge", name, documentation, rank_labels, values)
+        labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in state.prefillers]
+        for name, documentation, prefiller_value in _PREFILLER_GAUGES:
+            values = [prefiller_value(one) for one in state.prefillers]
+            yield _family("gauge", name, documentation, labels, values)
+        yield _family(
+            "gauge",
+            "live_requests",
+            "Requests in the proxy, by state.",
+            [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
+            [state.queued, state.prefilling, state.pooled, state.decoding],
+        )
+        yield from _predictor_families(state.predictors)
+        for name, documentation, state_value in _GAUGES:
+            yield _family("gauge", name, documentation, [{}], [state_value(state)])
+        for name, documentation, state_value in _COUNTERS:
+            yield _family("counter", name, documentation, [{}], [state_value(state)])
+        rejected = state.rejected_connections
+        yield _family(
+            "counter",
+            "rejected_connections",
+            "Client connections that were not served.",
+            [{"reason": reason} for reason in rejected],
+            list(rejected.values()),
+        )
+        for name, documentation, count in self._process_counters:
+            yield _family("counter", name, documentation, [{}], [count()])
+        built = {
+            "version": __version__,
+            "python": platform.python_version(),
+            "policy": state.policy,
+            "predictor": state.predictor,
+        }
+        yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
+    """Yield the scores; what is undefined has no sample."""
+    labels = [{"predictor": one.name} for one in predictors]
+    by_decile = [
+        [{"predictor": one.name, "decile": str(decile)} for decile in range(len(one.predicted))]
+        for one in predictors
+    ]
+    for name, documentation, score in _SCORES:
+        yield _known(name, documentation, labels, map(score, predictors))
+    for name, documentation, by_tenth in _DECILES:
+        yield _known(
+            name,
+            documentation,
+            [label for of_one in by_decile for label in of_one],
+            [value for one in predictors for value in by_tenth(one)],
+        )
+
+
+def _known(
+    name: str, documentation: str, labels: list[dict[str, str]], values: Iterable[float | None]
+) -> Metric:
+    known = [
+        (label, value) for label, value in zip(labels, values, strict=True) if value is not None
+    ]
+    return _family(
+        "gauge", name, documentation, [label for label, _ in known], [value for _, value in known]
+    )
+
+
+def _family(
+    kind: str,
+    name: str,
+    documentation: str,
+    labels: list[dict[str, str]],
+    values: list[float],
+) -> Metric:
+    family = Metric(f"balanceroute_{name}", documentation, kind)
+    sample_name = f"{family.name}_total" if kind == "counter" else family.name
+    family.samples = [
+        Sample(sample_name, label, value) for label, value in zip(labels, values, strict=True)
+    ]
+    return family

@@ -1,0 +1,127 @@
+"""The process log: what happens to the proxy itself, one JSON object a line.
+
+Fields: `time` (UTC, ISO 8601), `level`, `logger`, `message`, `exception` if there was one, and what
+the call gave as `extra={"fields": {...}}`. Lines are plain ASCII without control characters.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from math import isfinite
+from typing import Final
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.telemetry.request_log import json_line
+
+LOGGER: Final = "balanceroute"
+"""The logger above all of this package's."""
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+"""The names of the levels, the most talkative first."""
+
+MAX_MESSAGE = 8192
+"""Characters of a message or a traceback that are written; the rest is cut off."""
+
+_REDACTED = "[redacted]"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a line of JSON, without the secrets it is told."""
+
+    def __init__(self, secrets: Iterable[Secret] = ()) -> None:
+        """Format lines.
+
+        Args:
+            secrets: Keys to black out wherever they appear.
+        """
+        super().__init__()
+        self._secrets: list[str] = []
+        self.redact_too(secrets)
+
+    def redact_too(self, secrets: Iterable[Secret]) -> None:
+        """Black out these keys as well from now on."""
+        texts = {secret.value.decode("latin-1") for secret in secrets}
+        # Longest first: one may be part of another.
+        self._secrets = sorted(texts.union(self._secrets), key=lambda text: (-len(text), text))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its newline."""
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self._clean(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["exception"] = self._clean(self.formatException(record.exc_info))
+        extra = getattr(record, "fields", {})
+        fields.update({name: self._clean(value) for name, value in extra.items()})
+        return json_line(fields).decode("ascii").removesuffix("\n")
+
+    def _clean(self, value: object) -> object:
+        if (
+            value is None
+            or isinstance(value, int)
+            or (isinstance(value, float) and isfinite(value))
+        ):
+            return value
+        text = str(value)
+        for secret in self._secrets:
+            text = text.replace(secret, _REDACTED)
+        return text[:MAX_MESSAGE]
+
+
+class LineHandler(logging.Handler):
+    """Hands formatted records to a sink that does not block."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand one record over."""
+        try:
+            self._write(self.format(record).encode("ascii") + b"\n")
+        except Exception:
+            # What a message does wrong must not end the request that logged it.
+            self.handleError(record)
+
+
+def set_up_process_log(
+    write: Callable[[bytes], object], *, level: str, secrets: Iterable[Secret] = ()
+) -> None:
+    """Send the package's log to a sink, as JSON, and nowhere else.
+
+    Args:
+        write: Takes one line with its newline, and does not block.
+        level: One of `LEVELS`.
+        secrets: Keys to black out wherever they appear.
+
+    Raises:
+        ConfigError: The level is unknown.
+    """
+    set_log_level(level)
+    handler = LineHandler(write)
+    handler.setFormatter(JsonFormatter(secrets))
+    logger = logging.getLogger(LOGGER)
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+def redact_too(secrets: Iterable[Secret]) -> None:
+    """Black out these keys as well from now on."""
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.formatter.redact_too(secrets)
+
+
+def set_log_level(level: str) -> None:
+    """Change how much is logged.
+
+    Raises:
+        ConfigError: The level is unknown.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"the log level is {level!r}: expected {', '.join(LEVELS)}")
+    logging.getLogger(LOGGER).setLevel(level.upper())

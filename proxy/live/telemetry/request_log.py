@@ -1,0 +1,135 @@
+"""The request log: one JSON object a line for every request that has ended or was refused.
+
+Fields, in this order; names and meanings are stable, and new ones come last:
+
+    arrival_s       Wall-clock time of arrival, seconds since 1970.
+    prompt_tokens   As the engine counted them; 0 if it never did.
+    output_tokens   Tokens that reached the client.
+    request_id      The client's X-Request-Id, or ours.
+    endpoint        The path; empty if the head of the request could not be read.
+    model           The model asked for.
+    stream          Whether the client asked for a stream.
+    choices         n, sequences of the answer.
+    outcome         ok, client_error, rejected, expired, upstream_error, internal_error or cancelled.
+    reason          Why it did not end well, with the engine's own words; empty if it did.
+    status          HTTP status sent; 0 if none was.
+    cached_tokens   Prompt tokens that the prefiller had cached, or null.
+    prefiller       The prefiller's name; empty if the request saw none.
+    rank            The decode rank's name; empty if the request saw none.
+    queue_s         Arrival to the first prefill probe, or null.
+    prefill_s       Prefill probe to its answer, or null.
+    pool_s          Time prefilled and unbound, or null if it was bound to no rank.
+    ttft_s          Arrival to the first token, or null.
+    itl_max_s       Longest gap between two pieces of the stream, or null.
+    duration_s      Arrival to the end.
+    retries         Legs sent again.
+    recomputes      Times a rank gave the request back.
+    lease_lapses    Prefills repeated because the KV lease ran out.
+    max_tokens      The limit of each sequence, or null.
+    prompt_estimate Prompt tokens as they were estimated on arrival; 0 if the request was refused.
+    keys            16 hexadecimal digits each (`prompt_keys`); empty if no predictor uses them.
+    transfer_s      Binding to a rank to the first token (KV transfer and first step), or null.
+    peer            The client's address and port.
+    api_key_id      First 8 hexadecimal digits of the SHA-256 of the client's API key; empty without.
+    user_agent      The client's own word, cut to 128 characters.
+    time            When it ended, UTC, ISO 8601: as in the lines of the process log.
+    level           info; warning if the outcome is rejected, expired, upstream_error or internal_error.
+    message         request ended.
+
+Times are seconds, rounded to microseconds. The first three names are those of the native trace
+format (`balanceroute.traces`), so that a log can be replayed as it is;
+`balanceroute.predictors.logged` reads it for training.
+
+Only these fields are written: no other headers, no bodies, nothing secret, of a prompt no more than
+64-bit hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
+model's name.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+
+MAX_TEXT = 256
+"""Characters of a text that are written; the rest is cut off."""
+
+_NS_PER_S = 1_000_000_000
+_WARNINGS = frozenset(
+    {Outcome.REJECTED, Outcome.EXPIRED, Outcome.UPSTREAM_ERROR, Outcome.INTERNAL_ERROR}
+)
+_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
+
+
+class RequestLog:
+    """Writes one line for every request that has ended."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        """Log to a sink.
+
+        Args:
+            write: Takes one line with its newline, and does not block.
+        """
+        self._write = write
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Write the line of a request whose outcome is set."""
+        self._write(line_of(record))
+
+
+def line_of(record: RequestRecord) -> bytes:
+    """Return the line of a request whose outcome is set, with its newline."""
+    assert record.outcome is not None
+    arrived_ns = record.arrived_ns
+    started_ns = record.prefill_started_ns
+    ended_s = record.arrived_unix_s + (record.ended_ns - arrived_ns) / _NS_PER_S
+    return json_line(
+        {
+            "arrival_s": round(record.arrived_unix_s, 6),
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "request_id": record.request_id[:MAX_TEXT],
+            "endpoint": record.endpoint[:MAX_TEXT],
+            "model": record.model[:MAX_TEXT],
+            "stream": record.stream,
+            "choices": record.choices,
+            "outcome": record.outcome.value,
+            "reason": record.reason[:MAX_TEXT],
+            "status": record.status,
+            "cached_tokens": record.cached_tokens,
+            "prefiller": record.prefiller,
+            "rank": record.rank,
+            "queue_s": _between(arrived_ns, started_ns),
+            "prefill_s": _between(started_ns, record.prefilled_ns),
+            "pool_s": None if record.admitted_ns is None else _seconds(record.pool_wait_ns),
+            "ttft_s": _between(arrived_ns, record.first_token_ns),
+            "itl_max_s": _seconds(record.itl_max_ns) if record.itl_max_ns else None,
+            "duration_s": _seconds(record.ended_ns - arrived_ns),
+            "retries": record.retries,
+            "recomputes": record.recomputes,
+            "lease_lapses": record.lease_lapses,
+            "max_tokens": record.max_tokens,
+            "prompt_estimate": record.prompt_estimate,
+            "keys": [f"{key:016x}" for key in record.keys],
+            "transfer_s": None if record.transfer_ns is None else _seconds(record.transfer_ns),
+            "peer": record.peer,
+            "api_key_id": record.api_key_id,
+            "user_agent": record.user_agent,
+            "time": datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="microseconds"),
+            "level": "warning" if record.outcome in _WARNINGS else "info",
+            "message": "request ended",
+        }
+    )
+
+
+def json_line(fields: dict[str, object]) -> bytes:
+    """Return an object as one line of ASCII without control characters, with its newline."""
+    return _encode(fields).encode("ascii") + b"\n"
+
+
+def _between(start_ns: int | None, end_ns: int | None) -> float | None:
+    return None if start_ns is None or end_ns is None else _seconds(end_ns - start_ns)
+
+
+def _seconds(duration_ns: int) -> float:
+    return round(duration_ns / _NS_PER_S, 6)

@@ -1,0 +1,80 @@
+"""The state of the proxy at one instant, as the admin page shows it and the metrics export it."""
+
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
+from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One decode rank. Loads are the proxy's mirror of the engine."""
+
+    rank: int
+    name: str
+    open: bool
+    status: str  # up, quarantined, draining, removed.
+    kv_tokens: int
+    bound: int
+    started: int
+    free_slots: int
+    quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerState:
+    """One prefiller."""
+
+    prefiller: int
+    name: str
+    open: bool
+    status: str
+    probes: int
+    direct: int  # Sequences of the requests that it does whole.
+    held_tokens: int
+    utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
+    quarantine: Quarantine = NO_QUARANTINE  # The last one.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One live request."""
+
+    number: int
+    request_id: str
+    state: str  # queued, prefilling, pooled, decoding.
+    prompt_tokens: int
+    emitted_tokens: int
+    age_s: float
+    prefiller: str
+    rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything. Counters are since start."""
+
+    policy: str
+    predictor: str
+    ranks: list[RankState]
+    prefillers: list[PrefillerState]
+    queued: int
+    prefilling: int
+    pooled: int
+    decoding: int
+    oldest_pooled_s: float
+    imbalance_tokens: int
+    steps: int
+    step_s: float  # Running mean of the inferred time of a step; 0 before the first.
+    idle_tokens: int  # Sum over the inferred steps of sum_g (max L - L_g).
+    capacity_tokens: int  # Sum over the inferred steps of G x max L.
+    client_connections: int
+    engine_connections: int
+    draining: bool
+    rows_judged: int  # Predictions that came true or not.
+    predictors: list[PredictorScores]  # The one in use first, then its shadows.
+    rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
+    evicted_connections: int = 0  # Idle ones, for a newcomer.
+    body_bytes: int = 0  # Of requests that are being received or not answered yet.
+    rejected_bodies: int = 0  # For want of room for them.
+    requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

@@ -1,0 +1,225 @@
+"""What must hold after a run: nothing is held, every request ended once, every client has a true end."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.testing.chaos.clients import Client
+from balanceroute.proxy.testing.chaos.faults import Act
+from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
+from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.plan import Plan, Weather
+from balanceroute.proxy.testing.chaos.world import World
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+_CALL_BACK = "/v1/metaserver/"
+_CENSUS_SAMPLES = 20
+_CENSUS_GAP_S = 0.05
+# What the proxy's retry budget promises.
+_RETRY_SHARE = 0.2
+_RETRY_RESERVE = 10
+_OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
+_PULL_FAILURE_LINE = re.compile(
+    r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
+)
+_FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
+_SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """How many tasks and timers there are when little happens."""
+
+    tasks: int
+    timers: int
+
+    def beyond(self, before: "Census") -> list[str]:
+        """Return what is more than before."""
+        found = []
+        for name in ("tasks", "timers"):
+            was, there_are = getattr(before, name), getattr(self, name)
+            if there_are > was:
+                found.append(f"leak: {there_are} {name}, there were {was} before the first request")
+        return found
+
+
+async def take_census(world: World) -> Census:
+    """Count tasks and timers a few times; the least counts, for the proxy probes its engines."""
+    tasks: list[int] = []
+    timers: list[int] = []
+    for _ in range(_CENSUS_SAMPLES):
+        await asyncio.sleep(_CENSUS_GAP_S)
+        tasks.append(len(world.loop.pending_tasks()))
+        timers.append(world.loop.pending_timers)
+    return Census(min(tasks), min(timers))
+
+
+def audit_proxy(world: World) -> list[str]:
+    """Return what the proxy still holds although no request is left."""
+    driver, scheduler = world.proxy.driver, world.scheduler
+    found = []
+    try:
+        scheduler.check()
+    except AssertionError as error:
+        found.append(f"books: {error}")
+    held: dict[str, object] = {
+        "sessions": list(driver.sessions),
+        "driver": not driver.idle,
+        "requests of the scheduler": list(scheduler.requests),
+        "waiting": scheduler.waiting,
+        "pool slots": scheduler.pool.slots,
+        "loads": scheduler.ledger.loads.tolist(),
+        "bound slots": scheduler.ledger.bound.tolist(),
+        "held tokens of prefillers": scheduler.prefillers.held_tokens,
+        "probes": scheduler.prefillers.probes,
+        "hand-offs": [prefiller.hand_offs for prefiller in world.proxy.instances.prefillers],
+        "passed on": world.proxy.gateway.pass_through.in_flight,
+    }
+    for name, value in held.items():
+        if any(value) if isinstance(value, list) else value:
+            found.append(f"held: {name}: {value}")
+    found += [
+        f"lease: request {number} was sent to decode with a lease that had ended"
+        for number in scheduler.stale_admissions
+    ]
+    return found
+
+
+def audit_leases(plan: Plan, world: World) -> list[str]:
+    """Return what decode ranks asked for although it was not there any more, through no fault."""
+    misses = world.fleet.stats()["misses"]
+    slow = _is_slow(plan)
+    killed = any(one.act is Act.KILL and one.role is Role.PREFILL for one in plan.injections)
+    found = []
+    if misses["expired"] and not slow:
+        found.append(f"lease: {misses['expired']} pulls of what had expired")
+    if misses["lost"] and not killed:
+        found.append(f"lease: {misses['lost']} pulls of what had been lost")
+    if (misses["pulled"] or misses["released"]) and plan.weather is Weather.CALM:
+        found.append(f"lease: a KV cache was asked for twice: {misses}")
+    return found
+
+
+def _is_slow(plan: Plan) -> bool:
+    """Return whether an engine may find a lease ended that held when its request was sent."""
+    return any(
+        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not _SLOWING.isdisjoint(one.changes)
+        for one in plan.injections
+    )
+
+
+def _is_excused(misread: Misread, plan: Plan) -> bool:
+    return misread.end is LeaseEnd.EXPIRED and _is_slow(plan)
+
+
+def audit_misreads(plan: Plan, world: World) -> list[str]:
+    """Return who was answered with another prompt's KV cache. Nobody may be, whatever goes wrong."""
+    return [
+        f"misread: {one.request_id} was answered with another prompt's KV cache: its own lease was "
+        f"{'held' if one.end is None else one.end.value}"
+        for one in world.fleet.misreads
+        if not _is_excused(one, plan)
+    ]
+
+
+def audit_metrics(world: World) -> list[str]:
+    """Return how the proxy's metrics differ from its log."""
+    logged = Counter(record.outcome.value for record in world.ended if record.outcome is not None)
+    counted = _counted(world, _OUTCOME_LINE)
+    return [] if logged == counted else [f"metrics: {dict(counted)}, the log has {dict(logged)}"]
+
+
+def audit_decisions(world: World) -> list[str]:
+    """Return how the failed decisions that the proxy counted differ from those that were made."""
+    made, counted = world.decision_faults.made, _counted(world, _FAILURE_LINE)
+    return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
+
+
+def _counted(world: World, pattern: re.Pattern[str]) -> Counter[str]:
+    """Return the samples of a metric by the label that `pattern` finds."""
+    counted: Counter[str] = Counter()
+    for line in world.proxy.metrics.render().decode().splitlines():
+        found = pattern.fullmatch(line)
+        if found is not None:
+            counted[found[1]] += int(float(found[2]))
+    return counted
+
+
+def audit_retries(plan: Plan, world: World) -> list[str]:
+    """Return whether legs were sent again more often than they may be."""
+    retries = sum(record.retries for record in world.ended)
+    if plan.weather is Weather.CALM and retries:
+        return [f"retries: {retries} though all was well"]
+    # Free of the budget is a retry only where a KV cache could not be pulled.
+    free = _counted(world, _PULL_FAILURE_LINE).total()
+    allowed = _RETRY_RESERVE + _RETRY_SHARE * len(world.ended) + free
+    return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
+
+
+def audit_rest(world: World) -> list[str]:
+    """Return what is left when leases have ended and unused connections have closed."""
+    found = []
+    if not world.fleet.idle:
+        found.append(f"engines: not idle: {world.fleet.stats()}")
+    if world.proxy.server.connections:
+        found.append(f"connections: {world.proxy.server.connections} of clients are open")
+    for url, endpoint in world.proxy.roster.endpoints.items():
+        if endpoint.connections != endpoint.idle:
+            busy = endpoint.connections - endpoint.idle
+            found.append(f"connections: {busy} to {url} are in use")
+    return found
+
+
+async def audit_answers(
+    plan: Plan,
+    world: World,
+    clients: Sequence[Client],
+    oracle: Oracle,
+    endings: Counter[str],
+) -> list[str]:
+    """Return what is wrong with what the clients got, and with the proxy's word on it.
+
+    Args:
+        plan: What was to happen.
+        world: The proxy.
+        clients: All of them.
+        oracle: Knows the right answers.
+        endings: Counts how the clients saw their requests end.
+    """
+    records: dict[str, list[RequestRecord]] = {}
+    for record in world.ended:
+        if record.endpoint.startswith(_CALL_BACK):
+            continue  # An engine's, for a transfer that is over.
+        records.setdefault(record.request_id, []).append(record)
+    names = Counter(request.request_id for client in clients for request in client.visit.requests)
+    misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
+    excused = {one.request_id.partition("-")[2] for one in misreads}
+    judge = Judge(plan, oracle, excused)
+    found = []
+    for client in clients:
+        answers = zip(client.visit.requests, client.answers, strict=True)
+        for request, received in islice(answers, client.sent):
+            told = records.get(request.request_id, [])
+            reworded = any(record.recomputes for record in told)
+            verdict = await judge.judge(client, request, received, reworded=reworded)
+            endings[verdict.ending] += 1
+            found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
+            if names[request.request_id] == 1:
+                wrongs = contradictions(told, received, verdict)
+                found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
+    strangers = records.keys() - names.keys()
+    found += [f"log: {name} was never sent" for name in sorted(strangers)]
+    found += [
+        f"log: {len(told)} requests {name} ended, {names[name]} were sent"
+        for name, told in records.items()
+        if len(told) > names[name]
+    ]
+    return found

@@ -1,0 +1,231 @@
+"""Scripted clients: what they send, how they read, and when they leave."""
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, cast
+
+from balanceroute.proxy.testing.chaos.answer_reader import AnswerReader, Ending, Received
+from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.testing.virtual.link import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Phase(Enum):
+    """When a client leaves."""
+
+    QUEUED = "queued"  # Its request has arrived.
+    PREFILLING = "prefilling"
+    PREFILLED = "prefilled"  # The prefiller has answered.
+    ADMITTED = "admitted"  # Sent to a decode rank.
+    STREAMING = "streaming"  # So many bytes of the answer's body came.
+    LAST_WORD = "last_word"  # The answer has a finish reason, but not its end.
+    AFTER = "after"  # So much time since it was sent.
+
+
+class Leaving(Enum):
+    """How a client leaves."""
+
+    RESET = "reset"
+    CLOSE = "close"
+    HALF_CLOSE = "half_close"  # It says that it sends no more, and goes on reading.
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """When and how a client leaves.
+
+    Attributes:
+        phase: When.
+        how: How.
+        delay_s: So much later.
+        num_bytes: For `STREAMING`.
+    """
+
+    phase: Phase
+    how: Leaving
+    delay_s: float = 0.0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One connection of a client.
+
+    Attributes:
+        start_s: When it comes, from the beginning of the run.
+        requests: What it sends.
+        pipelined: All at once, or one after the other.
+        http_1_0: In HTTP/1.0.
+        close: With `Connection: close` on the last one; with HTTP/1.0 without keep-alive.
+        departure: Of the first request; None if the client stays.
+        pauses: After how many bytes of a body it stops reading, and for how long, in seconds.
+        link: Its wire; None for the network's.
+    """
+
+    start_s: float
+    requests: tuple[ClientRequest, ...]
+    pipelined: bool = False
+    http_1_0: bool = False
+    close: bool = False
+    departure: Departure | None = None
+    pauses: tuple[tuple[int, float], ...] = ()
+    link: Link | None = None
+
+
+class Client(asyncio.Protocol):
+    """One connection.
+
+    Args:
+        visit: What to do.
+        on_left: Told when it leaves by itself.
+
+    Attributes:
+        answers: By request, in order.
+        sent: How many requests were sent.
+        over: Set when nothing more can come.
+        left: Whether it has left.
+    """
+
+    def __init__(self, visit: Visit, *, on_left: "Callable[[Client], None]") -> None:
+        self.visit = visit
+        self.answers = [Received() for _ in visit.requests]
+        self.sent = 0
+        self.over = asyncio.Event()
+        self.left = False
+        self._on_left = on_left
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._current = 0
+        self._reader = AnswerReader(self.answers[0])
+        self._pauses = list(visit.pauses)
+        self._timers: list[asyncio.TimerHandle] = []
+        self._is_leaving = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send what is to be sent first."""
+        self._transport = cast("asyncio.Transport", transport)
+        requests = self.visit.requests
+        for i in range(len(requests) if self.visit.pipelined else 1):
+            self._send(i)
+        departure = self.visit.departure
+        if departure is not None and departure.phase is Phase.AFTER:
+            self.leave_soon()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the answers."""
+        while data and self._current < len(self.answers):
+            answer = self.answers[self._current]
+            self._reader.feed(data)
+            if answer.ending is Ending.OPEN:
+                break
+            data = self._reader.rest
+            self._next()
+        if self._current < len(self.answers):
+            self._react(self.answers[self._current])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take the end."""
+        for timer in self._timers:
+            timer.cancel()
+        if self._current < len(self.answers):
+            answer = self.answers[self._current]
+            answer.left = self.left
+            self._reader.end(was_reset=isinstance(exc, ConnectionError))
+            answer.ended_s = self._loop.time()
+            self._current += 1
+        for answer in self.answers[self._current :]:
+            answer.ending = Ending.UNANSWERED
+            answer.left = self.left
+            answer.ended_s = self._loop.time()
+        self._transport = None
+        self.over.set()
+
+    def reached(self, phase: Phase) -> None:
+        """Note what the proxy has done with the first request."""
+        departure = self.visit.departure
+        if departure is not None and departure.phase is phase:
+            self.leave_soon()
+
+    def leave_soon(self, delay_s: float | None = None) -> None:
+        """Leave as planned; after `delay_s` also without a plan."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
+        if delay_s is None:
+            assert self.visit.departure is not None
+            delay_s = self.visit.departure.delay_s
+        self._timers.append(self._loop.call_later(delay_s, self.leave))
+
+    def leave(self) -> None:
+        """Leave now."""
+        if self._transport is None or self._transport.is_closing() or self.left:
+            return
+        self.left = True
+        departure = self.visit.departure
+        how = Leaving.RESET if departure is None else departure.how
+        match how:
+            case Leaving.RESET:
+                self._transport.abort()
+            case Leaving.CLOSE:
+                self._transport.close()
+            case Leaving.HALF_CLOSE:
+                self._transport.write_eof()
+        self._on_left(self)
+
+    def _next(self) -> None:
+        """Go on after a complete answer."""
+        answer = self.answers[self._current]
+        answer.left = self.left
+        answer.ended_s = self._loop.time()
+        self._current += 1
+        if self._current < len(self.answers):
+            self._reader = AnswerReader(self.answers[self._current])
+        assert self._transport is not None
+        if self._current == len(self.answers) or b"close" in answer.header(b"connection"):
+            self._transport.close()
+        elif not self.visit.pipelined:
+            self._send(self._current)
+
+    def _react(self, answer: Received) -> None:
+        """Do what is planned for what has come of an answer."""
+        departure = self.visit.departure
+        if departure is not None and self._current == 0:
+            reached = departure.phase is Phase.STREAMING and (
+                answer.status and len(answer.body) >= departure.num_bytes
+            )
+            last = departure.phase is Phase.LAST_WORD and (
+                b'"finish_reason":"' in answer.body and b"[DONE]" not in answer.body
+            )
+            if reached or last:
+                self.leave_soon()
+        if self._pauses and len(answer.body) >= self._pauses[0][0] and self._transport is not None:
+            _, seconds = self._pauses.pop(0)
+            self._transport.pause_reading()
+            self._timers.append(self._loop.call_later(seconds, self._read_on))
+
+    def _read_on(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def _send(self, place: int) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self.sent = place + 1
+            self._transport.write(self._spell(place))
+
+    def _spell(self, place: int) -> bytes:
+        visit, request = self.visit, self.visit.requests[place]
+        version = b"1.0" if visit.http_1_0 else b"1.1"
+        head = b"POST %b HTTP/%b\r\nhost: proxy\r\ncontent-type: application/json\r\n" % (
+            request.path.encode(),
+            version,
+        )
+        head += b"x-request-id: %b\r\n" % request.request_id.encode()
+        last = place == len(visit.requests) - 1
+        if visit.http_1_0 and not (visit.close and last):
+            head += b"connection: keep-alive\r\n"
+        elif visit.close and last:
+            head += b"connection: close\r\n"
+        return head + b"content-length: %d\r\n\r\n%b" % (len(request.body), request.body)

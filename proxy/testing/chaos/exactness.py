@@ -1,0 +1,126 @@
+"""Whether the proxy's answers are those of one engine, byte for byte, when nothing goes wrong."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
+from balanceroute.proxy.testing.chaos.clients import Client, Visit
+from balanceroute.proxy.testing.chaos.expectation import Expectation
+from balanceroute.proxy.testing.chaos.oracle import Oracle, comparable
+from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
+
+_MODEL = "emulated"
+_GAP_S = 0.02
+# Of four seeds in a row, those whose engines have tokens that end within a character, and the one
+# with a reasoning parser.
+_ODD = 2
+_REASONING = 3
+_BATCH_LIMIT = 64
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What came of many requests.
+
+    Attributes:
+        requests: How many.
+        statuses: How many had which status.
+        identical: Whose answers were the same bytes.
+        interleaved: Whose answers were the same for each choice, and in another order among them.
+        differences: What was wrong, a line each.
+    """
+
+    requests: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    identical: int = 0
+    interleaved: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def compare(
+    seed: int, *, requests: int, connector: Connector = Connector.NIXL, policy: str = "br-h"
+) -> Comparison:
+    """Send drawn requests through a proxy and to an engine, and compare the answers.
+
+    Ids are made to agree. Times and the engines' fingerprints are left out of the comparison. Choices
+    that share a stream are compared one by one: their order among each other is a matter of time.
+
+    Args:
+        seed: Draws the requests.
+        requests: How many.
+        connector: How the engines move KV caches.
+        policy: How the proxy chooses ranks.
+    """
+    engines = EmulationSettings(
+        ranks=4,
+        batch_limit=_BATCH_LIMIT,
+        step_base_ns=10_000_000,
+        connector=connector,
+        model=_MODEL,
+        mean_output_tokens=20.0,
+        prompt_tokens_details=seed % 2 == 1,
+        merged_outputs=0.1 if seed % 2 else 0.0,
+        partial_utf8=0.1 if seed % 4 >= _ODD else 0.0,
+        reasoning_parser=seed % 4 == _REASONING,
+    )
+    flags = {"policy": policy, "batch": _BATCH_LIMIT}
+    return run(
+        lambda loop: _compare(loop, WorldSettings(engines, flags), seed, requests), seed=seed
+    )
+
+
+async def _compare(
+    loop: VirtualLoop, settings: WorldSettings, seed: int, requests: int
+) -> Comparison:
+    rng = random.Random(f"exactness {seed}")
+    world = World(settings, loop, rng)
+    await world.start()
+    oracle = Oracle(settings.engines)
+    await oracle.start()
+    await asyncio.sleep(2.0)  # Some prefillers take requests only once they are known.
+    mix = RequestMix(_MODEL)
+    comparison = Comparison(requests)
+    drawn = [draw_request(rng, number, mix) for number in range(requests)]
+    clients = await asyncio.gather(*(_ask(world, request) for request in drawn))
+    for request, client in zip(drawn, clients, strict=True):
+        await _judge(request, client, oracle, comparison)
+    await oracle.close()
+    await world.close()
+    return comparison
+
+
+async def _ask(world: World, request: ClientRequest) -> Client:
+    await asyncio.sleep(request.number * _GAP_S)
+    client = Client(Visit(0.0, (request,)), on_left=lambda _: None)
+    await world.loop.create_connection(lambda: client, "127.0.0.1", world.port)
+    await client.over.wait()
+    return client
+
+
+async def _judge(
+    request: ClientRequest, client: Client, oracle: Oracle, comparison: Comparison
+) -> None:
+    received = client.answers[0]
+    comparison.statuses[received.status] += 1
+    if request.forbidden:
+        if received.status != 400:
+            comparison.differences.append(f"{request.request_id}: {received.status} for 400")
+        return
+    answer = await oracle.answer(request)
+    body = bytes(received.body)
+    if received.status != answer.status:
+        wrong = f"{received.status} for {answer.status}"
+    elif comparable(body, request.request_id) == comparable(answer.body, request.request_id):
+        comparison.identical += 1
+        return
+    else:
+        wrong = Expectation(request, answer).differs(body)
+    if wrong:
+        comparison.differences.append(f"{request.request_id}: {wrong}")
+    else:
+        comparison.interleaved += 1

@@ -1,0 +1,273 @@
+"""Comparison of what a client got with what it should have got.
+
+A stream is compared event by event. Where several choices share a stream, each choice is compared by
+itself: which one speaks first is a matter of time. What an engine spoilt on purpose is recognised if
+the comparison is told which kinds of spoiling there were.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.emulate.faults import MalformedStream
+from balanceroute.proxy.testing.chaos.oracle import comparable
+from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.wire.messages import Response
+from balanceroute.proxy.wire.sse import EventScanner, event_data
+
+_DONE = b"[DONE]"
+_MAX_EVENT_BYTES = 64 << 20
+_CACHED = re.compile(rb'"cached_tokens":\d+')
+# What the proxy asks engines for and hides, so far as it can read it; it may be cut off.
+_ASKED = re.compile(
+    rb',"usage":[^{}]*(?:\{(?:[^{}]|\{[^{}]*\}?)*\}?)?|,"system_fingerprint":"[^"]*"'
+)
+_MEMBER = b',"usage":'
+_FINGERPRINT = b',"system_fingerprint":"-"'
+_TOTAL = b'"choices":[]'
+_HANDED_BACK = b'"stop_reason":"recomputed"'
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+_BOM = b"\xef\xbb\xbf"
+_EXTRA_FIELDS = (b":", b"event:", b"id:", b"retry:")
+# Those after which the bytes of an event are not what they were.
+_CUTTING = frozenset({MalformedStream.BAD_JSON})
+_SHOWN = 120
+
+
+def events_of(body: bytes) -> list[bytes]:
+    """Return the complete events of a stream."""
+    # A blank line that is known to be complete, so that a lone CR at the end is seen.
+    return EventScanner(max_event_bytes=_MAX_EVENT_BYTES).feed(body + b":")
+
+
+def error_of(event: bytes) -> dict[str, Any] | None:
+    """Return the error object of an event, if that is what it carries."""
+    try:
+        message = json.loads(event_data(event))
+    except ValueError:
+        return None
+    error = message.get("error") if isinstance(message, dict) else None
+    return error if isinstance(error, dict) else None
+
+
+class Expectation:
+    """The right answer to one request.
+
+    Args:
+        request: The request.
+        answer: The right answer.
+        spoilt: In which ways engines may have spoilt a stream.
+        reworded: Whether only what is said counts, not how it is written or cut into events.
+        cached_known: Whether the proxy knows how many prompt tokens the prefiller had cached.
+
+    Attributes:
+        status: Its status.
+    """
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        answer: Response,
+        *,
+        spoilt: Collection[MalformedStream] = frozenset(),
+        reworded: bool = False,
+        cached_known: bool = True,
+    ) -> None:
+        self.status = answer.status
+        self._request = request
+        self._spoilt = frozenset(spoilt)
+        self._reworded = reworded
+        self._cached_known = cached_known
+        self._unfinished = False  # Whether a stream is judged that had no time for its end.
+        self._body = self._comparable(answer.body)
+        self._choices: dict[int, list[bytes]] = {}
+        self._end: list[bytes] = []
+        if self.status == 200 and request.stream:
+            self._split()
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all choices, as usage tells; 0 if it is not told."""
+        found = re.findall(rb'"completion_tokens":(\d+)', self._body)
+        return int(found[-1]) if found else 0
+
+    def differs(self, body: bytes) -> str:
+        """Return how a whole answer is wrong; empty if it is right."""
+        body = self._comparable(body)
+        if body == self._body:
+            return ""
+        if self._reworded:
+            return _meant(self._body, body, stream=self._request.stream)
+        if self.status != 200 or not self._request.stream:
+            return _first_difference(self._body, body)
+        progress = _Progress(self)
+        for event in events_of(body):
+            if wrong := progress.take(event):
+                return wrong
+        return progress.missing()
+
+    def strays(self, events: list[bytes]) -> str:
+        """Return how the events of an unfinished stream are wrong; empty if they are a beginning."""
+        if self._reworded:
+            said, wanted = _said(_messages(events)), _said(_messages(events_of(self._body)))
+            strays = [one for one in said if one not in wanted or not wanted[one].begins(said[one])]
+            return f"{said[strays[0]]} where {wanted.get(strays[0])} belongs" if strays else ""
+        self._unfinished = True
+        progress = _Progress(self)
+        for event in events:
+            if wrong := progress.take(self._comparable(event)):
+                return wrong
+        return ""
+
+    def _comparable(self, body: bytes) -> bytes:
+        body = comparable(body, self._request.request_id)
+        return body if self._cached_known else _CACHED.sub(b'"cached_tokens":0', body)
+
+    def _split(self) -> None:
+        for event in events_of(self._body):
+            index = _index(event)
+            if index is None:
+                self._end.append(event)
+            else:
+                self._choices.setdefault(index, []).append(event)
+
+    def _is(self, wanted: bytes, event: bytes) -> bool:
+        if wanted == event:
+            return True
+        # The proxy asks engines for the total, which tells the fingerprint too, and did not come.
+        if self._unfinished and wanted.replace(_FINGERPRINT, b"") == event:
+            return True
+        if not self._spoilt:
+            return False
+        # In what is no event, to the proxy, everything stays as the engine told it.
+        plain, said = (_ASKED.sub(b"", _CACHED.sub(b"", _plain(one))) for one in (wanted, event))
+        if said == plain or said == plain.removeprefix(b"data: "):
+            return True
+        if not self._spoilt & _CUTTING:
+            return False
+        cut = next(
+            (size for size in range(len(_MEMBER), 0, -1) if said.endswith(_MEMBER[:size])), 0
+        )
+        said = said[: len(said) - cut]
+        return bool(said) and plain.startswith(said)
+
+
+class _Progress:
+    """How far a stream has come along the right one."""
+
+    def __init__(self, expected: Expectation) -> None:
+        self._expected = expected
+        self._waiting = {index: list(events) for index, events in expected._choices.items()}
+        self._end = list(expected._end)
+
+    def take(self, event: bytes) -> str:
+        """Take the next event; return what is wrong with it."""
+        expected = self._expected
+        for index, events in self._waiting.items():
+            if expected._is(events[0], event):
+                del events[0]
+                if not events:
+                    del self._waiting[index]
+                return ""
+        if not self._waiting and self._end and expected._is(self._end[0], event):
+            del self._end[0]
+            return ""
+        # What says nothing to the client, and is no event to the proxy, stays.
+        odd = not _plain(event) or _TOTAL in event or _HANDED_BACK in event
+        if expected._spoilt and odd:
+            return ""
+        wanted = [events[0] for events in self._waiting.values()] or self._end[:1]
+        return _first_difference(wanted[0] if wanted else b"", event)
+
+    def missing(self) -> str:
+        """Return what has not come."""
+        left = [event for events in self._waiting.values() for event in events] + self._end
+        return f"{len(left)} events are missing, {_shown(left[0])} first" if left else ""
+
+
+@dataclass(slots=True)
+class _Speech:
+    """What one choice says."""
+
+    text: str = ""
+    call: str = ""
+    finish_reason: str | None = None
+    stop_reason: object = None
+
+    def begins(self, other: "_Speech") -> bool:
+        """Return whether `other` is the beginning of this one, all of it if it has ended."""
+        if other.finish_reason is not None:
+            return self == other
+        return self.text.startswith(other.text) and self.call.startswith(other.call)
+
+
+def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
+    """Return what each choice says in an answer or in the events of a stream."""
+    said: dict[int, _Speech] = {}
+    for message in messages:
+        for choice in message.get("choices") or ():
+            speech = said.setdefault(choice["index"], _Speech())
+            part = choice.get("message") or choice.get("delta") or {}
+            speech.text += choice.get("text") or part.get("content") or ""
+            for call in part.get("tool_calls") or ():
+                function = call["function"]
+                speech.call += f"{function.get('name', '')}{function.get('arguments', '')}"
+            speech.finish_reason = choice.get("finish_reason") or speech.finish_reason
+            speech.stop_reason = choice.get("stop_reason") or speech.stop_reason
+    return said
+
+
+def _messages(events: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return what the events of a stream carry."""
+    found = []
+    for event in events:
+        try:
+            message = json.loads(event_data(event))
+        except ValueError:
+            continue
+        if isinstance(message, dict):
+            found.append(message)
+    return found
+
+
+def _meant(wanted: bytes, got: bytes, *, stream: bool) -> str:
+    """Return how what an answer says is wrong."""
+    answers = []
+    for body in (wanted, got):
+        if stream:
+            messages = _messages(events_of(body))
+            ending = [event_data(event) for event in events_of(body)][-1:]
+        else:
+            messages, ending = [json.loads(body)], []
+        usage = [message["usage"] for message in messages if message.get("usage")][-1:]
+        answers.append((_said(messages), usage, ending))
+    return "" if answers[0] == answers[1] else f"{answers[1]} where {answers[0]} belongs"
+
+
+def _index(event: bytes) -> int | None:
+    """Return which choice an event belongs to."""
+    data = event_data(event)
+    if data == _DONE:
+        return None
+    choices = json.loads(data).get("choices")
+    return choices[0]["index"] if choices else None
+
+
+def _plain(event: bytes) -> bytes:
+    """Return an event without what a spoiling adds."""
+    lines = _LINE_END.split(event.removeprefix(_BOM).replace(b"\0", b""))
+    return b"\n".join(line for line in lines if line and not line.startswith(_EXTRA_FIELDS))
+
+
+def _first_difference(wanted: bytes, got: bytes) -> str:
+    both = min(len(wanted), len(got))
+    place = next((i for i in range(both) if wanted[i] != got[i]), both)
+    begin = max(0, place - _SHOWN // 3)
+    return f"at byte {place}: {_shown(got[begin:])} where {_shown(wanted[begin:])} belongs"
+
+
+def _shown(data: bytes) -> str:
+    text = data.decode("utf-8", "replace")
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")

@@ -1,0 +1,285 @@
+"""Faults drawn from a seed: which engine does what wrong, when, and for how long.
+
+The kinds are those of a table of what proxies in front of engines meet: refusals, resets, hangs,
+stalls, lies, malformed bytes, half-open connections, short leases, crashes and restarts.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from balanceroute.proxy.emulate.faults import (
+    AfterPull,
+    MalformedAnswer,
+    MalformedScrape,
+    MalformedStream,
+)
+from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
+from balanceroute.proxy.testing.chaos.meddler import Meddling
+from balanceroute.proxy.testing.virtual.link import Connect, Link
+
+_RECOMPUTING = (Connector.MOONCAKE_ASCEND, Connector.LAYERWISE)
+# Costs 20 MiB for each stream that it meets.
+_HUGE_SHARE = 0.02
+# What a metrics page of 20 MiB costs is not worth it here.
+_SCRAPES = [kind for kind in MalformedScrape if kind is not MalformedScrape.HUGE]
+
+
+class Act(Enum):
+    """What is done to an engine."""
+
+    BOARD = "board"  # `changes` are faults of the emulated engine.
+    KILL = "kill"
+    PROCESS = "process"  # Connections and requests are gone; the URL serves on.
+    SILENCE = "silence"
+    LINK = "link"
+    MEDDLE = "meddle"
+    DRAIN = "drain"
+    POLICY = "policy"
+    DECISION = "decision"  # The proxy's own policy or predictor fails.
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One fault of one engine.
+
+    Attributes:
+        kind: In words.
+        act: What is done.
+        role: Of the engine.
+        engine: Its number within the role.
+        start_s: When it begins, from the beginning of the run.
+        end_s: When it ends.
+        changes: For `Act.BOARD`.
+        link: For `Act.LINK`.
+        meddling: For `Act.MEDDLE`.
+        policy: For `Act.POLICY`.
+        lapse: For `Act.DECISION`.
+    """
+
+    kind: str
+    act: Act
+    role: Role
+    engine: int
+    start_s: float
+    end_s: float
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    link: Link | None = None
+    meddling: Meddling | None = None
+    policy: str = ""
+    lapse: Lapse | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind with whose it is."""
+        return f"{'proxy' if self.lapse else self.role.value}: {self.kind}"
+
+
+# Of all but the decisions, which are drawn apart.
+_WEIGHTS = {
+    Act.BOARD: 60,
+    Act.KILL: 8,
+    Act.PROCESS: 6,
+    Act.SILENCE: 5,
+    Act.LINK: 12,
+    Act.MEDDLE: 10,
+    Act.DRAIN: 3,
+    Act.POLICY: 2,
+}
+Draw = Callable[[random.Random], dict[str, Any]]
+
+
+def _often(name: str) -> Draw:
+    return lambda rng: {name: rng.choice([0.3, 0.7, 1.0])}
+
+
+def _after_tokens(name: str) -> Draw:
+    return lambda rng: {name: rng.choice([0, 1, 1, 2, 3, 5, 8])}
+
+
+def _always(**changes: Any) -> Draw:
+    return lambda _: changes
+
+
+def _after_pull(rng: random.Random) -> dict[str, Any]:
+    return {
+        "after_pull": rng.choice(list(AfterPull)),
+        "after_pull_s": rng.choice([0.0, 0.02, 0.5]),
+    }
+
+
+_BOTH: tuple[tuple[str, Draw], ...] = (
+    ("refuses", _always(refuse=True)),
+    ("resets before headers", _often("reset_before_headers")),
+    ("hangs", _always(hang=True)),
+    ("is slow", lambda rng: {"delay_s": rng.uniform(0.1, 2.0)}),
+    ("answers 400", _often("status_400")),
+    ("answers 413", _often("status_413")),
+    ("answers 429", lambda rng: {"status_429": rng.random(), "retry_after_s": 7}),
+    ("answers 500", _often("status_500")),
+    ("answers 503", lambda rng: {"status_503": rng.random(), "retry_after_s": 3}),
+    (
+        "answers malformed",
+        lambda rng: {"malformed_answer": rng.choice(list(MalformedAnswer)), "trickle_s": 0.002},
+    ),
+    ("is unhealthy", _always(unhealthy=True)),
+    ("shows odd metrics", lambda rng: {"malformed_scrape": rng.choice(_SCRAPES)}),
+    ("shows metrics late", lambda rng: {"slow_scrape_s": rng.uniform(0.1, 3.0)}),
+)
+_PREFILL: tuple[tuple[str, Draw], ...] = (
+    *_BOTH,
+    ("resets after its token", _always(reset_after_tokens=1)),
+    ("leaves out its parameters", _often("drop_kv_params")),
+    ("gives alien parameters", _often("alien_kv_params")),
+    ("ends with its one token", _often("eos_first")),
+    ("keeps leases short", lambda rng: {"lease_s": rng.uniform(0.02, 0.5)}),
+)
+_DECODE: tuple[tuple[str, Draw], ...] = (
+    *_BOTH,
+    ("resets mid-stream", _after_tokens("reset_after_tokens")),
+    ("ends cleanly too soon", _after_tokens("end_after_tokens")),
+    ("stalls", _after_tokens("stall_after_tokens")),
+    ("sends an error event", _after_tokens("error_event_after_tokens")),
+    ("sends malformed events", lambda rng: {"malformed": _malformation(rng)}),
+    # Twice: the KV cache is gone by then, and nothing that the proxy sees says so.
+    *2 * (("fails after the pull", _after_pull),),
+)
+_RECOMPUTED = ("hands requests back", _after_tokens("recomputed_after_tokens"))
+
+
+def _malformation(rng: random.Random) -> MalformedStream:
+    if rng.random() < _HUGE_SHARE:
+        return MalformedStream.HUGE
+    return rng.choice([kind for kind in MalformedStream if kind is not MalformedStream.HUGE])
+
+
+def _links(rng: random.Random) -> tuple[str, Link]:
+    """Return a bad wire and what to call it."""
+    kinds: list[tuple[str, Link]] = [
+        ("has a slow line", Link(bytes_per_s=rng.choice([5_000.0, 50_000.0]))),
+        ("has a jittery line", Link(latency_s=0.01, jitter_s=0.2)),
+        ("has its bytes split", Link(split_bytes=rng.choice([1, 2, 7, 100]))),
+        ("has its segments joined", Link(coalesce_s=rng.choice([0.05, 0.3]))),
+        ("has a small window", Link(window_bytes=rng.choice([100, 1_000]), latency_s=0.001)),
+        (
+            "has connections reset",
+            Link(reset_after_download_bytes=int(rng.expovariate(1 / 2_000))),
+        ),
+        ("has requests reset", Link(reset_after_upload_bytes=rng.choice([0, 50, 400]))),
+        (
+            "has connections stall",
+            Link(stall_after_download_bytes=int(rng.expovariate(1 / 2_000))),
+        ),
+        (
+            "has connections pause",
+            Link(stall_after_download_bytes=rng.choice([0, 500, 3_000]), stall_s=1.0),
+        ),
+        ("takes no connections", Link(connect=Connect.HANG)),
+    ]
+    return rng.choice(kinds)
+
+
+def draw_injections(
+    rng: random.Random,
+    *,
+    count: int,
+    prefillers: int,
+    decoders: int,
+    connector: Connector,
+    policies: tuple[str, ...],
+    span_s: float,
+) -> list[Injection]:
+    """Return faults in the order of their beginnings.
+
+    Args:
+        rng: Draws them.
+        count: How many.
+        prefillers: How many prefill engines there are.
+        decoders: How many decode servers.
+        connector: Decides what its engines can do wrong.
+        policies: Names of routing policies that may be switched to.
+        span_s: All begin within this time.
+    """
+    injections = []
+    for _ in range(count):
+        role = Role.PREFILL if rng.random() < 0.45 else Role.DECODE
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(
+            role,
+            rng.randrange(prefillers if role is Role.PREFILL else decoders),
+            start_s,
+            start_s + rng.choice([0.3, 1.0, 3.0]) * rng.uniform(0.5, 1.5),
+        )
+        injections.append(_draw(rng, when, connector, policies))
+    return sorted(injections, key=lambda one: (one.start_s, one.end_s))
+
+
+class _When(NamedTuple):
+    """Which engine, and from when to when."""
+
+    role: Role
+    engine: int
+    start_s: float
+    end_s: float
+
+
+def _draw(
+    rng: random.Random, when: _When, connector: Connector, policies: tuple[str, ...]
+) -> Injection:
+    act = rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
+    match act:
+        case Act.BOARD:
+            table = _PREFILL if when.role is Role.PREFILL else _DECODE
+            if when.role is Role.DECODE and connector in _RECOMPUTING:
+                table = (*table, _RECOMPUTED, _RECOMPUTED)
+            kind, draw = rng.choice(table)
+            changes = draw(rng)
+            words = [value.value for value in changes.values() if isinstance(value, Enum)]
+            return Injection(": ".join([kind, *words]), act, *when, changes=changes)
+        case Act.LINK:
+            kind, link = _links(rng)
+            return Injection(kind, act, *when, link=link)
+        case Act.MEDDLE:
+            meddling = rng.choice(list(Meddling))
+            return Injection(f"breaks framing: {meddling.value}", act, *when, meddling=meddling)
+        case Act.POLICY:
+            return Injection("policy changes", act, *when, policy=rng.choice(policies))
+        case Act.KILL:
+            return Injection("is killed", act, *when)
+        case Act.PROCESS:
+            return Injection("loses a process", act, *when)
+        case Act.SILENCE:
+            return Injection("goes silent", act, *when)
+        case Act.DRAIN:
+            return Injection("is drained", act, *when)
+        case Act.DECISION:
+            raise AssertionError("decisions are drawn apart")
+
+
+def correlated(
+    rng: random.Random, *, prefillers: int, decoders: int, start_s: float
+) -> list[Injection]:
+    """Return an outage of half the prefillers while a decode engine restarts."""
+    outage = [
+        Injection("is killed", Act.KILL, Role.PREFILL, engine, start_s, start_s + 3.0)
+        for engine in range((prefillers + 1) // 2)
+    ]
+    victim = rng.randrange(decoders)
+    outage.append(
+        Injection("is killed", Act.KILL, Role.DECODE, victim, start_s + 0.2, start_s + 2.0)
+    )
+    return outage
+
+
+def draw_lapses(rng: random.Random, *, span_s: float) -> list[Injection]:
+    """Return failures of the proxy's own decisions, which all begin within `span_s`; often none."""
+    lapses = []
+    for _ in range(rng.choice([0, 0, 0, 1, 3])):
+        start_s, lapse = rng.uniform(0.0, span_s), draw_lapse(rng)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.2, 4.0))
+        lapses.append(Injection(lapse.fault.value, Act.DECISION, *when, lapse=lapse))
+    return lapses

@@ -1,0 +1,273 @@
+"""What became of one client's request, and whether that may be."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from balanceroute.proxy.emulate.faults import MalformedStream
+from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
+from balanceroute.proxy.testing.chaos.clients import Client
+from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
+from balanceroute.proxy.testing.chaos.faults import Act
+from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.plan import Plan, Weather
+from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.wire.sse import event_data
+
+# Kinds that leave every event whole.
+_WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
+
+# What fits on no rank is handed back until the proxy gives it up.
+_GIVEN_UP = b"the engine dropped the request"
+# What one engine would have to do whole, where none is to.
+_NOT_SERVED = b"which this deployment does not serve"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a client's end was, and what is wrong with it.
+
+    Attributes:
+        ending: In words; the same words for the same kind of end.
+        wrong: What must not be.
+        expected: What the answer was compared with, if it was.
+    """
+
+    ending: str
+    wrong: list[str]
+    expected: Expectation | None = None
+
+
+class Judge:
+    """Compares answers with what they should be.
+
+    Args:
+        plan: What was to happen: it decides what may have gone wrong.
+        oracle: Knows the right answers.
+        excused: Requests whose answer is another prompt's for a reason that no proxy can see.
+    """
+
+    def __init__(self, plan: Plan, oracle: Oracle, excused: Collection[str] = ()) -> None:
+        self._plan = plan
+        self._excused = excused
+        self._oracle = oracle
+        changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]
+        self._spoilt = {one["malformed"] for one in changes if "malformed" in one} - set(_WHOLE)
+        self._statuses = {
+            status
+            for status in (400, 413, 429, 500, 503)
+            if any(f"status_{status}" in one for one in changes)
+        }
+        if any(one.act is Act.MEDDLE for one in plan.injections):
+            self._statuses.add(413)
+        self._refuses = plan.world.flags.get("direct") == "refuse"
+        self._eos = any(
+            "eos_first" in one.changes and one.role is Role.PREFILL for one in plan.injections
+        )
+        # A decode rank that called for its prefill may answer although the prefiller's answer is
+        # lost.
+        self._cached_known = (
+            plan.world.engines.connector is not Connector.LAYERWISE or not plan.injections
+        )
+
+    async def judge(
+        self, client: Client, request: ClientRequest, received: Received, *, reworded: bool
+    ) -> Verdict:
+        """Return what became of one request.
+
+        Args:
+            client: Whose it is.
+            request: The request.
+            received: What came.
+            reworded: Whether an engine handed it back in the middle of its answer, whose text then
+                comes in other pieces.
+        """
+        if received.ending is Ending.UNANSWERED:
+            return self._judge_silence(client, received)
+        if not received.status:
+            return Verdict("open", ["its answer has not begun"] if not client.left else [])
+        name = received.header(b"x-request-id").decode()
+        misnamed = [] if name == request.request_id else [f"its answer is named {name!r}"]
+        if received.status == 200 and request.request_id in self._excused:
+            verdict = Verdict("misread by a slow engine", [])
+        elif received.status == 200:
+            verdict = await self._judge_answer(client, request, received, reworded=reworded)
+        else:
+            verdict = await self._judge_refusal(client, request, received)
+        verdict.wrong += misnamed
+        return verdict
+
+    async def _judge_answer(
+        self, client: Client, request: ClientRequest, received: Received, *, reworded: bool
+    ) -> Verdict:
+        answer = await self._oracle.answer(request)
+        expected = Expectation(
+            request,
+            answer,
+            spoilt=self._spoilt,
+            reworded=reworded,
+            cached_known=self._cached_known,
+        )
+        wrong = [] if not request.forbidden else ["it was served, and must not be"]
+        if answer.status != 200 and self._eos:
+            # The prefill leg asks for one token, which may be well where more are not.
+            return Verdict("ended by the prefiller", wrong)
+        if answer.status != 200:
+            wrong.append(f"it was served, and an engine answers {answer.status}")
+            return Verdict("wrong", wrong)
+        verdict = self._compare(client, request, received, expected)
+        if verdict.wrong and self._eos:
+            verdict = await self._compare_with_one_token(client, request, received) or verdict
+        verdict.wrong += wrong
+        return verdict
+
+    def _judge_silence(self, client: Client, received: Received) -> Verdict:
+        if client.left:
+            return Verdict("left", [])
+        if self._plan.shutdown_s is not None:
+            return Verdict("shut down", [])
+        if client.visit.pauses:
+            return Verdict("cut for not reading", [])
+        before = client.answers[: client.answers.index(received)]
+        if before and (
+            before[-1].ending is not Ending.COMPLETE or before[-1].header(b"connection") == b"close"
+        ):
+            return Verdict("behind the last answer", [])
+        return Verdict("unanswered", ["its connection ended without an answer"])
+
+    async def _judge_refusal(
+        self, client: Client, request: ClientRequest, received: Received
+    ) -> Verdict:
+        status = received.status
+        verdict = Verdict(f"status {status}", [])
+        if received.ending is Ending.CUT and client.visit.pauses:
+            return Verdict("cut for not reading", [])
+        if received.ending is not Ending.COMPLETE and not client.left:
+            verdict.wrong.append(f"its answer of {status} is cut")
+        elif not client.left:
+            verdict.wrong += _refusal_is_wrong(received)
+        shut_down = status == 503 and self._plan.shutdown_s is not None
+        if status in (429, 503) and not received.header(b"retry-after") and not shut_down:
+            verdict.wrong.append(f"its answer of {status} does not say when to retry")
+        if request.forbidden:
+            if status != 400:
+                verdict.wrong.append(f"it got {status} instead of 400")
+            return verdict
+        if status == 400 and self._refuses and _NOT_SERVED in received.body:
+            return verdict
+        if status in (400, 404, 413, 422) and status not in self._statuses:
+            answer = await self._oracle.answer(request)
+            if answer.status != status:
+                verdict.wrong.append(f"it got {status}, an engine answers {answer.status}")
+            elif not client.left and bytes(received.body) != answer.body:
+                verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
+        true = b"waited longer than it may" in received.body or _GIVEN_UP in received.body
+        if status >= 500 and self._plan.weather is Weather.CALM and not true:
+            verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
+        return verdict
+
+    def _compare(
+        self, client: Client, request: ClientRequest, received: Received, expected: Expectation
+    ) -> Verdict:
+        if request.stream:
+            return self._judge_stream(client, received, expected)
+        return _judge_whole(client, received, expected)
+
+    def _judge_stream(self, client: Client, received: Received, expected: Expectation) -> Verdict:
+        body = bytes(received.body)
+        if received.ending is Ending.COMPLETE and not expected.differs(body):
+            return Verdict("exact", [], expected)
+        events = events_of(body)
+        errors = [i for i, event in enumerate(events) if error_of(event) is not None]
+        if errors:
+            told, after = events[: errors[0]], events[errors[0] + 1 :]
+            wrong = [expected.strays(told)]
+            if [event for event in after if event_data(event) != b"[DONE]"]:
+                wrong.append("it goes on after an error")
+            # An engine that fails ends its stream in good order; the proxy does not. HTTP/1.0
+            # shows no difference.
+            if received.ending is Ending.COMPLETE and not after and not client.visit.http_1_0:
+                wrong.append("its stream ends as if there had been no error")
+            given_up = _GIVEN_UP in events[errors[0]]
+            if self._plan.weather is Weather.CALM and not given_up:
+                wrong.append(f"an error though all was well: {events[errors[0]]!r}")
+            return Verdict("error event", [one for one in wrong if one], expected)
+        wrong = [expected.strays(events)]
+        if client.left:
+            return Verdict("left", [one for one in wrong if one], expected)
+        if client.visit.pauses and received.ending is Ending.CUT:
+            return Verdict("cut for not reading", [one for one in wrong if one], expected)
+        wrong.append(f"it ended too soon ({received.ending.value}): {expected.differs(body)}")
+        return Verdict("short", [one for one in wrong if one], expected)
+
+    async def _compare_with_one_token(
+        self, client: Client, request: ClientRequest, received: Received
+    ) -> Verdict | None:
+        """Return what an answer is if an engine's first token ended it; None if it did not."""
+        answer = await self._oracle.answer(request, eos_first=True)
+        expected = Expectation(request, answer, reworded=True, cached_known=self._cached_known)
+        verdict = self._compare(client, request, received, expected)
+        if verdict.ending == "exact":
+            verdict = Verdict("ended by the prefiller", verdict.wrong)
+        return None if verdict.wrong else verdict
+
+
+def _judge_whole(client: Client, received: Received, expected: Expectation) -> Verdict:
+    if client.left and received.ending is not Ending.COMPLETE:
+        return Verdict("left", [], expected)
+    if received.ending is Ending.CUT:
+        wrong = [] if client.visit.pauses else ["its answer is cut"]
+        return Verdict("cut for not reading" if client.visit.pauses else "cut", wrong, expected)
+    wrong = [expected.differs(bytes(received.body))]
+    return Verdict("exact", [one for one in wrong if one], expected)
+
+
+def _refusal_is_wrong(received: Received) -> list[str]:
+    """Return what is wrong with an error answer: OpenAI's shape, and a code that is its status."""
+    if not received.header(b"content-type").startswith(b"application/json"):
+        return [f"its answer of {received.status} is not JSON"]
+    try:
+        error = json.loads(bytes(received.body))["error"]
+        code, message = error["code"], error["message"]
+    except (ValueError, KeyError, TypeError):
+        return [f"its answer of {received.status} is no error object: {bytes(received.body)!r}"]
+    if code != received.status or not isinstance(message, str):
+        return [f"its answer of {received.status} says {error}"]
+    return []
+
+
+def contradictions(
+    told: Sequence[RequestRecord], received: Received, verdict: Verdict
+) -> list[str]:
+    """Return how the proxy's word on a request differs from what its client saw."""
+    if not told:
+        if received.status and received.status not in (404, 405, 408):
+            return ["the proxy did not log it"]
+        return []
+    record = told[0]
+    fits = {
+        "exact": (Outcome.OK,),
+        "ended by the prefiller": (Outcome.OK,),
+        # One that was handed back in the middle of its answer may wait for too long.
+        "error event": (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED),
+        "left": (*Outcome,),
+        "cut for not reading": (*Outcome,),
+    }.get(verdict.ending)
+    if fits is None and received.status >= 400:
+        fits = (Outcome.CLIENT_ERROR,)
+        if received.status == 429:
+            fits = (Outcome.REJECTED, Outcome.CLIENT_ERROR)
+        elif received.status >= 500:
+            fits = (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED, Outcome.REJECTED)
+    wrong = []
+    if fits is not None and record.outcome not in fits:
+        wrong.append(f"its client saw: {verdict.ending}; the log says {record.outcome}")
+    if verdict.ending == "exact" and verdict.expected is not None:
+        tokens = verdict.expected.completion_tokens
+        if tokens and record.output_tokens != tokens:
+            wrong.append(f"{tokens} tokens were logged as {record.output_tokens}")
+    return wrong

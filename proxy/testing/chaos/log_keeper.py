@@ -1,0 +1,68 @@
+"""What the package logs during a run, kept and shown to nobody."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.testing.chaos.journal import Journal
+
+_PACKAGE = "balanceroute"
+
+
+class LogKeeper(logging.Handler):
+    """Keeps what is logged, and writes it into a journal if there is one.
+
+    Attributes:
+        records: All of it.
+        journal: Of the run.
+        explains: Tells whether a record was to be expected.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.journal: Journal | None = None
+        self.explains: Callable[[logging.LogRecord], bool] = lambda _: False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.records.append(record)
+        if self.journal is not None:
+            fields = getattr(record, "fields", "")
+            self.journal.write("log", record.levelname, record.getMessage(), fields)
+
+    def errors(self) -> list[str]:
+        """Return the messages of the errors that were not expected, with their exceptions."""
+        return [
+            f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}"
+            for record in self.records
+            if record.levelno >= logging.ERROR and not self.explains(record)
+        ]
+
+
+def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
+    """Do something; return what it raised, with its notes, and the errors that the package logged."""
+    found = []
+    with _log_kept() as log:
+        try:
+            do(log)
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", []))
+            found.append(f"{type(error).__name__}: {error} ({notes})")
+    return found + [f"logged: {line}" for line in log.errors()]
+
+
+@contextmanager
+def _log_kept() -> Iterator[LogKeeper]:
+    """Keep what the package logs, and show nothing of it."""
+    logger = logging.getLogger(_PACKAGE)
+    keeper = LogKeeper()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(keeper)
+    try:
+        yield keeper
+    finally:
+        logger.removeHandler(keeper)
+        logger.propagate = propagates

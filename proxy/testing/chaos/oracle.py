@@ -1,0 +1,91 @@
+"""What each request must be answered: the answers of one engine that nothing is wrong with.
+
+The reference engine speaks to nobody else and has room for everything. As the emulated model's text
+is decided by the request alone, whatever the proxy and its engines go through must end in the same
+answer. What tells engines apart is put out of sight: times, fingerprints, the id's suffix.
+"""
+
+import random
+import re
+from dataclasses import replace
+
+from balanceroute.proxy.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
+from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.messages import Response
+
+_TIMEOUT_S = 3_600.0
+_MAX_BYTES = 1 << 30
+_CREATED = re.compile(rb'"created":\d+')
+_FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-[^"]*"')
+
+
+class Oracle:
+    """A reference engine.
+
+    Args:
+        settings: Those of the fleet whose answers are compared.
+    """
+
+    def __init__(self, settings: EmulationSettings) -> None:
+        self._fleet = EmulatedFleet(
+            replace(
+                settings,
+                prefillers=0,
+                ranks=1,
+                dp_mode=DpMode.PORTS,
+                batch_limit=10**9,
+                rank_kv_tokens=None,
+                # As fast as can be: only what is said matters.
+                step_base_ns=1,
+                step_ns_per_token=0.0,
+                prefill_base_ns=0,
+                prefill_ns_per_token=0.0,
+            ),
+            rng=random.Random(0),
+        )
+        self._endpoint: Endpoint
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self._fleet.start()
+        self._endpoint = Endpoint("127.0.0.1", self._fleet.engines[0].port)
+
+    async def answer(self, request: ClientRequest, *, eos_first: bool = False) -> Response:
+        """Return the answer to a request.
+
+        Args:
+            request: The request.
+            eos_first: As an engine answers whose first token ends the text.
+        """
+        self._fleet.faults.set("all", eos_first=float(eos_first))
+        return await fetch(
+            self._endpoint,
+            b"POST",
+            request.path.encode(),
+            [
+                (b"content-type", b"application/json"),
+                (b"x-request-id", request.request_id.encode()),
+            ],
+            request.body,
+            timeout_s=_TIMEOUT_S,
+            max_bytes=_MAX_BYTES,
+        )
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        self._endpoint.close()
+        await self._fleet.close()
+
+
+def comparable(body: bytes, request_id: str) -> bytes:
+    """Return an answer without what differs between two right answers.
+
+    The id is the request's own, but may have a suffix of eight digits if it was in use.
+    """
+    body = _CREATED.sub(b'"created":0', body)
+    body = _FINGERPRINT.sub(b'"system_fingerprint":"-"', body)
+    own = re.compile(rb'"id":"((?:chat)?cmpl-%b)-[0-9a-f]{8}"' % re.escape(request_id.encode()))
+    return own.sub(rb'"id":"\1"', body)

@@ -1,0 +1,266 @@
+"""What happens in one run, all of it drawn from the seed before the run begins."""
+
+import random
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.emulate.settings import (
+    Connector,
+    DpMode,
+    EmulationSettings,
+    Preemption,
+)
+from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
+from balanceroute.proxy.testing.chaos.faults import (
+    Injection,
+    correlated,
+    draw_injections,
+    draw_lapses,
+)
+from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.world import WorldSettings
+from balanceroute.proxy.testing.virtual.link import Link
+
+MODEL = "emulated"
+_POLICIES = tuple(POLICIES)
+_BATCH_LIMITS = (1, 2, 4, 8)
+_TIMEOUTS = (
+    "prefill_timeout_s",
+    "first_token_timeout_s",
+    "idle_stream_timeout_s",
+    "answer_timeout_s",
+)
+# Of a request, on average.
+_SEQUENCES = 1.4
+
+
+class Weather(Enum):
+    """How much goes wrong."""
+
+    CALM = "calm"  # Nothing but clients that leave.
+    FAULTS = "faults"
+    STORM = "storm"  # Many at a time, an outage of half the engines, and clients that give up.
+    SHUTDOWN = "shutdown"  # The proxy is told to stop in the middle of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: Decides everything.
+        weather: How much goes wrong.
+        world: The proxy and its engines.
+        visits: The clients' connections, in the order of their coming.
+        injections: The faults, in the order of their beginnings.
+        storm_s: When half of the clients that are there leave; None for never.
+        calm_s: When all faults are over.
+        shutdown_s: When the proxy is told to stop; None for not before the end.
+    """
+
+    seed: int
+    weather: Weather
+    world: WorldSettings
+    visits: tuple[Visit, ...]
+    injections: tuple[Injection, ...]
+    storm_s: float | None
+    calm_s: float
+    shutdown_s: float | None
+
+    @property
+    def requests(self) -> list[ClientRequest]:
+        """What all clients send."""
+        return [request for visit in self.visits for request in visit.requests]
+
+
+def draw_plan(seed: int, *, requests: int) -> Plan:
+    """Return the plan of a seed.
+
+    Args:
+        seed: Any integer.
+        requests: How many requests the clients send.
+    """
+    rng = random.Random(seed)
+    weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
+    engines = _engines(rng)
+    flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
+    if weather is Weather.CALM:
+        # An engine that has too much to do is slow, which is no fault.
+        flags |= dict.fromkeys(_TIMEOUTS, 300.0)
+    world = WorldSettings(engines, flags)
+    work_s = requests * _SEQUENCES * engines.mean_output_tokens * engines.step_base_ns / 1e9
+    work_s /= engines.ranks * engines.batch_limit
+    span_s = max(
+        requests * rng.choice([0.03, 0.06, 0.12, 0.2]), work_s * rng.choice([0.7, 1.0, 1.3])
+    )
+    decoders = engines.ranks if engines.dp_mode is DpMode.PORTS else 1
+    counts = {
+        Weather.CALM: 0,
+        Weather.FAULTS: rng.randint(2, 12),
+        Weather.STORM: rng.randint(12, 30),
+        Weather.SHUTDOWN: rng.randint(0, 6),
+    }
+    injections = draw_injections(
+        rng,
+        count=counts[weather],
+        prefillers=engines.prefillers,
+        decoders=decoders,
+        connector=engines.connector,
+        policies=_POLICIES,
+        span_s=span_s,
+    )
+    storm_s = None
+    if weather is Weather.STORM:
+        storm_s = rng.uniform(0.2, 0.9) * span_s
+        injections += correlated(
+            rng, prefillers=engines.prefillers, decoders=decoders, start_s=storm_s - 0.1
+        )
+    if weather is not Weather.CALM:
+        injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
+    injections.sort(key=lambda one: (one.start_s, one.end_s))
+    visits = _visits(rng, requests, span_s, calm=weather is Weather.CALM)
+    return Plan(
+        seed,
+        weather,
+        world,
+        tuple(visits),
+        tuple(injections),
+        storm_s,
+        max([span_s, *(one.end_s for one in injections)]) + 0.1,
+        rng.uniform(0.3, 1.0) * span_s if weather is Weather.SHUTDOWN else None,
+    )
+
+
+def _engines(rng: random.Random) -> EmulationSettings:
+    connector = rng.choices(list(Connector), weights=[50, 15, 20, 15])[0]
+    recomputes = connector in (Connector.MOONCAKE_ASCEND, Connector.LAYERWISE)
+    return EmulationSettings(
+        prefillers=rng.randint(1, 3),
+        ranks=rng.randint(1, 4),
+        batch_limit=rng.choice(_BATCH_LIMITS),
+        step_base_ns=rng.choice([5_000_000, 15_000_000]),
+        prefill_base_ns=5_000_000,
+        prefill_ns_per_token=rng.choice([20_000.0, 200_000.0]),
+        rank_kv_tokens=rng.choice([None, None, 400, 1_500]),
+        prefiller_kv_tokens=rng.choice([None, None, 2_000]),
+        lease_s=rng.choice([1.0, 3.0, 8.0]),
+        connector=connector,
+        dp_mode=rng.choice([DpMode.PORTS, DpMode.PORTS, DpMode.HEADER]),
+        preemption=Preemption.STOP if recomputes and rng.random() < 0.7 else Preemption.INTERNAL,
+        model=MODEL,
+        mean_output_tokens=rng.choice([8.0, 20.0]),
+        prompt_tokens_details=rng.random() < 0.5,
+        reasoning_parser=rng.random() < 0.2,
+        partial_utf8=rng.choice([0.0, 0.0, 0.2]),
+        merged_outputs=rng.choice([0.0, 0.0, 0.3]),
+    )
+
+
+def _direct(rng: random.Random) -> dict[str, object]:
+    return {
+        "direct": rng.choice(["auto", "auto", "prefill", "decode", "refuse"]),
+        "direct_limit": rng.choice([1, 4]),
+    }
+
+
+def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
+    # Whoever counts events goes on too long where one is several tokens.
+    odd = engines.merged_outputs or engines.partial_utf8 or engines.reasoning_parser
+    return {
+        "policy": rng.choice(_POLICIES),
+        "predictor": rng.choice(["none", "survival", "exact-match"]),
+        "count_tokens": "usage" if odd else rng.choice(["usage", "events"]),
+        # Where the proxy believes in more slots than there are, ranks hold what they have pulled.
+        "batch": engines.batch_limit * rng.choice([1, 1, 1, 2]),
+        "rank_kv_tokens": rng.choice([None, engines.rank_kv_tokens]),
+        "prefiller_kv_tokens": rng.choice([None, engines.prefiller_kv_tokens]),
+        "probe_limit": rng.choice([None, None, 2]),
+        "pool_limit": rng.choice([None, None, 4]),
+        "queue_limit": rng.choice([1_000, 1_000, 1_000, 6]),
+        "queue_ttl_s": rng.choice([60.0, 60.0, 60.0, 1.0]),
+        "pool_ttl_s": rng.choice([60.0, 60.0, 60.0, 0.3]),
+        # The fleet's own, so that what lapses has to be noticed here.
+        "lease_s": engines.lease_s,
+        "lease_margin_s": rng.choice([0.2, 5.0]),
+        "on_missing_kv": rng.choice(["recompute", "fail"]),
+        "connect_timeout_s": 1.0,
+        "prefill_timeout_s": 6.0,
+        "first_token_timeout_s": 8.0,
+        "idle_stream_timeout_s": 4.0,
+        "answer_timeout_s": 12.0,
+        "drain_timeout_s": 2.0,
+        "retry_attempts": rng.choice([1, 3, 3]),
+        "health_interval_s": 1.0,
+        "health_timeout_s": 0.5,
+        "scrape_interval_s": 0.5,
+        "scrape_timeout_s": 0.4,
+        "write_timeout_s": 5.0,
+        "write_buffer_bytes": rng.choice([2_000, 65_536]),
+    }
+
+
+def _visits(rng: random.Random, requests: int, span_s: float, *, calm: bool) -> list[Visit]:
+    mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
+    mix = replace(mix, max_tokens=rng.choice([10, 40, 100]))
+    leaving = 0.3 if calm else rng.choice([0.0, 0.15, 0.5])
+    visits: list[Visit] = []
+    number = 0
+    herd_s = rng.uniform(0.0, span_s) if rng.random() < 0.15 else None
+    while number < requests:
+        count = 1 if rng.random() < 0.85 else rng.randint(2, 3)
+        drawn = tuple(
+            draw_request(rng, number + i, mix) for i in range(min(count, requests - number))
+        )
+        number += len(drawn)
+        start_s = rng.uniform(0.0, span_s)
+        if herd_s is not None and rng.random() < 0.5:
+            start_s = herd_s
+            if visits and rng.random() < 0.5:
+                # The same prompt again, and sometimes the same name.
+                drawn = (_repeated(rng, visits[-1].requests[0], drawn[0]), *drawn[1:])
+        visits.append(_visit(rng, start_s, drawn, leaving))
+    return sorted(visits, key=lambda visit: visit.start_s)
+
+
+def _repeated(rng: random.Random, earlier: ClientRequest, request: ClientRequest) -> ClientRequest:
+    name = earlier.request_id if rng.random() < 0.5 else request.request_id
+    return replace(earlier, number=request.number, request_id=name)
+
+
+def _visit(
+    rng: random.Random, start_s: float, requests: tuple[ClientRequest, ...], leaving: float
+) -> Visit:
+    several = len(requests) > 1
+    http_1_0 = rng.random() < 0.05
+    pauses: tuple[tuple[int, float], ...] = ()
+    link = None
+    if rng.random() < 0.08:
+        # Nothing fills a large window here.
+        link = Link(window_bytes=rng.choice([500, 4_000]), latency_s=0.0005)
+        pauses = ((rng.randint(0, 3_000), rng.choice([0.5, 2.0, 9.0])),)
+    elif rng.random() < 0.1:
+        link = Link(
+            latency_s=0.005,
+            jitter_s=rng.choice([0.0, 0.05]),
+            split_bytes=rng.choice([None, 1, 50]),
+        )
+    departure = None
+    pipelined = several and not http_1_0 and rng.random() < 0.5
+    if not several and rng.random() < leaving:
+        departure = Departure(
+            rng.choice(list(Phase)),
+            rng.choice(list(Leaving)),
+            delay_s=rng.choice([0.0, 0.0, 0.001, 0.02, rng.uniform(0.0, 2.0)]),
+            num_bytes=rng.choice([1, 300, 1_000, 4_000]),
+        )
+    return Visit(
+        start_s,
+        requests,
+        pipelined=pipelined,
+        http_1_0=http_1_0,
+        close=rng.random() < 0.2,
+        departure=departure,
+        pauses=pauses,
+        link=link,
+    )

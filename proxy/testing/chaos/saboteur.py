@@ -1,0 +1,140 @@
+"""Lets the faults of a plan happen, and undoes them."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+
+from balanceroute.proxy.emulate.engine import Engine
+from balanceroute.proxy.emulate.faults import AfterPull, Faults
+from balanceroute.proxy.live.control.admin import ConflictError
+from balanceroute.proxy.testing.chaos.faults import Act, Injection
+from balanceroute.proxy.testing.chaos.meddler import Meddler
+from balanceroute.proxy.testing.chaos.world import World
+
+_NO_FAULTS = Faults()
+
+
+class Saboteur:
+    """Works on one world, whose engines run.
+
+    Args:
+        world: The world.
+        injections: What is to happen.
+
+    Attributes:
+        done: How many faults of each kind there were.
+        front: URLs under which the proxy is to know engines, by their own.
+    """
+
+    def __init__(self, world: World, injections: tuple[Injection, ...]) -> None:
+        self.done: Counter[str] = Counter()
+        self.front: dict[str, str] = {}
+        self._world = world
+        self._injections = injections
+        self._meddlers: dict[Engine, Meddler] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Stand between the proxy and those engines whose framing is to be broken."""
+        for injection in self._injections:
+            engine = self._engine(injection)
+            if injection.act is Act.MEDDLE and engine not in self._meddlers:
+                meddler = Meddler(self._world.loop, engine.host, engine.port)
+                await meddler.start()
+                self._meddlers[engine] = meddler
+                self.front[engine.url] = f"http://{engine.host}:{meddler.port}"
+
+    def begin(self, at_s: float) -> None:
+        """Let everything happen as planned; the plan's time 0 is `at_s` of the loop."""
+        call_at = self._world.loop.call_at
+        for injection in self._injections:
+            self._timers.append(call_at(at_s + injection.start_s, self._begin, injection))
+            self._timers.append(call_at(at_s + injection.end_s, self._end, injection))
+
+    async def stop(self) -> None:
+        """Undo everything."""
+        for timer in self._timers:
+            timer.cancel()
+        await asyncio.gather(*self._tasks)
+        world = self._world
+        world.fleet.faults.clear()
+        world.decision_faults.clear()
+        for meddler in self._meddlers.values():
+            meddler.meddling = None
+        for injection in self._injections:
+            engine = self._engine(injection)
+            world.loop.network.rule(engine.host, engine.port, None)
+            world.loop.network.restore(engine.host, engine.port)
+        for engine in world.fleet.engines:
+            await world.fleet.restore(engine.name)
+
+    def close(self) -> None:
+        """Stand aside."""
+        for meddler in self._meddlers.values():
+            meddler.close()
+
+    def _begin(self, injection: Injection) -> None:
+        world, engine = self._world, self._engine(injection)
+        network = world.loop.network
+        world.journal.write("fault", injection.name, engine.name, injection.changes or "")
+        self.done[injection.name] += 1
+        match injection.act:
+            case Act.BOARD:
+                world.fleet.faults.set(engine.name, **injection.changes)
+            case Act.KILL:
+                world.fleet.kill(engine.name)
+            case Act.PROCESS:
+                engine.lose_process()
+            case Act.SILENCE:
+                network.silence(engine.host, engine.port)
+            case Act.LINK:
+                network.rule(engine.host, engine.port, injection.link)
+            case Act.MEDDLE:
+                self._meddlers[engine].meddling = injection.meddling
+            case Act.DRAIN:
+                world.proxy.roster.drain(injection.role, self._known(engine))
+            case Act.POLICY:
+                world.proxy.set_policy(injection.policy)
+            case Act.DECISION:
+                assert injection.lapse is not None
+                world.decision_faults.begin(injection.lapse)
+
+    def _end(self, injection: Injection) -> None:
+        world, engine = self._world, self._engine(injection)
+        network = world.loop.network
+        world.journal.write("fault over", injection.name, engine.name)
+        match injection.act:
+            case Act.BOARD:
+                usual = {name: getattr(_NO_FAULTS, name) for name in injection.changes}
+                world.fleet.faults.set(engine.name, **usual)
+                if injection.changes.get("after_pull") is AfterPull.DEATH:
+                    self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
+            case Act.KILL:
+                self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
+            case Act.SILENCE:
+                network.restore(engine.host, engine.port)
+            case Act.LINK:
+                network.rule(engine.host, engine.port, None)
+            case Act.MEDDLE:
+                self._meddlers[engine].meddling = None
+            case Act.DRAIN:
+                self._tasks.append(world.loop.create_task(self._take_back(injection)))
+            case Act.DECISION:
+                assert injection.lapse is not None
+                world.decision_faults.end(injection.lapse)
+            case Act.POLICY | Act.PROCESS:
+                pass
+
+    async def _take_back(self, injection: Injection) -> None:
+        # Unless another fault of this kind has ended already.
+        with suppress(ConflictError):
+            await self._world.proxy.roster.add(
+                injection.role, self._known(self._engine(injection)), ranks=None, bootstrap=None
+            )
+
+    def _engine(self, injection: Injection) -> Engine:
+        return self._world.fleet.engine(f"{injection.role.value}/{injection.engine}")
+
+    def _known(self, engine: Engine) -> str:
+        return self.front.get(engine.url, engine.url)

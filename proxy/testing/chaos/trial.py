@@ -1,0 +1,326 @@
+"""One run: the plan of a seed carried out, and everything looked at afterwards."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.core.events import (
+    Admit,
+    PrefillDone,
+    RequestArrived,
+    RequestCancelled,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+    TokensEmitted,
+)
+from balanceroute.proxy.testing.chaos.audit import (
+    Census,
+    audit_answers,
+    audit_decisions,
+    audit_leases,
+    audit_metrics,
+    audit_misreads,
+    audit_proxy,
+    audit_rest,
+    audit_retries,
+    take_census,
+)
+from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
+from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
+from balanceroute.proxy.testing.chaos.saboteur import Saboteur
+from balanceroute.proxy.testing.chaos.watched_scheduler import Step
+from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
+
+# With all faults over, everything ends within this time. A request that fits on no rank takes longest:
+# it is handed back 32 times, two seconds each.
+LIVENESS_S = 120.0
+# Then nothing may be held any more.
+_QUIET_S = 2.0
+# Connections are kept so long without use, on either side; then the last timers are gone.
+_IDLE_S = 8.0
+_WARM_UP_S = 2.5
+# An engine stops work for a client that left within this time.
+_ABORT_S = 0.1
+_STORM_SPAN_S = 0.5
+_BIG_BYTES = 20_000
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of one run.
+
+    Attributes:
+        seed: Whose.
+        weather: How much went wrong.
+        requests: What clients sent.
+        faults: How many of each kind.
+        outcomes: How the proxy's requests ended.
+        endings: How the clients saw them end.
+        cancelled: In which state requests were that clients left.
+        counters: Retries and other sums.
+        virtual_s: How long it took.
+        violations: What must not be; empty if all is well.
+        digest: Identifies what happened.
+        lines: What happened.
+    """
+
+    seed: int
+    weather: str
+    requests: int
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    cancelled: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+    digest: str = ""
+    lines: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, *, requests: int) -> Report:
+    """Carry a seed's plan out and return what came of it.
+
+    Args:
+        seed: Any integer.
+        requests: How many requests the clients send.
+    """
+    return run_plan(draw_plan(seed, requests=requests))
+
+
+def run_plan(plan: Plan) -> Report:
+    """Carry a plan out and return what came of it."""
+    report = Report(plan.seed, plan.weather.value, len(plan.requests))
+    report.violations += violations_of(
+        lambda log: run(lambda loop: Trial(plan, loop, report, log).run(), seed=plan.seed)
+    )
+    return report
+
+
+class Trial:
+    """One run.
+
+    Args:
+        plan: What is to happen.
+        loop: The running loop.
+        report: Filled in.
+        log: What the package logs goes here.
+    """
+
+    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
+        self._plan = plan
+        self._loop = loop
+        self._report = report
+        self._rng = random.Random(f"trial {plan.seed}")
+        self._world = World(plan.world, loop, self._rng, watch=self._saw)
+        log.journal = self._world.journal
+        log.explains = self._world.decision_faults.explains
+        self._saboteur = Saboteur(self._world, plan.injections)
+        self._clients: list[Client] = []
+        self._by_id: dict[str, Client] = {}
+        self._next_link: Link | None = None
+        self._begin_s = 0.0
+        self._has_bad_wires = any(one.link or one.meddling for one in plan.injections)
+
+    async def run(self) -> None:
+        """Do it."""
+        world, plan, report = self._world, self._plan, self._report
+        await world.fleet.start()
+        await self._saboteur.start()
+        await world.start(self._saboteur.front)
+        await asyncio.sleep(_WARM_UP_S)
+        before = await take_census(world)
+        self._begin_s = self._loop.time()
+        self._loop.network.rule("127.0.0.1", world.port, self._link)
+        self._saboteur.begin(self._begin_s)
+        self._report.faults += _client_faults(plan)
+        visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
+        if plan.storm_s is not None:
+            self._loop.call_at(self._begin_s + plan.storm_s, self._storm)
+        if plan.shutdown_s is not None:
+            await self._until(plan.shutdown_s)
+            world.journal.write("shutdown")
+            await world.proxy.drain()
+            await world.proxy.close()
+        await self._until(plan.calm_s)
+        await self._saboteur.stop()
+        world.journal.write("calm")
+        await self._await_end(visits)
+        await asyncio.sleep(_QUIET_S)
+        report.violations += audit_proxy(world)
+        report.violations += audit_metrics(world)
+        report.violations += audit_decisions(world)
+        report.violations += audit_retries(plan, world)
+        await self._look_at_the_rest(before)
+        oracle = Oracle(plan.world.engines)
+        await oracle.start()
+        report.violations += await audit_answers(plan, world, self._clients, oracle, report.endings)
+        await oracle.close()
+        await world.close()
+        self._saboteur.close()
+        self._sum_up()
+
+    async def _until(self, planned_s: float) -> None:
+        await asyncio.sleep(max(0.0, self._begin_s + planned_s - self._loop.time()))
+
+    async def _await_end(self, visits: list[asyncio.Task[None]]) -> None:
+        """Wait until every client has what it is to get."""
+        _, late = await asyncio.wait(visits, timeout=LIVENESS_S)
+        if not late:
+            return
+        names = [
+            r.request_id for c in self._clients if not c.over.is_set() for r in c.visit.requests
+        ]
+        self._report.violations.append(
+            f"liveness: {len(late)} clients wait {LIVENESS_S:g} s after the last fault: {names}"
+        )
+        for task in late:
+            task.cancel()
+        await asyncio.wait(late)
+
+    async def _look_at_the_rest(self, before: Census) -> None:
+        """Look at what takes time to go: leases, and connections that nobody uses."""
+        world, engines = self._world, self._plan.world.engines
+        await asyncio.sleep(engines.lease_s + _IDLE_S)
+        self._report.violations += audit_rest(world)
+        self._report.violations += audit_leases(self._plan, world)
+        self._report.violations += audit_misreads(self._plan, world)
+        if self._plan.shutdown_s is None:
+            after = await take_census(world)
+            self._report.violations += after.beyond(before)
+
+    # Clients.
+
+    async def _visit(self, visit: Visit) -> None:
+        await self._until(visit.start_s)
+        client = Client(visit, on_left=self._left)
+        self._clients.append(client)
+        for request in visit.requests:
+            self._by_id.setdefault(request.request_id, client)
+        self._next_link = visit.link
+        try:
+            await self._loop.create_connection(lambda: client, "127.0.0.1", self._world.port)
+        except OSError:
+            client.connection_lost(None)
+        try:
+            await client.over.wait()
+        finally:
+            client.leave()
+
+    def _link(self) -> Link:
+        """Return the wire of the connection that is being made."""
+        link, self._next_link = self._next_link, None
+        return link or Link()
+
+    def _storm(self) -> None:
+        """Let half of those who wait give up."""
+        here = [client for client in self._clients if not client.over.is_set()]
+        self._report.faults["client: gives up in a storm"] += len(here) // 2
+        for client in self._rng.sample(here, len(here) // 2):
+            client.leave_soon(self._rng.uniform(0.0, _STORM_SPAN_S))
+
+    def _left(self, client: Client) -> None:
+        names = [request.request_id for request in client.visit.requests]
+        self._world.journal.write("left", *names)
+        departure = client.visit.departure
+        if departure is not None:
+            self._report.faults[f"client: leaves {departure.phase.value}"] += 1
+        if not self._has_bad_wires and not _is_shared(self._plan, names[0]):
+            self._loop.call_later(_ABORT_S, self._check_aborted, names[0])
+
+    def _check_aborted(self, name: str) -> None:
+        """Look whether an engine still works for a client that left."""
+        for engine in self._world.fleet.engines:
+            for call in engine.exchanges.values():
+                if call.request_id.endswith(f"cmpl-{name}"):
+                    self._report.violations.append(
+                        f"abort: {engine.name} works for {name}, whose client left "
+                        f"{_ABORT_S:g} s ago"
+                    )
+
+    # The scheduler.
+
+    def _saw(self, step: Step) -> None:
+        event = step.event
+        if isinstance(event, StepCompleted | TokensEmitted) or (
+            isinstance(event, Tick) and not step.actions
+        ):
+            return
+        self._world.journal.write(event, *step.actions)
+        if isinstance(event, RequestCancelled) and step.before is not None:
+            state = step.before.name.lower()
+            self._report.cancelled[f"{state}, started" if step.started else state] += 1
+        if isinstance(event, RequestArrived):
+            self._reached(event.request, Phase.QUEUED)
+        elif isinstance(event, PrefillDone):
+            self._reached(event.request, Phase.PREFILLED)
+        for action in step.actions:
+            if isinstance(action, StartPrefill):
+                self._reached(action.request, Phase.PREFILLING)
+            elif isinstance(action, Admit):
+                self._reached(action.request, Phase.ADMITTED)
+
+    def _reached(self, number: int, phase: Phase) -> None:
+        session = self._world.proxy.driver.sessions.get(number)  # type: ignore[call-overload]
+        if session is not None:
+            client = self._by_id.get(session.record.request_id)
+            if client is not None:
+                client.reached(phase)
+
+    # The end.
+
+    def _sum_up(self) -> None:
+        world, report = self._world, self._report
+        report.faults.update(self._saboteur.done)
+        counters = report.counters
+        for record in world.ended:
+            assert record.outcome is not None
+            report.outcomes[record.outcome.value] += 1
+            counters["retries"] += record.retries
+            counters["recomputes"] += record.recomputes
+            counters["lease lapses"] += record.lease_lapses
+            counters["output tokens"] += record.output_tokens
+            world.journal.write("ended", record)
+        stats = world.fleet.stats()
+        for kind in ("leases", "misses"):
+            for end, count in stats[kind].items():
+                counters[f"{kind} {end}"] += count
+        counters["misreads"] += stats["misreads"]
+        counters["decision faults"] += world.decision_faults.made.total()
+        report.virtual_s = self._loop.time() - self._begin_s
+        network = self._loop.network
+        world.journal.write("network", network.bytes_sent, network.bytes_delivered)
+        world.journal.write("callbacks", self._loop.callbacks_run)
+        for violation in report.violations:
+            world.journal.write("VIOLATION", violation)
+        report.lines = world.journal.lines
+        report.digest = world.journal.digest
+
+
+def _client_faults(plan: Plan) -> Counter[str]:
+    """Count what clients do that is out of the ordinary, besides leaving."""
+    counts: Counter[str] = Counter()
+    for visit in plan.visits:
+        counts["client: pipelines"] += visit.pipelined
+        counts["client: speaks HTTP/1.0"] += visit.http_1_0
+        counts["client: stops reading for a while"] += bool(visit.pauses)
+        counts["client: has a bad wire"] += visit.link is not None and not visit.pauses
+        counts["client: sends a big prompt"] += any(
+            len(request.body) > _BIG_BYTES for request in visit.requests
+        )
+    names = Counter(request.request_id for request in plan.requests)
+    counts["client: repeats a request id"] += sum(count - 1 for count in names.values())
+    starts = Counter(visit.start_s for visit in plan.visits)
+    counts["client: comes in a herd"] += sum(count for count in starts.values() if count > 1)
+    return +counts
+
+
+def _is_shared(plan: Plan, name: str) -> bool:
+    return sum(request.request_id == name for request in plan.requests) > 1

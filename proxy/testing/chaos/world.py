@@ -1,0 +1,133 @@
+"""A proxy and its engines in one virtual-time loop."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from balanceroute.proxy.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.testing.chaos.decision_faults import DecisionFaults, FaultyPredictor
+from balanceroute.proxy.testing.chaos.fetcher import WireFetcher
+from balanceroute.proxy.testing.chaos.journal import Journal
+from balanceroute.proxy.testing.chaos.watched_scheduler import Step, WatchedScheduler
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+
+_EPOCH_S = 1_795_000_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSettings:
+    """What stands in the world.
+
+    Attributes:
+        engines: The fleet.
+        flags: Of the proxy, by name, besides its engines and its addresses.
+    """
+
+    engines: EmulationSettings
+    flags: Mapping[str, object]
+
+
+class World:
+    """One proxy before one fleet.
+
+    Args:
+        settings: The fleet, and the proxy's flags.
+        loop: The running loop.
+        rng: Of the fleet's and the proxy's draws.
+        watch: Told of every step of the scheduler.
+
+    Attributes:
+        fleet: The engines.
+        proxy: The proxy.
+        decision_faults: Of the policy and the predictor.
+        journal: What happened.
+        ended: The requests that ended, in order.
+    """
+
+    def __init__(
+        self,
+        settings: WorldSettings,
+        loop: VirtualLoop,
+        rng: random.Random,
+        *,
+        watch: Callable[[Step], None] = lambda _: None,
+    ) -> None:
+        self.loop = loop
+        self.journal = Journal(loop.time)
+        self.ended: list[RequestRecord] = []
+        self.decision_faults = DecisionFaults()
+        self.fleet = EmulatedFleet(
+            settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=_EPOCH_S
+        )
+        self.proxy: Proxy
+        self.scheduler: WatchedScheduler
+        self._settings = settings
+        self._rng = random.Random(rng.getrandbits(64))
+        self._fetcher = WireFetcher(timeout_s=1.0)
+        self._watch = watch
+
+    async def start(self, front: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the engines, unless they run, and the proxy.
+
+        Args:
+            front: URLs under which the proxy is to know engines, by their own.
+        """
+        if not self.fleet.engines:
+            await self.fleet.start()
+
+        def known(url: str) -> str:
+            base, mark, rank = url.partition("@")
+            return f"{front.get(base, base)}{mark}{rank}"
+
+        flags = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "admin": False,
+            "log": "none",
+            "model": [],
+            **self._settings.flags,
+            "prefill": [known(url) for url in self.fleet.prefill_urls],
+            "decode": [known(url) for url in self.fleet.decode_urls],
+            "bootstrap": self.fleet.bootstrap_urls or None,
+            "connector": self._settings.engines.connector.value,
+        }
+        environment = Environment(
+            fetcher=self._fetcher,
+            log=self,
+            rng=self._rng,
+            unix_s=lambda: _EPOCH_S + self.loop.time(),
+            stopwatch=self.loop.time,
+            in_thread=_at_once,
+        )
+        self.proxy = Proxy(make_config(None, flags), environment)
+        active = self.proxy.predictors.active
+        active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
+        await self.proxy.start()
+        driver = self.proxy.driver
+        self.scheduler = WatchedScheduler(driver.scheduler, self._watch, self.decision_faults)
+        driver.scheduler = self.scheduler
+
+    @property
+    def port(self) -> int:
+        """Where the proxy listens."""
+        return self.proxy.server.port
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Take the proxy's word on a request that ended: it is the proxy's log."""
+        self.ended.append(record)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.proxy.close()
+        self._fetcher.close()
+        await self.fleet.close()
+
+
+async def _at_once(function: Callable[[], None]) -> None:
+    """Do what would have a thread: virtual time has none."""
+    function()

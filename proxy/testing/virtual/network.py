@@ -1,0 +1,337 @@
+"""The in-memory network of a virtual loop: listeners, connects, outages, counters.
+
+Every literal address exists and is this machine. A connect takes a round trip; the accepting side
+has its connection half a round trip later, as with TCP's three-way handshake.
+"""
+
+import asyncio
+import errno
+import random
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+from balanceroute.proxy.testing.virtual.address import Address, resolve
+from balanceroute.proxy.testing.virtual.connection import Connection
+from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.server import VirtualServer
+from balanceroute.proxy.testing.virtual.transport import MemoryTransport, streaming
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+LISTENING_PORTS = range(20_000, 32_768)
+EPHEMERAL_PORTS = range(32_768, 61_000)  # Linux's.
+# Linux tries seven times (tcp_syn_retries = 6), first after 1 s, each wait twice the last: 127 s.
+SYN_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 (no real interface is bound)
+
+
+class Outage(Enum):
+    """What is wrong with a listener."""
+
+    KILLED = "killed"
+    SILENT = "silent"
+
+
+class NetworkEvent(NamedTuple):
+    """One line of the journal.
+
+    Attributes:
+        time_s: Virtual time.
+        kind: connect, accept, refused, unreachable, bytes, eof, reset or closed.
+        connection: Its number; 0 for a connect that failed.
+        end: "client" or "server": who noticed.
+        num_bytes: Bytes delivered, or 0.
+    """
+
+    time_s: float
+    kind: str
+    connection: int
+    end: str
+    num_bytes: int
+
+
+class Network:
+    """The network of one loop.
+
+    Attributes:
+        loop: The loop.
+        rng: Draws delays, splits and losses; nothing else does.
+        abort_resets: Whether abort() sends a reset, as with SO_LINGER 0. False is what Linux does
+            by default: a FIN, unless bytes that arrived were not read.
+        open_connections: Ends of connections that have a protocol and are not lost: a connection
+            open at both ends counts two.
+        bytes_sent: Bytes taken from writers.
+        bytes_delivered: Bytes given to readers.
+        journal: What happened, if asked for.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        *,
+        link: Link | None = None,
+        abort_resets: bool = True,
+        journal: bool = False,
+    ) -> None:
+        """Attach a network to a loop.
+
+        Args:
+            loop: The loop, which has none yet.
+            rng: Seeded by the caller.
+            link: Of every connection that no rule covers.
+            abort_resets: See the attribute.
+            journal: Whether to keep one.
+        """
+        loop.attach(self)
+        self.loop = loop
+        self.rng = rng
+        self.abort_resets = abort_resets
+        self.open_connections = 0
+        self.bytes_sent = 0
+        self.bytes_delivered = 0
+        self.journal: list[NetworkEvent] | None = [] if journal else None
+        self._link = link or Link()
+        self._listeners: dict[Address, VirtualServer] = {}
+        self._rules: dict[Address, Link | Callable[[], Link]] = {}
+        self._outages: dict[Address, Outage] = {}
+        self._connections: dict[int, Connection] = {}
+        self._connected = 0
+        self._next_port = LISTENING_PORTS.start
+
+    # Faults
+
+    def rule(self, host: str, port: int, link: Link | Callable[[], Link] | None) -> None:
+        """Set what connections made from now on to a listener are like.
+
+        Args:
+            host: A literal address, or localhost.
+            port: The port; nobody needs to listen there.
+            link: One link for all; or a callable that makes one for each connect, from the
+                caller's generator; None removes the rule.
+        """
+        if link is None:
+            self._rules.pop((resolve(host), port), None)
+        else:
+            self._rules[resolve(host), port] = link
+
+    def kill(self, host: str, port: int) -> None:
+        """Reset every connection of a listener and refuse connects, until restore().
+
+        Its own ends are lost at once, those of its clients when the reset arrives.
+        """
+        self._outages[resolve(host), port] = Outage.KILLED
+        for connection in self.connections(host, port):
+            connection.kill()
+
+    def silence(self, host: str, port: int) -> None:
+        """Make a listener a black hole both ways, until restore(): nothing arrives or answers."""
+        self._outages[resolve(host), port] = Outage.SILENT
+        for connection in self.connections(host, port):
+            connection.set_silent(True)
+
+    def restore(self, host: str, port: int) -> None:
+        """End an outage. What silence() held back then arrives, as TCP sends it again."""
+        self._outages.pop((resolve(host), port), None)
+        for connection in self.connections(host, port):
+            connection.set_silent(False)
+
+    def connections(self, host: str | None = None, port: int | None = None) -> list[Connection]:
+        """Return the connections that are open at an end, oldest first.
+
+        Args:
+            host: Only those of this listener, as dialled or as bound.
+            port: Its port; needed with `host`.
+        """
+        every = list(self._connections.values())
+        if host is None or port is None:
+            return every
+        address = (resolve(host), port)
+        return [one for one in every if address in {one.dialled, one.listening}]
+
+    @property
+    def listeners(self) -> list[Address]:
+        """The bound addresses."""
+        return list(self._listeners)
+
+    # What the loop calls
+
+    def listen(
+        self,
+        factory: Callable[[], asyncio.BaseProtocol],
+        hosts: list[str | None],
+        port: int,
+    ) -> VirtualServer:
+        """Bind.
+
+        Raises:
+            OSError: An address is in use, or no port is free.
+        """
+        addresses = [(resolve(host), port or self._free_port()) for host in hosts]
+        for address in addresses:
+            if address in self._listeners:
+                msg = (
+                    f"error while attempting to bind on address {address!r}: address already in use"
+                )
+                raise OSError(errno.EADDRINUSE, msg)
+        server = VirtualServer(self, factory, addresses)
+        for address in addresses:
+            self._listeners[address] = server
+        return server
+
+    def unlisten(self, server: VirtualServer) -> None:
+        """Unbind."""
+        for address in server.addresses:
+            del self._listeners[address]
+
+    async def connect(
+        self,
+        factory: Callable[[], P],
+        host: str,
+        port: int,
+        *,
+        local_addr: Address | None = None,
+    ) -> tuple[asyncio.Transport, P]:
+        """Connect.
+
+        Raises:
+            ConnectionRefusedError: Nobody listens there, or a rule or an outage refuses.
+            TimeoutError: No answer in 127 s, the kernel's patience.
+            socket.gaierror: The host is a name.
+        """
+        dialled = (resolve(host), port)
+        link = self._link_to(dialled)
+        bound = await self._shake_hands(dialled, link)
+        server = self._listeners[bound]
+        protocol = factory()
+        stream = streaming(protocol)
+        self._connected += 1
+        connection = Connection(
+            self,
+            link,
+            number=self._connected,
+            local=self._local(local_addr, dialled),
+            dialled=dialled,
+            listening=bound,
+        )
+        self._connections[connection.number] = connection
+        self.record("connect", connection, 0, to=connection.client)
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        connection.client.start(stream, waiter=waiter)
+        self.loop.call_later(link.latency_s, self._accept, connection, server)
+        try:
+            await waiter
+        except BaseException:
+            connection.client.close()
+            raise
+        return connection.client, protocol
+
+    async def _shake_hands(self, dialled: Address, link: Link) -> Address:
+        """Wait for the answer to a SYN; return the bound address that gave it."""
+        round_trip_s = 2 * link.latency_s
+        if link.jitter_s:
+            round_trip_s += self.rng.uniform(0.0, link.jitter_s)
+        for wait_s in SYN_WAITS_S:
+            await asyncio.sleep(round_trip_s)
+            bound = self._bound(dialled)
+            outage = self._outages.get(dialled) or self._outages.get(bound or dialled)
+            if outage is Outage.SILENT or link.connect is Connect.HANG:
+                await asyncio.sleep(max(0.0, wait_s - round_trip_s))
+                continue
+            if bound is None or outage is Outage.KILLED or link.connect is Connect.REFUSE:
+                self._record_failure("refused")
+                raise ConnectionRefusedError(
+                    errno.ECONNREFUSED, f"Connect call failed {dialled!r} on the virtual network"
+                )
+            return bound
+        self._record_failure("unreachable")
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer from {dialled!r} on the virtual network")
+
+    def _accept(self, connection: Connection, server: VirtualServer) -> None:
+        """Give the accepting end its protocol, half a round trip after the connecting one."""
+        if connection.upload.is_reset:
+            connection.server.discard()
+            return
+        if not server.is_serving():
+            connection.server.discard()
+            connection.download.reset(lose=True)
+            return
+        try:
+            protocol = streaming(server.factory())
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # As asyncio does: reported, and the listener goes on.
+            self.loop.call_exception_handler(
+                {
+                    "message": "Error on transport creation for incoming connection",
+                    "exception": error,
+                }
+            )
+            connection.server.discard()
+            connection.download.reset(lose=True)
+            return
+        self.record("accept", connection, 0, to=connection.server)
+        connection.server.start(protocol, server=server)
+
+    def _link_to(self, dialled: Address) -> Link:
+        rule = self._rules.get(dialled)
+        if rule is None:
+            rule = self._rules.get(self._bound(dialled) or dialled, self._link)
+        return rule if isinstance(rule, Link) else rule()
+
+    def _bound(self, dialled: Address) -> Address | None:
+        """Return the listening address that takes a connect, if any does."""
+        host, port = dialled
+        for candidate in (host, *WILDCARDS):
+            server = self._listeners.get((candidate, port))
+            if server is not None and server.is_serving():
+                return candidate, port
+        return None
+
+    def _local(self, local_addr: Address | None, dialled: Address) -> Address:
+        port = EPHEMERAL_PORTS[self._connected % len(EPHEMERAL_PORTS)]
+        if local_addr is None:
+            return dialled[0], port
+        return resolve(local_addr[0]), local_addr[1] or port
+
+    def _free_port(self) -> int:
+        taken = {port for _, port in self._listeners}
+        for _ in LISTENING_PORTS:
+            port = self._next_port
+            self._next_port = port + 1 if port + 1 in LISTENING_PORTS else LISTENING_PORTS.start
+            if port not in taken:
+                return port
+        raise OSError(errno.EADDRINUSE, "no listening port is free on the virtual network")
+
+    # Bookkeeping, called by the transports and pipes
+
+    def opened(self) -> None:
+        """Count an end that was given its protocol."""
+        self.open_connections += 1
+
+    def closed(self, connection: Connection, end: MemoryTransport) -> None:
+        """Count an end that was lost."""
+        self.open_connections -= 1
+        self.record("closed", connection, 0, to=end)
+        self.forget_if_over(connection)
+
+    def forget_if_over(self, connection: Connection) -> None:
+        """Drop a connection that is closed at both ends."""
+        if connection.client.is_shut and connection.server.is_shut:
+            self._connections.pop(connection.number, None)
+
+    def record(
+        self, kind: str, connection: Connection, num_bytes: int, *, to: MemoryTransport
+    ) -> None:
+        """Write a line of the journal, if there is one."""
+        if self.journal is not None:
+            end = "client" if to is connection.client else "server"
+            self.journal.append(
+                NetworkEvent(self.loop.time(), kind, connection.number, end, num_bytes)
+            )
+
+    def _record_failure(self, kind: str) -> None:
+        if self.journal is not None:
+            self.journal.append(NetworkEvent(self.loop.time(), kind, 0, "client", 0))

@@ -1,0 +1,108 @@
+"""A listener of the in-memory network."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+    from balanceroute.proxy.testing.virtual.network import Network
+
+
+class VirtualServer(asyncio.Server):
+    """See asyncio.Server for the public methods.
+
+    wait_closed() waits for the connections too, as in Python 3.12 and later; Python 3.11 returns
+    at once, so code that relies on either is wrong on the other, and a wait shows here.
+
+    Attributes:
+        addresses: What is bound.
+        factory: Makes the protocol of an accepted connection.
+    """
+
+    def __init__(
+        self,
+        network: "Network",
+        factory: Callable[[], asyncio.BaseProtocol],
+        addresses: list[Address],
+    ) -> None:
+        self._network = network
+        self.addresses = addresses
+        self.factory = factory
+        self._bound = True
+        self._accepting = False
+        self._connections = 0
+        self._closed: list[asyncio.Future[None]] = []
+        self._serving_forever: asyncio.Future[None] | None = None
+
+    def attach(self) -> None:
+        """Count an accepted connection."""
+        self._connections += 1
+
+    def detach(self) -> None:
+        """Count a lost connection."""
+        self._connections -= 1
+        self._wake_if_over()
+
+    def get_loop(self) -> "VirtualLoop":
+        """Return the loop."""
+        return self._network.loop
+
+    def is_serving(self) -> bool:
+        """Return whether connections are accepted."""
+        return self._accepting
+
+    @property
+    def sockets(self) -> tuple[Any, ...]:
+        """What is bound, each with getsockname(); empty after close()."""
+        if not self._bound:
+            return ()
+        return tuple(VirtualSocket(address) for address in self.addresses)
+
+    async def start_serving(self) -> None:
+        """Accept connections from now on."""
+        if not self._bound:
+            raise RuntimeError(f"server {self!r} is closed")
+        self._accepting = True
+        await asyncio.sleep(0)
+
+    async def serve_forever(self) -> None:
+        """Accept connections until cancelled, then close."""
+        if self._serving_forever is not None:
+            raise RuntimeError(f"server {self!r} is already being awaited on serve_forever()")
+        await self.start_serving()
+        self._serving_forever = self.get_loop().create_future()
+        try:
+            await self._serving_forever
+        except asyncio.CancelledError:
+            self.close()
+            await self.wait_closed()
+            raise
+        finally:
+            self._serving_forever = None
+
+    def close(self) -> None:
+        """Stop accepting; accepted connections stay."""
+        if not self._bound:
+            return
+        self._bound = self._accepting = False
+        self._network.unlisten(self)
+        if self._serving_forever is not None and not self._serving_forever.done():
+            self._serving_forever.cancel()
+        self._wake_if_over()
+
+    async def wait_closed(self) -> None:
+        """Wait until close() was called and the last accepted connection is lost."""
+        if self._bound or self._connections:
+            waiter = self.get_loop().create_future()
+            self._closed.append(waiter)
+            await waiter
+
+    def _wake_if_over(self) -> None:
+        if not self._bound and not self._connections:
+            for waiter in self._closed:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._closed.clear()

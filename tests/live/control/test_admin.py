@@ -1,0 +1,602 @@
+"""The admin listener: who may ask, what is answered, and what an order does."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute import __version__
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.admin import (
+    MAX_ADDITIONS,
+    Admin,
+    ConflictError,
+    UnknownInstanceError,
+)
+from balanceroute.proxy.live.engines.http_client import fetch_status, make_http_client
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.security.credentials import as_secret
+from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.telemetry.process_log import LOGGER
+from balanceroute.proxy.live.telemetry.snapshot import (
+    PrefillerState,
+    RankState,
+    RequestState,
+    Snapshot,
+)
+from balanceroute.proxy.wire.messages import Headers, Request
+from balanceroute.proxy.wire.server import Server
+
+TOKEN = as_secret(b"admin-token")
+GOOD = [(b"authorization", b"Bearer admin-token")]
+JSON = [(b"content-type", b"application/json")]
+CURLS = b"application/x-www-form-urlencoded"
+SNAPSHOT = Snapshot(
+    policy="br-h",
+    predictor="survival",
+    ranks=[RankState(0, "http://d:8000@0", True, "up", 4000, 3, 2, 13)],
+    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 2, 1, 3000, 0.25)],
+    queued=5,
+    prefilling=2,
+    pooled=4,
+    decoding=3,
+    oldest_pooled_s=0.5,
+    imbalance_tokens=3000,
+    steps=7,
+    step_s=0.03,
+    idle_tokens=100,
+    capacity_tokens=400,
+    client_connections=11,
+    engine_connections=6,
+    draining=False,
+    rows_judged=50,
+    predictors=[],
+)
+LIVE = RequestState(4, "r4", "decoding", 100, 7, 1.5, "http://p:8000", "http://d:8000@0")
+
+
+class Fleet:
+    """A Control that remembers its orders."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[object, ...]] = []
+        self.is_ready = True
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def _order(self, *order: object) -> None:
+        if self.error is not None:
+            raise self.error
+        self.orders.append(order)
+
+    def snapshot(self, requests: bool) -> Snapshot:
+        if self.error is not None:
+            raise self.error
+        return replace(SNAPSHOT, requests=[LIVE] if requests else [])
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
+        await self.gate.wait()
+        self._order("add", role, url, ranks, bootstrap)
+
+    def drain(self, role: Role, url: str) -> None:
+        self._order("drain", role, url)
+
+    def remove(self, role: Role, url: str, force: bool) -> None:
+        self._order("remove", role, url, force)
+
+    def instances(self) -> list[dict[str, object]]:
+        return [{"role": "decode", "url": "http://d:8000", "status": "draining", "in_flight": 2}]
+
+    def set_policy(self, name: str) -> None:
+        self._order("policy", name)
+
+
+class Sent:
+    """A reply that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self.done = asyncio.Event()
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        assert not self.status, "answered twice"
+        self.status, self.headers, self.body = status, dict(headers), body
+        self.done.set()
+
+    @property
+    def json(self) -> dict[str, object]:
+        decoded = json.loads(self.body)
+        assert isinstance(decoded, dict)
+        return decoded
+
+    @property
+    def message(self) -> str:
+        error = self.json["error"]
+        assert isinstance(error, dict)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == self.status
+        return str(error["message"])
+
+
+class Bench:
+    """An Admin and the fleet it controls."""
+
+    def __init__(self, *, token: bool = True) -> None:
+        self.fleet = Fleet()
+        self.admin = Admin(
+            self.fleet,
+            page_of_metrics=lambda: b"page 1\n",
+            config={"port": 8000, "gamma": inf, "admin_token": TOKEN, "models": ("m",)},
+            token=TOKEN if token else None,
+            names={"ops.example"},
+        )
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        query: bytes = b"",
+        headers: Headers = GOOD,
+        media: Headers = JSON,
+    ) -> Sent:
+        sent = Sent()
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = Request(
+            method.encode(), path.encode(), query, [*headers, *media], encoded, "127.0.0.1:5"
+        )
+        self.admin(request, sent)
+        return sent
+
+    def get(self, path: str, *, query: bytes = b"", headers: Headers = GOOD) -> Sent:
+        return self.ask("GET", path, b"", query=query, headers=headers, media=[])
+
+    def post(self, path: str, body: object) -> Sent:
+        return self.ask("POST", path, body)
+
+
+INSTANCE = {"role": "decode", "url": "http://d:8000"}
+PAGES = ["/metrics", "/admin/state", "/admin/instances"]
+ORDERS = {
+    "/admin/instances": INSTANCE,
+    "/admin/instances/drain": INSTANCE,
+    "/admin/instances/remove": INSTANCE,
+    "/admin/policy": {"policy": "br-0"},
+    "/admin/log-level": {"level": "info"},
+}
+
+
+def test_the_state_shows_everything_and_no_secret() -> None:
+    sent = Bench().get("/admin/state")
+    assert sent.status == 200
+    assert sent.json["config"] == {
+        "port": 8000,
+        "gamma": "Infinity",
+        "admin_token": "Secret()",
+        "models": ["m"],
+    }
+    versions = sent.json["versions"]
+    assert isinstance(versions, dict)
+    assert versions["balanceroute"] == __version__
+    state = sent.json["state"]
+    assert isinstance(state, dict)
+    assert state["ranks"][0] == {
+        "rank": 0,
+        "name": "http://d:8000@0",
+        "open": True,
+        "status": "up",
+        "kv_tokens": 4000,
+        "bound": 3,
+        "started": 2,
+        "free_slots": 13,
+        "quarantine": {"reason": "", "since": None, "next_probe_s": None},
+    }
+    assert state["imbalance_tokens"] == 3000
+    assert state["requests"] == []
+    assert b"admin-token" not in sent.body
+
+
+@pytest.mark.parametrize(("query", "shown"), [(b"", 0), (b"requests=0", 0), (b"requests=1", 1)])
+def test_live_requests_are_shown_when_asked_for(query: bytes, shown: int) -> None:
+    state = Bench().get("/admin/state", query=query).json["state"]
+    assert isinstance(state, dict)
+    assert len(state["requests"]) == shown
+
+
+@pytest.mark.parametrize("query", [b"requests=2", b"requests", b"a=1", b"requests=1&requests=1"])
+def test_an_unknown_query_is_refused(query: bytes) -> None:
+    assert Bench().get("/admin/state", query=query).status == 400
+    assert Bench().get("/metrics", query=query).status == 400
+
+
+def test_metrics_are_served_as_text() -> None:
+    sent = Bench().get("/metrics")
+    assert (sent.status, sent.body) == (200, b"page 1\n")
+    assert sent.headers[b"content-type"].startswith(b"text/plain; version=0.0.4")
+
+
+def test_readiness_follows_the_proxy_and_health_does_not() -> None:
+    bench = Bench()
+    assert bench.get("/ready").status == 200
+    bench.fleet.is_ready = False
+    assert bench.get("/ready").status == 503
+    assert bench.get("/health").status == 200
+
+
+def test_instances_are_listed_with_what_is_in_flight() -> None:
+    assert Bench().get("/admin/instances").json == {"instances": Fleet().instances()}
+
+
+def test_orders_reach_the_control() -> None:
+    bench = Bench()
+    assert bench.post("/admin/instances/drain", INSTANCE).status == 200
+    assert bench.post("/admin/instances/remove", INSTANCE | {"force": True}).status == 200
+    assert bench.post("/admin/instances/remove", INSTANCE).status == 200
+    assert bench.post("/admin/policy", {"policy": "br-0"}).json == {"policy": "br-0"}
+    assert bench.fleet.orders == [
+        ("drain", Role.DECODE, "http://d:8000"),
+        ("remove", Role.DECODE, "http://d:8000", True),
+        ("remove", Role.DECODE, "http://d:8000", False),
+        ("policy", "br-0"),
+    ]
+
+
+def test_an_addition_is_answered_when_it_is_done() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.fleet.gate.clear()
+        order = INSTANCE | {"role": "prefill", "ranks": 8, "bootstrap": "http://d:8998"}
+        sent = bench.post("/admin/instances", order)
+        await asyncio.sleep(0)
+        assert sent.status == 0
+        assert bench.get("/admin/instances").status == 200
+        bench.fleet.gate.set()
+        await sent.done.wait()
+        assert sent.status == 200
+        assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8, "http://d:8998")]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("url has no port"), 400),
+        (UnknownInstanceError("there is no such decode instance"), 404),
+        (ConflictError("2 requests are in flight"), 409),
+    ],
+)
+def test_the_controls_refusals_have_their_status(error: Exception, status: int) -> None:
+    async def main() -> None:
+        for path in ("/admin/instances", "/admin/instances/drain", "/admin/instances/remove"):
+            bench = Bench()
+            bench.fleet.error = error
+            sent = bench.post(path, INSTANCE)
+            await sent.done.wait()
+            assert sent.status == status
+            assert sent.message == str(error)
+
+    asyncio.run(main())
+
+
+def test_additions_at_a_time_are_bounded_and_end_with_the_listener() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.fleet.gate.clear()
+        going_on = [bench.post("/admin/instances", INSTANCE) for _ in range(MAX_ADDITIONS)]
+        assert bench.post("/admin/instances", INSTANCE).status == 429
+        await asyncio.sleep(0)
+        bench.admin.close()
+        additions = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert len(additions) == MAX_ADDITIONS
+        await asyncio.wait(additions)
+        assert not any(sent.status for sent in going_on)
+        assert bench.fleet.orders == []
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_ours_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.fleet.error = RuntimeError("the key is hunter2")
+    sent = bench.get("/admin/state")
+    assert sent.status == 500
+    assert b"hunter2" not in sent.body
+    assert "hunter2" in caplog.text
+
+
+@pytest.fixture
+def package_level() -> Iterator[logging.Logger]:
+    logger = logging.getLogger(LOGGER)
+    before = logger.level
+    yield logger
+    logger.setLevel(before)
+
+
+def test_the_log_level_can_be_changed(package_level: logging.Logger) -> None:
+    bench = Bench()
+    assert bench.post("/admin/log-level", {"level": "debug"}).status == 200
+    assert package_level.level == logging.DEBUG
+    sent = bench.post("/admin/log-level", {"level": "loud"})
+    assert sent.status == 400
+    assert "expected debug, info, warning, error" in sent.message
+    assert package_level.level == logging.DEBUG
+
+
+BAD_CREDENTIALS: list[Headers] = [
+    [],
+    [(b"authorization", b"Bearer wrong")],
+    [(b"authorization", b"Bearer ")],
+    [(b"authorization", b"Bearer")],
+    [(b"authorization", b"admin-token")],
+    [(b"authorization", b"Basic admin-token")],
+    [(b"authorization", b"Bearer  admin-token")],
+    [(b"authorization", b"Bearer admin-token ")],
+    [(b"authorization", b"Bearer admin-token2")],
+    [(b"authorization", b"Bearer admin-toke")],
+    [(b"authorization", b"Bearer ADMIN-TOKEN")],
+    [(b"authorization", b"Bearer " + b"x" * 1_000_000)],
+    [*GOOD, *GOOD],
+    [*GOOD, (b"authorization", b"Bearer wrong")],
+    [(b"cookie", b"authorization=Bearer admin-token")],
+]
+
+
+@pytest.mark.parametrize("headers", BAD_CREDENTIALS)
+def test_without_the_token_nothing_is_shown_and_nothing_done(headers: Headers) -> None:
+    bench = Bench()
+    for path in [*PAGES, "/admin/nothing", "/"]:
+        sent = bench.get(path, headers=headers)
+        assert sent.status == 401
+        assert sent.headers[b"www-authenticate"] == b"Bearer"
+        assert sent.message == "the token is missing or wrong"
+    for path, body in ORDERS.items():
+        assert bench.ask("POST", path, body, headers=headers).status == 401
+    assert bench.fleet.orders == []
+
+
+def test_health_and_readiness_need_no_token() -> None:
+    bench = Bench()
+    assert bench.get("/health", headers=[]).status == 200
+    assert bench.get("/ready", headers=[]).status == 200
+    assert b"admin" not in bench.get("/ready", headers=[]).body
+
+
+def test_the_scheme_is_not_case_sensitive() -> None:
+    headers = [(b"authorization", b"bEARER admin-token")]
+    assert Bench().get("/admin/state", headers=headers).status == 200
+
+
+def test_without_a_configured_token_none_is_asked_for() -> None:
+    assert Bench(token=False).get("/admin/state", headers=[]).status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "/admin", "/admin/", "/admin/state/", "//admin/state", "/admin//state"),
+        *("/admin/../admin/state", "/Admin/State", "/admin/state%2f", "/admin/state;x", "*"),
+        *("/admin/instances/add", "/v1/chat/completions", "/metrics/", "http://h/metrics"),
+    ],
+)
+def test_paths_are_exact(path: str) -> None:
+    assert Bench().get(path).status == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("POST", "/admin/state", b"GET, HEAD"),
+        ("DELETE", "/admin/instances", b"GET, HEAD, POST"),
+        ("GET", "/admin/instances/drain", b"POST"),
+        ("PUT", "/admin/policy", b"POST"),
+        ("OPTIONS", "/admin/policy", b"POST"),
+        ("get", "/metrics", b"GET, HEAD"),
+        ("TRACE", "/health", b"GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allow: bytes) -> None:
+    sent = Bench().ask(method, path)
+    assert sent.status == 405
+    assert sent.headers[b"allow"] == allow
+
+
+@pytest.mark.parametrize("path", ORDERS)
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 50_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"role": "decode", "role": "prefill"}', "appears twice"),
+        (b"[]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"NaN", "must be a JSON object"),
+        (b"{}", "is missing"),
+    ],
+)
+def test_a_body_that_is_no_order_is_refused(path: str, body: bytes, reason: str) -> None:
+    bench = Bench()
+    sent = bench.post(path, body)
+    assert sent.status == 400
+    assert reason in sent.message
+    assert bench.fleet.orders == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/instances", INSTANCE | {"ranks": 0}),
+        ("/admin/instances", INSTANCE | {"ranks": True}),
+        ("/admin/instances", INSTANCE | {"ranks": 8.0}),
+        ("/admin/instances", INSTANCE | {"ranks": "8"}),
+        ("/admin/instances", INSTANCE | {"bootstrap": ""}),
+        ("/admin/instances", INSTANCE | {"bootstrap": 8998}),
+        ("/admin/instances", INSTANCE | {"weight": 1}),
+        ("/admin/instances", {"role": "both", "url": "http://d:8000"}),
+        ("/admin/instances", {"role": ["decode"], "url": "http://d:8000"}),
+        ("/admin/instances", {"role": "decode", "url": ""}),
+        ("/admin/instances", {"role": "decode", "url": "h" * 2049}),
+        ("/admin/instances", {"role": "decode", "url": 8000}),
+        ("/admin/instances", {"role": "decode"}),
+        ("/admin/instances/remove", INSTANCE | {"force": 1}),
+        ("/admin/instances/drain", INSTANCE | {"force": True}),
+        ("/admin/policy", {"policy": None}),
+        ("/admin/policy", {"policy": "br-0", "role": "decode"}),
+        ("/admin/log-level", {"level": ["debug"]}),
+    ],
+)
+def test_an_order_of_the_wrong_shape_is_refused(path: str, body: object) -> None:
+    bench = Bench()
+    sent = bench.post(path, body)
+    assert sent.status == 400
+    assert sent.message
+    assert bench.fleet.orders == []
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        [],
+        *([(b"content-type", value)] for value in (b"text/plain", CURLS, b"application/json; a=b")),
+    ],
+)
+def test_an_order_is_json_whatever_it_is_called(media: Headers) -> None:
+    bench = Bench()
+    assert bench.ask("POST", "/admin/policy", {"policy": "br-0"}, media=media).status == 200
+    assert bench.fleet.orders == [("policy", "br-0")]
+
+
+# What a web page could have sent.
+
+FOREIGN: list[Headers] = [
+    # After the page's own name was made to resolve to loopback.
+    [(b"host", b"evil.example")],
+    [(b"host", b"evil.example:9000"), (b"origin", b"http://evil.example:9000")],
+    [(b"host", b"localhost.evil.example")],
+    [(b"host", b"127.0.0.1.evil.example:9000")],
+    [(b"host", b"10.0.0.1:9000")],
+    [(b"host", b"")],
+    [(b"host", b":9000")],
+    # From another site, or another port of this machine.
+    [(b"host", b"127.0.0.1:9000"), (b"origin", b"https://evil.example")],
+    [(b"host", b"127.0.0.1:9000"), (b"origin", b"http://127.0.0.1:8080")],
+    [(b"host", b"localhost:9000"), (b"origin", b"http://127.0.0.1:9000")],
+    [(b"host", b"localhost:9000"), (b"origin", b"null")],
+    [(b"host", b"localhost:9000"), (b"origin", b"")],
+    [
+        (b"host", b"localhost:9000"),
+        (b"origin", b"http://localhost:9000"),
+        (b"origin", b"http://evil.example"),
+    ],
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_without_a_token_no_web_page_is_obeyed(
+    headers: Headers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Finding M7: after DNS rebinding a page on an operator's machine could add an engine."""
+    bench = Bench(token=False)
+    for path, body in ORDERS.items():
+        sent = bench.ask("POST", path, body, headers=headers, media=[])
+        assert sent.status == 403
+        assert sent.message
+    for path in PAGES:
+        assert bench.get(path, headers=headers).status == 403
+    assert bench.fleet.orders == []
+    assert len(caplog.records) == len(ORDERS) + len(PAGES)
+    for path in ("/health", "/ready"):  # What they say is no secret, and probes call by any name.
+        assert bench.get(path, headers=headers).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],  # HTTP/1.0.
+        *(
+            [(b"host", host)]
+            for host in (
+                *(b"localhost", b"LocalHost:9000", b"127.0.0.1", b"127.0.0.1:9000", b"127.1.2.3:1"),
+                *(b"[::1]", b"[::1]:9000", b"ops.example:443", b"Ops.Example"),
+            )
+        ),
+        [(b"host", b"localhost:9000"), (b"origin", b"http://LOCALHOST:9000")],
+        [(b"host", b"ops.example"), (b"origin", b"https://ops.example")],
+    ],
+)
+def test_without_a_token_its_own_names_are_obeyed(headers: Headers) -> None:
+    bench = Bench(token=False)
+    assert bench.ask("POST", "/admin/policy", {"policy": "br-0"}, headers=headers).status == 200
+    assert bench.get("/admin/state", headers=headers).status == 200
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_with_a_token_any_name_will_do(headers: Headers) -> None:
+    bench = Bench()
+    assert bench.get("/admin/state", headers=[*GOOD, *headers]).status == 200
+    assert bench.get("/admin/state", headers=headers).status == 401
+
+
+def test_a_page_is_there_for_head_too() -> None:
+    assert Bench().ask("HEAD", "/admin/state").status == 200
+
+
+def test_orders_and_refused_tokens_leave_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    bench = Bench()
+    bench.post("/admin/instances/drain", INSTANCE)
+    bench.get("/admin/state", headers=[])
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert fields[0] == {"peer": "127.0.0.1:5", "order": json.dumps(INSTANCE)}
+    assert fields[1] == {"peer": "127.0.0.1:5"}
+    assert "admin-token" not in caplog.text
+
+
+def test_answers_are_not_cached() -> None:
+    bench = Bench()
+    for path in [*PAGES, "/health", "/ready", "/nothing"]:
+        assert bench.get(path).headers[b"cache-control"] == b"no-store"
+
+
+def test_it_is_an_application_of_the_http_server() -> None:
+    async def main() -> None:
+        server = Server(Bench().admin)
+        await server.start("127.0.0.1", 0)
+        client = make_http_client(engine_context(None, insecure=False), timeout_s=5.0)
+        async with client:
+            url = f"http://127.0.0.1:{server.port}"
+            assert await fetch_status(client, f"{url}/ready") == 200
+            assert await fetch_status(client, f"{url}/admin/state") == 401
+            added = await client.post(
+                f"{url}/admin/instances",
+                json=INSTANCE,
+                headers={"authorization": "Bearer admin-token"},
+            )
+            assert added.status_code == 200
+            assert added.json() == {"instances": Fleet().instances()}
+        server.close()
+        await server.drain()
+
+    asyncio.run(main())
+
+
+@given(path=st.sampled_from(sorted(ORDERS)), body=st.binary(max_size=60) | st.text(max_size=60))
+def test_no_body_makes_a_500(path: str, body: bytes | str) -> None:
+    encoded = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
+    assert Bench().post(path, encoded).status == 400

@@ -1,0 +1,220 @@
+"""What the engines serve: read in the background, shown by model, and used to refuse what cannot fit."""
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Handler, Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TALK = {"model": "tiny", "messages": [{"role": "user", "content": "t1"}]}
+JSON = [(b"content-type", b"application/json")]
+
+
+def page(*cards: dict[str, Any]) -> bytes:
+    return json.dumps({"object": "list", "data": cards}).encode()
+
+
+def lists(cards: dict[str, dict[str, Any]]) -> "Handler":
+    """Return an engine's route that lists one model; an engine that is not named knows no length."""
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del request
+        reply.send(200, JSON, page(cards.get(engine, {"id": "tiny"})))
+
+    return answer
+
+
+async def known(site: "Site") -> None:
+    """Wait until the proxy has read the lists of all engines."""
+    await asyncio.sleep(2.0)
+    assert site.seen == []
+
+
+def test_adapters_have_the_context_of_their_base_model() -> None:
+    base = {"id": "base", "max_model_len": 100, "parent": None}
+    adapter = {"id": "org/adapter", "parent": "base", "max_model_len": None}
+    orphan = {"id": "orphan", "parent": "gone"}
+    models = parse_models(page(base, adapter, orphan))
+    assert [(one.name, one.parent, one.max_model_len) for one in models] == [
+        ("base", None, 100),
+        ("org/adapter", "base", 100),
+        ("orphan", "gone", None),
+    ]
+    assert models[1].card == adapter
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"data":{}}',
+        b'{"data":[1]}',
+        b'{"data":[{}]}',
+        b'{"data":[{"id":1}]}',
+        b"[" * 10_000,
+        page(*({"id": "x"} for _ in range(10_001))),
+    ],
+)
+def test_a_page_of_another_shape_tells_nothing(bad: bytes) -> None:
+    with pytest.raises(ModelsPageError):
+        parse_models(bad)
+
+
+@pytest.mark.parametrize("length", [0, -1, True, "100", 1.5])
+def test_a_context_that_is_no_length_is_not_known(length: object) -> None:
+    (model,) = parse_models(page({"id": "x", "max_model_len": length}))
+    assert model.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        (CHAT, TALK | {"max_tokens": 4097}),
+        (CHAT, TALK | {"max_completion_tokens": 5000, "max_tokens": 1}),
+        (CHAT, TALK | {"max_tokens": 10**30, "stream": True}),
+        (COMPLETIONS, {"model": "tiny", "prompt": "t1", "max_tokens": 4097}),
+        (COMPLETIONS, {"prompt": "t1", "max_tokens": 4097}),
+    ],
+)
+def test_an_answer_beyond_the_context_is_refused_before_a_prefill(
+    play: "Play", path: str, values: dict[str, object]
+) -> None:
+    """Finding M13: the decode rank found it out, with the KV cache on a prefiller for its lease."""
+
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        refused = await site.post(path, values)
+        assert refused.status == 400
+        assert site.seen == []
+        (record,) = site.world.ended
+        assert (record.outcome, record.status) == (Outcome.CLIENT_ERROR, 400)
+        # In the engine's own words.
+        own = await site.ask("decode/0", path, values)
+        assert (own.status, own.json) == (400, refused.json)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("length", [4097, 5000])
+def test_a_prompt_of_ids_beyond_the_context_is_refused_before_a_prefill(
+    play: "Play", length: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        body = {"model": "tiny", "prompt": [5] * length, "max_tokens": 1}
+        refused = await site.post(COMPLETIONS, body)
+        assert refused.status == 400
+        least = "at least " if length == 4097 else ""
+        assert f"contains {least}{length} input tokens" in refused.json["error"]["message"]
+        assert refused.json["error"]["param"] == "input_tokens"
+        assert site.seen == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        (CHAT, TALK | {"max_tokens": 4096}),
+        (CHAT, TALK | {"max_completion_tokens": 5, "max_tokens": 5000}),
+        (COMPLETIONS, {"model": "tiny", "prompt": "t1", "max_completion_tokens": 5000}),
+        (COMPLETIONS, {"model": "another", "prompt": "t1", "max_tokens": 5000}),
+        (
+            COMPLETIONS,
+            {"model": "tiny", "prompt": [5] * 4097, "truncate_prompt_tokens": 9, "max_tokens": 1},
+        ),
+        (COMPLETIONS, {"model": "tiny", "prompt": [[5] * 4097, [5]], "max_tokens": 1}),
+    ],
+)
+def test_what_is_not_certain_is_for_the_engines(
+    play: "Play", path: str, values: dict[str, object]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        await site.post(path, values)
+        assert site.seen
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        {"decode/1": {"id": "tiny", "max_model_len": 8192}},
+        {"prefill/0": {"id": "tiny", "max_model_len": 100}},
+        {"prefill/0": {}},
+    ],
+)
+def test_nothing_is_refused_while_one_engine_may_have_a_longer_context(
+    play: "Play", cards: dict[str, dict[str, Any]]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/models"] = lists(cards)
+        await known(site)
+        await site.post(CHAT, TALK | {"max_tokens": 5000})
+        assert site.seen
+
+    play(scenario)
+
+
+def test_an_engine_that_comes_back_is_asked_again(play: "Play") -> None:
+    names = ("prefill/0", "prefill/1", "decode/0", "decode/1")
+    cards: dict[str, dict[str, Any]] = {n: {"id": "tiny", "max_model_len": 100} for n in names}
+
+    async def scenario(site: "Site") -> None:
+        proxy = site.world.proxy
+        site.handlers[b"/v1/models"] = lists(cards)
+        cards["decode/1"]["max_model_len"] = 150
+        await known(site)
+        assert proxy.served_models.max_model_len("tiny") == 150
+        rank = proxy.instances.ranks[1]
+        rank.status = Status.QUARANTINED
+        await asyncio.sleep(2.0)
+        assert proxy.served_models.max_model_len("tiny") == 100
+        cards["decode/1"]["max_model_len"] = 200
+        rank.status = Status.UP
+        await asyncio.sleep(2.0)
+        assert proxy.served_models.max_model_len("tiny") == 200
+        # And each of them now and then, while adapters come and go.
+        cards["decode/0"]["max_model_len"] = 300
+        await asyncio.sleep(62.0)
+        assert proxy.served_models.max_model_len("tiny") == 300
+        assert proxy.served_models.max_model_len("") == 300
+        assert proxy.served_models.max_model_len("another") is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("path", ["org/m%C3%B6del", "org%2Fm%C3%B6del"])
+def test_one_model_is_shown(play: "Play", path: str) -> None:
+    """Finding L2: `models.retrieve` of OpenAI's clients got a 404."""
+    card = {"id": "org/mödel", "object": "model", "max_model_len": 100}
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/models"] = lists({"decode/0": card})
+        await known(site)
+        answer = await site.get(f"/v1/models/{path}")
+        assert (answer.status, answer.json) == (200, card)
+        assert answer.header(b"x-request-id")
+        assert (await site.send(f"/v1/models/{path}", method="HEAD").end()).status == 200
+        missing = await site.get("/v1/models/gone")
+        assert missing.status == 404
+        assert missing.json["error"]["message"] == "The model `gone` does not exist."
+        assert site.world.ended[-1].status == 404
+
+    play(scenario)

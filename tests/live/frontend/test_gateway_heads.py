@@ -1,0 +1,288 @@
+"""What the head of a request decides: what is rejected before its body is read, and whose key is right."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.live.security.credentials import Secret
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.wire.messages import Headers
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+OWN = ("/health", "/ready", "/version", "/metrics", "/load")
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
+TALK: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "t1 t2 t3"}],
+    "max_tokens": 4,
+    "ignore_eos": True,
+}
+
+
+def is_error(exchanged: "Exchanged", status: int) -> str:
+    """Check that an answer is an error in OpenAI's shape, and return its message."""
+    assert exchanged.status == status, exchanged.body
+    assert exchanged.header(b"content-type") == b"application/json"
+    error = exchanged.json["error"]
+    if "type" in exchanged.json:  # Anthropic's shape.
+        assert exchanged.json.keys() == {"type", "error"}
+        assert error.keys() == {"message", "type"}
+    else:
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["code"] == status
+    message = error["message"]
+    assert isinstance(message, str)
+    assert message
+    return message
+
+
+def keys(folder: Path, name: str, *words: str) -> str:
+    path = folder / name
+    path.write_text("".join(f"{word}\n" for word in words))
+    path.chmod(0o600)
+    return str(path)
+
+
+# What the head alone rules out.
+
+
+async def answer_to_head(site: "Site", head: bytes, port: int | None = None) -> tuple[int, bytes]:
+    """Send a head whose body never comes; return the status and the rest of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port or site.world.port)
+    begin_s = site.loop.time()
+    writer.write(head + b"\r\n\r\n")
+    answer = await reader.read()
+    assert site.loop.time() - begin_s < 1.0
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer
+
+
+LARGE = b"\r\nHost: a\r\nContent-Length: 1000000"
+
+
+def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> None:
+    """Finding H1: without a key, a large body for the metaserver stalled every connection."""
+
+    async def scenario(site: "Site") -> None:
+        status, _ = await answer_to_head(site, b"POST /v1/metaserver/guess HTTP/1.1" + LARGE)
+        assert status == 404
+
+    play(scenario)
+    play(scenario, connector=Connector.LAYERWISE)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/nothing HTTP/1.1" + LARGE, 404),
+        (b"PUT /v1/completions HTTP/1.1" + LARGE, 405),
+        (b"POST /metrics HTTP/1.1" + LARGE, 405),
+        (b"POST /v1/completions HTTP/1.1" + LARGE, 401),
+        (b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue" + LARGE, 401),
+        (b"POST /tokenize HTTP/1.1" + LARGE, 401),
+        (b"POST /tokenize HTTP/1.1\r\nAuthorization: Bearer right" + LARGE + b"0000", 413),
+        (
+            b"POST /tokenize HTTP/1.1\r\nAuthorization: Bearer right\r\n"
+            b"Content-Encoding: gzip" + LARGE,
+            415,
+        ),
+    ],
+)
+def test_what_the_head_rules_out_is_answered_before_the_body(
+    play: "Play", tmp_path: Path, head: bytes, status: int
+) -> None:
+    """Finding H2: a client without a key could upload any number of bodies first."""
+
+    async def scenario(site: "Site") -> None:
+        told, answer = await answer_to_head(site, head)
+        assert told == status
+        assert b'"error":{"message":' in answer
+        assert b"100 Continue" not in answer
+
+    flags = {"api_key_file": keys(tmp_path, "keys", "right"), "body_limit_bytes": 2_000_000}
+    play(scenario, flags=flags)
+
+
+def test_a_large_order_is_refused_before_its_body(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert site.world.proxy.admin is not None
+        port = site.world.proxy.admin.port
+        head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 65537"
+        status, answer = await answer_to_head(site, head, port)
+        assert (status, b'"error":{' in answer) == (413, True)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        (b"content-type", b"application/json", 200),
+        (b"content-type", b"Application/JSON; charset=utf-8", 200),
+        (b"content-type", b"", 200),
+        (b"content-type", b"application/x-www-form-urlencoded", 200),  # curl -d
+        (b"content-type", b"text/plain", 415),
+        (b"content-type", b"multipart/form-data; boundary=x", 415),
+        (b"content-encoding", b"identity", 200),
+        (b"content-encoding", b"gzip", 415),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_body_is_json_and_not_encoded(
+    play: "Play", path: str, name: bytes, value: bytes, status: int
+) -> None:
+    """Finding L3: an encoded body was said to be no UTF-8."""
+
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(path, BODY, [(name, value)])
+        assert answer.status == status
+        if status != 200:
+            is_error(answer, status)
+            assert site.seen == []
+        assert (await site.post(path, BODY)).status == 200
+
+    play(scenario)
+
+
+# Keys.
+
+
+def with_key(word: str) -> "Headers":
+    return [(b"authorization", word.encode())]
+
+
+def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
+    """Finding M9: Anthropic's clients, whose key is in X-Api-Key, got 401."""
+    refused: list[Headers] = [
+        [],
+        with_key("Bearer"),
+        with_key("Bearer "),
+        with_key("Bearer wrong"),
+        with_key("Bearer right1x"),
+        with_key("Bearer right1 right2"),
+        with_key("Bearer right1,right2"),
+        with_key("Basic right1"),
+        with_key("right1"),
+        with_key("Bearer right1") * 2,
+        with_key("Bearer right1") + with_key("Bearer wrong"),
+        [(b"x-api-key", b"wrong")],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", b"Bearer right1")],
+        [(b"x-api-key", b"right1")] * 2,
+        [(b"x-api-key", b"right1"), *with_key("Bearer wrong")],
+        [(b"x-api-key", b"wrong"), *with_key("Bearer right1")],
+    ]
+    accepted = [
+        with_key("Bearer right1"),
+        with_key("bearer right1"),
+        with_key("BEARER right2"),
+        with_key("Bearer   right2"),
+        [(b"x-api-key", b"right1")],
+        [(b"x-api-key", b"right1"), *with_key("Bearer right2")],
+    ]
+
+    async def scenario(site: "Site") -> None:
+        for path, method in {COMPLETIONS: "POST", "/v1/models": "GET"}.items():
+            for headers in refused:
+                answer = await site.send(path, BODY, method=method, headers=headers).end()
+                is_error(answer, 401)
+                assert answer.header(b"www-authenticate") == b"Bearer"
+        assert site.seen == []
+        for headers in accepted:
+            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+            assert (await site.get("/v1/models", headers)).status == 200
+        assert len(site.seen) == 3 * len(accepted)
+        for name in (b"authorization", b"x-api-key"):
+            assert all(seen.header(name) is None for seen in site.seen)
+        # Whoever asks whether the proxy lives has no key; loads and engines' names need one.
+        for page in OWN:
+            keyed = page in ("/load", "/metrics")
+            assert (await site.get(page)).status == (401 if keyed else 200)
+            assert (await site.get(page, with_key("Bearer right1"))).status == 200
+        # Nobody without a key learns what there is.
+        is_error(await site.get("/v1/completions"), 405)
+        is_error(await site.get("/v1/nothing"), 404)
+
+    play(scenario, flags={"api_key_file": keys(tmp_path, "keys", "right1", "right2")})
+
+
+def test_engines_get_their_own_key_and_never_the_clients(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        for headers in ([], with_key("Bearer mine")):
+            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+            assert (await site.get("/v1/models", headers)).status == 200
+        assert len(site.seen) == 6
+        for seen in site.seen:
+            given = [value for name, value in seen.request.headers if name == b"authorization"]
+            assert given == [b"Bearer engines"]
+
+    play(scenario, flags={"engine_key_file": keys(tmp_path, "key", "engines")})
+
+
+def test_new_keys_are_used_from_the_next_request_on(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        given = with_key("Bearer first")
+        assert (await site.post(COMPLETIONS, BODY, given)).status == 200
+        site.world.proxy.gateway.use_keys((Secret(b"second"),), Secret(b"newer"))
+        assert (await site.post(COMPLETIONS, BODY, given)).status == 401
+        assert (await site.post(COMPLETIONS, BODY, with_key("Bearer second"))).status == 200
+        sent = [seen.header(b"authorization") for seen in site.seen]
+        assert sent == [b"Bearer engines"] * 2 + [b"Bearer newer"] * 2
+
+    flags = {
+        "api_key_file": keys(tmp_path, "keys", "first"),
+        "engine_key_file": keys(tmp_path, "key", "engines"),
+    }
+    play(scenario, flags=flags)
+
+
+def test_without_keys_the_clients_own_is_for_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await site.post(COMPLETIONS, BODY, with_key("Bearer mine"))
+        await site.get("/v1/models", with_key("Bearer mine"))
+        assert [seen.header(b"authorization") for seen in site.seen] == [b"Bearer mine"] * 3
+        site.seen.clear()
+        await site.get("/v1/models", [(b"x-api-key", b"mine")])
+        assert [seen.header(b"x-api-key") for seen in site.seen] == [b"mine"]
+
+    play(scenario)
+
+
+def test_the_version_of_anthropics_api_reaches_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"anthropic-version", b"2023-06-01"), (b"anthropic-beta", b"a,b")]
+        await site.post(CHAT, TALK, headers)
+        for name, value in headers:
+            assert [seen.header(name) for seen in site.seen] == [value] * 2
+
+    play(scenario)
+
+
+def test_metrics_can_be_kept_from_clients(play: "Play") -> None:
+    """Finding M4: engines' addresses and loads were there for everybody."""
+
+    async def scenario(site: "Site") -> None:
+        is_error(await site.get("/metrics"), 404)
+        assert (await site.admin("/metrics")).status == 200
+
+    play(scenario, flags={"public_metrics": False})
+
+
+def test_the_page_of_metrics_is_rendered_at_most_once_a_second(play: "Play") -> None:
+    """Finding M4: 256 readings a second took a whole core."""
+
+    async def scenario(site: "Site") -> None:
+        before = (await site.get("/metrics")).body
+        await site.post(COMPLETIONS, BODY)
+        assert (await site.admin("/metrics")).body == before
+        await asyncio.sleep(1.0)
+        assert (await site.get("/metrics")).body != before
+
+    play(scenario)

@@ -1,0 +1,369 @@
+"""Requests that one engine answers by itself: passed on as they are, and the APIs few engines have."""
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+ASKED: dict[str, tuple[str, object]] = {
+    "/v1/models": ("GET", b""),
+    "/tokenize": ("POST", {"model": "tiny", "prompt": "t1 t2 ä"}),
+    "/detokenize": ("POST", {"model": "tiny", "tokens": [5, 6, 7]}),
+    "/v1/embeddings": ("POST", {"model": "tiny", "input": ["t1 t2", "t3"]}),
+}
+# New with every answer, or the time of day.
+PASSING = {"id", "created"}
+
+
+def lasting(value: Any) -> Any:
+    """Return an answer without what differs between two answers of one engine."""
+    if isinstance(value, dict):
+        return {name: lasting(one) for name, one in value.items() if name not in PASSING}
+    return [lasting(one) for one in value] if isinstance(value, list) else value
+
+
+def error_of(exchanged: "Exchanged", status: int) -> str:
+    assert exchanged.status == status, exchanged.body
+    error = exchanged.json["error"]
+    assert error["code"] == status
+    assert error.keys() == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_the_answer_is_an_engines(play: "Play", path: str) -> None:
+    method, values = ASKED[path]
+
+    async def scenario(site: "Site") -> None:
+        alone = await site.ask("prefill/0", path, values, method)
+        answer = await site.send(path, values, method=method).end()
+        assert answer.status == alone.status == 200
+        assert lasting(answer.json) == lasting(alone.json)
+        assert answer.header(b"content-type") == alone.header(b"content-type")
+        seen = site.received("prefill")[-1]
+        sent = values if isinstance(values, bytes) else json.dumps(values).encode()
+        assert seen.request.body == sent
+        assert seen.request.method == method.encode()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("/tokenize", b"{"),
+        ("/tokenize", {"model": "another", "prompt": "t1"}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/v1/embeddings", {}),
+    ],
+)
+def test_a_refusal_is_an_engines(play: "Play", path: str, values: object) -> None:
+    async def scenario(site: "Site") -> None:
+        alone = await site.ask("prefill/0", path, values)
+        answer = await site.post(path, values)
+        assert 400 <= alone.status < 500
+        assert (answer.status, answer.body) == (alone.status, alone.body)
+
+    play(scenario)
+
+
+def test_prefillers_take_turns_and_decode_ranks_are_left_alone(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for _ in range(6):
+            await site.get("/v1/models")
+        engines = [seen.engine for seen in site.seen]
+        assert sorted(engines) == ["prefill/0"] * 3 + ["prefill/1"] * 3
+
+    play(scenario)
+
+
+def test_another_prefiller_answers_for_a_dead_one(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.kill("prefill/0")
+        # All at once, before any health probe: each meets the dead one once at most.
+        exchanges = [site.send("/v1/models", method="GET") for _ in range(7)]
+        for exchange in exchanges:
+            assert (await exchange.end()).status == 200
+
+    play(scenario)
+
+
+def test_a_prefiller_that_is_quarantined_or_drained_is_not_asked(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        order = {"role": "prefill", "url": site.fleet.prefill_urls[1]}
+        assert (await site.admin("/admin/instances/drain", order)).status == 200
+        for _ in range(4):
+            await site.get("/v1/models")
+        assert {seen.engine for seen in site.seen} == {"prefill/0"}
+        site.fleet.kill("prefill/0")
+        await asyncio.sleep(5.0)
+        refused = await site.get("/v1/models")
+        assert "no prefiller" in error_of(refused, 503)
+        assert refused.header(b"retry-after") == b"1"
+
+    play(scenario)
+
+
+def test_two_engines_that_break_off_make_a_502(play: "Play") -> None:
+    def break_off(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.abort()
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = break_off
+        assert "the engine failed" in error_of(await site.post("/tokenize", {"prompt": "t1"}), 502)
+        assert sorted(seen.engine for seen in site.seen) == ["prefill/0", "prefill/1"]
+
+    play(scenario)
+
+
+def test_a_client_that_leaves_takes_its_request_along(play: "Play") -> None:
+    left: list[float] = []
+
+    async def scenario(site: "Site") -> None:
+        def hold(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            reply.on_closed = lambda: left.append(site.loop.time())
+
+        site.handlers[b"/v1/embeddings"] = hold
+        exchange = site.send("/v1/embeddings", {"model": "tiny", "input": "t1"})
+        await site.until(lambda: len(site.seen) == 1)
+        assert site.world.proxy.gateway.pass_through.in_flight == 1
+        exchange.call.abort()
+        begin_s = site.loop.time()
+        await site.until(lambda: bool(left))
+        assert left[0] - begin_s < 0.1
+        assert site.world.proxy.gateway.pass_through.in_flight == 0
+        assert len(site.seen) == 1
+
+    play(scenario)
+
+
+def test_an_engine_that_is_silent_makes_a_504(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = lambda *_: None
+        begin_s = site.loop.time()
+        message = error_of(await site.post("/tokenize", {"prompt": "t1"}), 504)
+        assert "7 s" in message
+        assert site.loop.time() - begin_s == pytest.approx(7.0, abs=0.01)
+        assert len(site.seen) == 1
+
+    play(scenario, flags={"prefill_timeout_s": 7.0})
+
+
+def test_an_answer_past_the_limit_is_not_kept(play: "Play") -> None:
+    def boast(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [(b"content-type", b"application/json")], b"x" * 5_000)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = boast
+        assert "too long" in error_of(await site.post("/tokenize", {"prompt": "t1"}), 502)
+
+    play(scenario, flags={"answer_limit_bytes": 4_096})
+
+
+def test_only_passable_headers_come_back(play: "Play") -> None:
+    def decorated(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        headers = [
+            (b"content-type", b"text/plain"),
+            (b"retry-after", b"9"),
+            (b"set-cookie", b"a=b"),
+            (b"x-internal", b"secret"),
+            (b"x-request-id", b"another"),
+        ]
+        reply.send(429, headers, b"slow down")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = decorated
+        answer = await site.post("/tokenize", {"prompt": "t1"}, [(b"x-request-id", b"mine")])
+        assert (answer.status, answer.body) == (429, b"slow down")
+        assert sorted(answer.headers) == [
+            (b"content-length", b"9"),
+            (b"content-type", b"text/plain"),
+            (b"retry-after", b"9"),
+            (b"x-request-id", b"mine"),
+        ]
+
+    play(scenario)
+
+
+# The APIs that few engines have. They are answered by a decode rank alone, through the scheduler.
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_api_that_no_engine_has_is_501(play: "Play", path: str, stream: bool) -> None:
+    def unknown(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = unknown
+        values = {"model": "tiny", "input": "t1", "messages": [], "max_tokens": 5, "stream": stream}
+        answer = await site.post(path, values)
+        assert answer.status == 501
+        error = answer.json["error"]
+        assert error["message"] == f"no engine serves {path}"
+        assert error["type"] == ("api_error" if path == MESSAGES else "NotImplementedError")
+        assert answer.header(b"x-request-id")
+        assert [seen.engine.partition("/")[0] for seen in site.seen] == ["decode"]
+        (record,) = site.world.ended
+        assert (record.status, record.outcome, record.retries) == (501, Outcome.CLIENT_ERROR, 0)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error":{"message":"The model `x` does not exist.","type":"NotFoundError","code":404}}',
+        b'{"type":"error","error":{"type":"not_found_error","message":"model: x"}}',
+    ],
+)
+def test_a_404_of_the_api_itself_is_passed_on(play: "Play", body: bytes) -> None:
+    def refuse(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(404, [(b"content-type", b"application/json")], body)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[MESSAGES.encode()] = refuse
+        answer = await site.post(MESSAGES, {"model": "x", "messages": [], "max_tokens": 5})
+        assert (answer.status, answer.body) == (404, body)
+
+    play(scenario)
+
+
+def test_a_chat_route_that_is_missing_is_the_engines_404(play: "Play") -> None:
+    def refuse(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[CHAT.encode()] = refuse
+        answer = await site.post(CHAT, {"model": "tiny", "messages": []})
+        assert (answer.status, answer.body) == (404, b'{"detail":"Not Found"}')
+
+    play(scenario)
+
+
+EVENTS = {
+    RESPONSES: [
+        b'event: response.created\ndata: {"type":"response.created","sequence_number":0}\n\n',
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"a"}\n\n',
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"b"}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"error":null}}\n\n',
+    ],
+    MESSAGES: [
+        b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":3}}}\n\n',
+        b'event: ping\ndata: {"type": "ping"}\n\n',
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    ],
+}
+WHOLE = {
+    RESPONSES: b'{"object":"response","output":[],"usage":{"input_tokens":3,"output_tokens":7}}',
+    MESSAGES: b'{"type":"message","content":[],"usage":{"input_tokens":3,"output_tokens":7}}',
+}
+
+
+def serve(engine: str, request: "Request", reply: "Reply") -> None:
+    """Answer as an engine that has these APIs."""
+    del engine
+    path = request.path.decode()
+    if not json.loads(request.body).get("stream"):
+        reply.send(200, [(b"content-type", b"application/json")], WHOLE[path])
+        return
+    reply.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+    for event in EVENTS[path]:
+        reply.write(event)
+    reply.end()
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_an_api_that_engines_have_is_served_by_decode_ranks(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = serve
+        body = b'{"model":"tiny" , "input":"t1","messages":[],"max_tokens":5, "stream":%b}'
+        whole = await site.post(path, body % b"false")
+        assert (whole.status, whole.body) == (200, WHOLE[path])
+        stream = await site.post(path, body % b"true", [(b"x-request-id", b"mine")])
+        assert stream.status == 200
+        assert stream.body == b"".join(EVENTS[path])
+        assert stream.error is None
+        assert stream.header(b"content-type") == b"text/event-stream; charset=utf-8"
+        assert stream.header(b"x-request-id") == b"mine"
+        assert {seen.engine.partition("/")[0] for seen in site.seen} == {"decode"}
+        for seen, flag in zip(site.seen, (b"false", b"true"), strict=True):
+            assert json.loads(seen.request.body) == json.loads(body % flag)
+        first, second = site.world.ended
+        assert (first.endpoint, first.outcome) == (path, Outcome.OK)
+        assert (first.prompt_tokens, first.output_tokens) == (3, 7)
+        assert (second.outcome, second.stream, second.prefiller) == (Outcome.OK, True, "")
+
+    play(scenario)
+
+
+def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play") -> None:
+    replies: list[Reply] = []
+
+    async def scenario(site: "Site") -> None:
+        def hold(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            replies.append(reply)
+            reply.start(200, [(b"content-type", b"text/event-stream")])
+            reply.write(EVENTS[RESPONSES][0])
+
+        site.handlers[RESPONSES.encode()] = hold
+        body = {"model": "tiny", "input": "t1 " * 100, "stream": True}
+        exchanges = [site.send(RESPONSES, body) for _ in range(5)]
+        await site.until(lambda: len(replies) == 4)
+        await asyncio.sleep(1.0)
+        # Two ranks of two slots each: the fifth waits in the pool.
+        engines = [seen.engine for seen in site.seen]
+        assert sorted(engines) == ["decode/0"] * 2 + ["decode/1"] * 2
+        assert len(site.world.scheduler.pool) == 1
+        first, last = EVENTS[RESPONSES][0], EVENTS[RESPONSES][-1]
+        for reply in replies[:]:
+            reply.write(last)
+            reply.end()
+        await site.until(lambda: len(replies) == 5)
+        replies[4].write(last)
+        replies[4].end()
+        for exchange in exchanges:
+            assert (await exchange.end()).body == first + last
+
+    play(scenario, flags={"batch": 2})
+
+
+def test_a_stream_of_such_an_api_that_breaks_off_ends_truthfully(play: "Play") -> None:
+    def break_off(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        reply.write(EVENTS[MESSAGES][0])
+        reply.abort()
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[MESSAGES.encode()] = break_off
+        answer = await site.post(MESSAGES, {"messages": [], "max_tokens": 3, "stream": True})
+        assert answer.status == 200
+        assert answer.error is not None
+        assert answer.events[0] == EVENTS[MESSAGES][0]
+        assert b'"error"' in answer.events[-1]
+        (record,) = site.world.ended
+        assert record.outcome is Outcome.UPSTREAM_ERROR
+
+    play(scenario)

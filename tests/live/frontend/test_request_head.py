@@ -1,0 +1,128 @@
+"""The head of a client's request: who it is from, and the little of it that reaches an engine."""
+
+import pytest
+
+from balanceroute.proxy.live.frontend.request_head import (
+    BadRequestIdError,
+    client_request_id,
+    engine_headers,
+    is_authorised,
+)
+from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.wire.messages import Headers
+
+KEY = Secret(b"sk-client")
+ENGINE_KEY = Secret(b"sk-engine")
+
+
+def fields(*headers: tuple[bytes, bytes]) -> Headers:
+    return list(headers)
+
+
+def made(headers: Headers, *, engine_key: Secret | None = None, keep: bool = False) -> Headers:
+    return engine_headers(headers, request_id="r-1", engine_key=engine_key, keep_key=keep)
+
+
+OURS = [(b"content-type", b"application/json"), (b"x-request-id", b"r-1")]
+
+
+@pytest.mark.parametrize("value", [b"a", b"req-1.2_3:4", b"A" * 128])
+def test_a_plain_request_id_is_taken(value: bytes) -> None:
+    assert client_request_id(fields((b"x-request-id", value))) == value.decode()
+
+
+def test_a_request_need_not_have_an_id() -> None:
+    assert client_request_id(fields((b"x-other", b"a"))) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b" ", b"a b", b"a\r\nx: y", b"a\n", b"a\0", b"A" * 129, b"A" * 3_000, b"\xc3\xa9", b"{}"],
+)
+def test_a_request_id_that_is_no_plain_word_is_refused(value: bytes) -> None:
+    with pytest.raises(BadRequestIdError):
+        client_request_id(fields((b"x-request-id", value)))
+
+
+def test_two_request_ids_are_refused_even_if_they_agree() -> None:
+    with pytest.raises(BadRequestIdError):
+        client_request_id(fields((b"x-request-id", b"a"), (b"x-request-id", b"a")))
+
+
+@pytest.mark.parametrize("value", [b"Bearer sk-client", b"bearer sk-client", b"BEARER  sk-client"])
+def test_the_key_authorises_whatever_the_case_of_its_scheme(value: bytes) -> None:
+    assert is_authorised(fields((b"authorization", value)), [Secret(b"other"), KEY])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"sk-client",
+        b"Basic sk-client",
+        b"Bearer sk-clien",
+        b"Bearer sk-clientt",
+        b"Bearer SK-CLIENT",
+        b"Bearer sk-client sk-client",
+        b"Bearer " + b"x" * 1_000_000,
+    ],
+)
+def test_nothing_but_the_key_authorises(value: bytes) -> None:
+    assert not is_authorised(fields((b"authorization", value)), [KEY])
+
+
+def test_a_missing_or_a_second_authorization_does_not_authorise() -> None:
+    good = (b"authorization", b"Bearer sk-client")
+    assert not is_authorised(fields(), [KEY])
+    assert not is_authorised(fields(good, good), [KEY])
+    assert not is_authorised(fields(good), [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"host",
+        b"connection",
+        b"transfer-encoding",
+        b"content-length",
+        b"content-type",
+        b"content-encoding",
+        b"expect",
+        b"cookie",
+        b"forwarded",
+        b"x-forwarded-for",
+        b"x-data-parallel-rank",
+        b"x-prefiller-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-llm-d-slo-ttft-ms",
+        b"x-return-error",
+        b"x-request-id",
+        b"authorization",
+        b"proxy-authorization",
+    ],
+)
+def test_a_header_that_is_not_on_the_list_reaches_no_engine(name: bytes) -> None:
+    assert made([(name, b"999")]) == OURS
+
+
+def test_a_trace_goes_on_through_the_engine() -> None:
+    passed = [
+        (b"traceparent", b"00-1-2-01"),
+        (b"tracestate", b"a=b"),
+        (b"user-agent", b"openai"),
+    ]
+    assert made([(b"cookie", b"a"), *passed]) == OURS + passed
+
+
+def test_the_clients_key_reaches_the_engine_only_if_it_is_the_engines() -> None:
+    headers = [(b"authorization", b"Bearer sk-client")]
+    assert made(headers) == OURS
+    assert made(headers, keep=True) == OURS + headers
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_engines_own_key_replaces_the_clients(*, keep: bool) -> None:
+    headers = made([(b"authorization", b"Bearer sk-client")], engine_key=ENGINE_KEY, keep=keep)
+    assert headers == [*OURS, (b"authorization", b"Bearer sk-engine")]

@@ -1,0 +1,138 @@
+"""Whole answers: which headers pass, what is read out of the body, and the one correction."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.proxy.live.openai.answer import (
+    counts_of,
+    error_words,
+    is_recomputed,
+    passable_headers,
+    stops_at_recomputed,
+    with_cached_tokens,
+)
+from balanceroute.proxy.live.openai.body import RequestBody
+
+DETAILED = (
+    b'{"choices":[{"message":{"content":"\\"usage\\":{\\"cached_tokens\\":1}"}}],'
+    b'"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens": 8}}}'
+)
+
+
+def test_only_headers_that_concern_the_client_pass() -> None:
+    passed = [
+        (b"content-type", b"application/json"),
+        (b"retry-after", b"7"),
+        (b"www-authenticate", b"Bearer"),
+    ]
+    others = [
+        (name, b"x")
+        for name in (
+            b"set-cookie",
+            b"connection",
+            b"transfer-encoding",
+            b"content-length",
+            b"server",
+            b"date",
+            b"location",
+            b"x-request-id",
+            b"content-encoding",
+        )
+    ]
+    assert passable_headers([*others, *passed, *others]) == passed
+
+
+@pytest.mark.parametrize(
+    ("body", "recomputed"),
+    [
+        (b'{"choices":[{"finish_reason":"stop","stop_reason":"recomputed"}]}', True),
+        (b'{"choices":[{"stop_reason" : 1}, {"stop_reason": \n"recomputed"}]}', True),
+        (b'{"choices":[{"stop_reason":null,"text":"recomputed"}]}', False),
+        (b'{"choices":[{"text":"\\"stop_reason\\":\\"recomputed\\""}]}', False),
+        (b"", False),
+    ],
+)
+def test_a_request_that_a_rank_gave_back_is_told(body: bytes, recomputed: bool) -> None:
+    assert is_recomputed(body) is recomputed
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("nixl_chat_stream_usage_prefill.resp", (187, 1)),
+        ("nixl_cmpl_nonstream_decode.resp", (176, 24)),
+        ("solo_err_unknown_model.resp", (0, 0)),
+    ],
+)
+def test_tokens_of_a_real_answer_are_counted(
+    body_of: Callable[[str], bytes], name: str, counts: tuple[int, int]
+) -> None:
+    assert counts_of(body_of(name)) == counts
+    assert not is_recomputed(body_of(name))
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        (DETAILED, (9, 3)),
+        # A token of that name among the log-probabilities.
+        (b'{"top_logprobs":[{"prompt_tokens":7}],"usage":{"prompt_tokens":4}}', (4, 0)),
+        # The Responses and Messages APIs.
+        (b'{"usage": {"input_tokens": 4, "output_tokens": 5}}', (4, 5)),
+        (b'{"usage":{"prompt_tokens":4}}', (4, 0)),
+        (b'{"usage":null}', (0, 0)),
+        (b'{"text":"prompt_tokens"}', (0, 0)),
+        (b'{"usage":{"prompt_tokens":-4,"completion_tokens":"5"}}', (0, 0)),
+        (b'{"usage":{"prompt_tokens":1e9,"completion_tokens":' + b"9" * 5_000 + b"}}", (0, 0)),
+        (b"\xff\x00", (0, 0)),
+    ],
+)
+def test_counts_are_taken_from_the_usage_object_alone(body: bytes, counts: tuple[int, int]) -> None:
+    assert counts_of(body) == counts
+
+
+def test_cached_tokens_are_those_of_the_prefill() -> None:
+    corrected = with_cached_tokens(DETAILED, 5)
+    assert corrected == DETAILED.replace(b'"cached_tokens": 8', b'"cached_tokens": 5')
+    assert json.loads(corrected)["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str], bytes]) -> None:
+    for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
+        assert with_cached_tokens(body_of(name), 5) == body_of(name)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":{"message":"max_tokens is 0","code":400}}', "max_tokens is 0"),
+        (b'{"type":"error","error":{"type":"x","message":"no"}}', "no"),
+        (b'{"error":{"message":"' + b"x" * 1000 + b'"}}', "x" * 200),
+        (b'{"error":{"message":"' + b"x" * 70_000 + b'"}}', ""),
+        (b'{"error":{"message":7}}', ""),
+        (b'{"error":"no"}', ""),
+        (b"[" * 10_000, ""),
+        (b"<html>", ""),
+        (b"", ""),
+    ],
+)
+def test_an_engines_own_words_are_kept_for_the_log(body: bytes, words: str) -> None:
+    assert error_words(body) == words
+
+
+@pytest.mark.parametrize(
+    ("stop", "may"),
+    [
+        ("recomputed", True),
+        (["a", "recomputed"], True),
+        ("a", False),
+        (None, False),
+        (["a" * 10] * 20_000, True),  # Too large to be read, so it may.
+    ],
+)
+def test_a_stop_word_may_look_like_a_hand_back(stop: object, may: bool) -> None:
+    body = RequestBody(json.dumps({"prompt": "a", "stop": stop}).encode())
+    assert stops_at_recomputed(body) is may

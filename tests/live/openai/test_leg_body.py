@@ -1,0 +1,136 @@
+"""The bodies of the legs: next to nothing differs from the client's, and nothing internal is its."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.live.connectors import CONNECTORS
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.leg_body import decode_body, prefill_body
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+
+PARAMS = {"do_remote_decode": True, "remote_host": None}
+EVIL = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
+PAIRS = [
+    "nixl_chat_stream_usage",
+    "nixl_cmpl_nonstream",
+    "nixl_cmpl_stream_usage",
+    "mooncake_chat_nonstream",
+    "mooncake_chat_stream_n2",
+    "mooncake_cmpl_stream_logprobs",
+]
+
+
+def body(**members: object) -> RequestBody:
+    return RequestBody(json.dumps(members).encode())
+
+
+def client_body(decode_request: bytes) -> bytes:
+    """Return what a client sent, from what a decode engine got: without the last member."""
+    text, _, _ = decode_request.partition(b', "kv_transfer_params"')
+    return text + b"}"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(
+    body_of: Callable[[str], bytes], name: str
+) -> None:
+    decode = body_of(f"{name}_decode.req")
+    worked = json.loads(body_of(f"{name}_prefill.req"))
+    connector = CONNECTORS[name.partition("_")[0]]
+    params = connector.prefill_params(worked["kv_transfer_params"].get("transfer_id", ""))
+    made = json.loads(prefill_body(RequestBody(client_body(decode)), {}, params))
+    # Ours makes sure of one token and one sequence.
+    assert made == {"n": 1, "min_tokens": 1} | worked
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_decode_leg_is_the_clients_bytes_and_the_parameters(
+    body_of: Callable[[str], bytes], name: str
+) -> None:
+    decode = body_of(f"{name}_decode.req")
+    params = json.loads(decode)["kv_transfer_params"]
+    assert decode_body(RequestBody(client_body(decode)), {}, params) == decode
+
+
+@given(st.dictionaries(st.text(max_size=4), st.recursive(st.integers(), st.lists), max_size=4))
+def test_the_decode_leg_differs_by_the_parameters_only(members: dict[str, Any]) -> None:
+    sent = json.dumps(members).encode()
+    made = decode_body(RequestBody(sent), {}, PARAMS)
+    tail = b'"kv_transfer_params": ' + json.dumps(PARAMS).encode() + b"}"
+    kept = {key: value for key, value in members.items() if key not in INTERNAL_FIELDS}
+    assert made == (json.dumps(kept).encode()[:-1] + b", " if kept else b"{") + tail
+
+
+def test_numbers_and_escapes_reach_both_legs_as_they_were_written() -> None:
+    texts = [
+        '"seed": 123456789012345678901234567890',
+        '"temperature":1E-7',
+        '"pr\\u006fmpt" : "\\ud800 \\u00e9 \\/"',
+        '"top_p": 0.10',
+    ]
+    sent = RequestBody(("{" + ",".join(texts) + "}").encode())
+    for made in (prefill_body(sent, {}, PARAMS), decode_body(sent, {}, PARAMS)):
+        assert all(text.encode() in made for text in texts)
+
+
+@pytest.mark.parametrize("field", sorted(INTERNAL_FIELDS))
+def test_an_internal_field_never_reaches_a_leg(field: str) -> None:
+    escaped = f'"\\u{ord(field[0]):04x}{field[1:]}"'
+    for key in (f'"{field}"', escaped):
+        sent = RequestBody(f'{{"prompt": "a", {key}: {json.dumps(EVIL)}}}'.encode())
+        for made in (
+            prefill_body(sent, {}, PARAMS),
+            decode_body(sent, {}, PARAMS),
+            decode_body(sent, {}, None),
+        ):
+            assert b"169.254" not in made
+            ours = PARAMS if b"do_remote_decode" in made else None
+            assert json.loads(made).get(field) == (ours if field == "kv_transfer_params" else None)
+
+
+def test_without_parameters_the_decode_leg_has_none() -> None:
+    sent = body(prompt="a", kv_transfer_params=EVIL, max_tokens=3)
+    assert decode_body(sent, {}, None) == b'{"prompt": "a", "max_tokens": 3}'
+
+
+def test_the_prefill_leg_asks_for_one_token_of_one_sequence_at_once() -> None:
+    sent = body(
+        prompt="a",
+        n=4,
+        best_of=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=900,
+        min_tokens=100,
+        stop=["x"],
+    )
+    assert json.loads(prefill_body(sent, {}, PARAMS)) == {
+        "prompt": "a",
+        "n": 1,
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stop": ["x"],
+        "kv_transfer_params": PARAMS,
+    }
+
+
+@pytest.mark.parametrize("limit", [50, None])
+def test_the_newer_limit_is_overridden_where_it_stands_and_only_there(limit: int | None) -> None:
+    given_limit = json.loads(prefill_body(body(max_completion_tokens=limit), {}, PARAMS))
+    assert given_limit["max_completion_tokens"] == given_limit["max_tokens"] == 1
+    assert "max_completion_tokens" not in json.loads(prefill_body(body(), {}, PARAMS))
+
+
+def test_both_legs_of_a_resumed_answer_have_the_same_prompt() -> None:
+    sent = body(prompt="once", max_tokens=10, temperature=0)
+    members = {"prompt": "once upon", "max_tokens": 8}
+    prefill = json.loads(prefill_body(sent, members, PARAMS))
+    decode = json.loads(decode_body(sent, members, PARAMS))
+    assert prefill["prompt"] == decode["prompt"] == "once upon"
+    assert (prefill["max_tokens"], decode["max_tokens"]) == (1, 8)

@@ -1,0 +1,178 @@
+"""Streams of /v1/messages and /v1/responses: how they end, well or not, and what is noted of it."""
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from balanceroute.proxy.live.openai.named_events import Turn, read_turn
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+BODY = {"model": "tiny", "input": "t1", "max_tokens": 5, "stream": True}
+BODY["messages"] = [{"role": "user", "content": "t1"}]
+
+
+def event(name: str, **members: object) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **members})}\n\n".encode()
+
+
+BEGIN = {
+    MESSAGES: event("message_start", message={}) + event("content_block_delta", delta={}),
+    RESPONSES: event("response.created") + event("response.output_text.delta", delta="a"),
+}
+FINAL = {
+    MESSAGES: event("message_delta", usage={"output_tokens": 7}) + event("message_stop"),
+    RESPONSES: event("response.completed", response={"usage": {"output_tokens": 7}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("sent", "turn"),
+    [
+        (event("message_start"), None),
+        (event("content_block_delta", error={"message": "x"}), None),
+        (b"data: {}\n\n", None),
+        (b": ping\n\n", None),
+        (event("message_stop"), Turn(True, "", False, None)),
+        (event("message_delta", usage={"output_tokens": 3}), Turn(False, "", False, 3)),
+        (event("message_delta", usage={"output_tokens": -3}), Turn(False, "", False, None)),
+        (event("message_delta", usage={"output_tokens": True}), Turn(False, "", False, None)),
+        (event("message_delta", usage=[]), Turn(False, "", False, None)),
+        (event("error", error={"message": "no"}), Turn(False, "no", True, None)),
+        (event("error", message="no"), Turn(False, "no", False, None)),
+        (b"event: error\ndata: oops\n\n", Turn(False, "error", False, None)),
+        (b"event: error\r\ndata: {}\r\n\r\n", Turn(False, "error", False, None)),
+        (
+            event("response.failed", response={"error": {"message": "no"}}),
+            Turn(True, "no", False, None),
+        ),
+        (
+            event("response.incomplete", response={"usage": {"output_tokens": 9}}),
+            Turn(True, "", False, 9),
+        ),
+        (b"event:response.completed\ndata: [" + b"[" * 5000 + b"\n\n", Turn(True, "", False, None)),
+    ],
+)
+def test_only_the_events_that_tell_are_read(sent: bytes, turn: Turn | None) -> None:
+    assert read_turn(sent) == turn
+
+
+class Engine:
+    """An engine that sends these pieces, and then ends, or breaks off, or goes on holding."""
+
+    def __init__(self, *pieces: bytes, then: str = "end") -> None:
+        self.left = False
+        self._pieces = pieces
+        self._then = then
+
+    def __call__(self, engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.on_closed = self._leave
+        reply.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+        for piece in self._pieces:
+            reply.write(piece)
+        if self._then != "hold":
+            getattr(reply, self._then)()
+
+    def _leave(self) -> None:
+        self.left = True
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_a_stream_with_its_final_event_is_well(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = Engine(BEGIN[path], FINAL[path])
+        answer = await site.post(path, BODY)
+        assert answer.body == BEGIN[path] + FINAL[path]
+        assert answer.error is None
+        (record,) = site.world.ended
+        assert (record.outcome, record.output_tokens) == (Outcome.OK, 7)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_a_stream_without_its_final_event_is_cut_short(play: "Play", path: str) -> None:
+    """Finding M9: such a stream ended cleanly, as if it were whole, and counted as ok."""
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = Engine(BEGIN[path])
+        answer = await site.post(path, BODY)
+        assert answer.body.startswith(BEGIN[path])
+        assert answer.error is not None
+        assert answer.events[-1].startswith(b"event: error\ndata: ")
+        error = json.loads(answer.events[-1].partition(b"data: ")[2])["error"]
+        assert "cut short" in error["message"]
+        if path == MESSAGES:
+            assert error["type"] == "api_error"
+        (record,) = site.world.ended
+        assert record.outcome is Outcome.UPSTREAM_ERROR
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "failure"),
+    [
+        (MESSAGES, event("error", error={"type": "internal_error", "message": "no memory"})),
+        (RESPONSES, event("response.failed", response={"error": {"message": "no memory"}})),
+        (RESPONSES, event("error", message="no memory")),
+    ],
+)
+def test_an_error_event_is_seen_and_passed_on(play: "Play", path: str, failure: bytes) -> None:
+    """Finding M9: a stream that ended with an error event counted as ok."""
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = Engine(BEGIN[path], failure)
+        answer = await site.post(path, BODY)
+        assert answer.body == BEGIN[path] + failure
+        (record,) = site.world.ended
+        assert record.outcome is Outcome.UPSTREAM_ERROR
+        assert "no memory" in record.reason
+
+    play(scenario)
+
+
+def test_an_error_that_comes_first_is_mended_by_another_engine(play: "Play") -> None:
+    failure = event("error", error={"type": "internal_error", "message": "no memory"})
+    engines = [Engine(failure), Engine(BEGIN[MESSAGES], FINAL[MESSAGES])]
+
+    async def scenario(site: "Site") -> None:
+        def in_turn(engine: str, request: "Request", reply: "Reply") -> None:
+            engines.pop(0)(engine, request, reply)
+
+        site.handlers[MESSAGES.encode()] = in_turn
+        answer = await site.post(MESSAGES, BODY)
+        assert answer.body == BEGIN[MESSAGES] + FINAL[MESSAGES]
+        (record,) = site.world.ended
+        assert (record.outcome, record.retries) == (Outcome.OK, 1)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_leaves_after_the_final_event_had_the_answer(
+    play: "Play", path: str, whole: bool
+) -> None:
+    """Finding M9: a client that closes after the last event was logged as cancelled."""
+    engine = Engine(BEGIN[path], FINAL[path] if whole else b"", then="hold")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = engine
+        exchange = site.send(path, BODY)
+        count = (BEGIN[path] + (FINAL[path] if whole else b"")).count(b"\n\n")
+        await exchange.until_events(count)
+        exchange.call.abort()
+        await site.until(lambda: len(site.world.ended) == 1 and engine.left)
+        assert site.world.ended[0].outcome is (Outcome.OK if whole else Outcome.CANCELLED)
+
+    play(scenario)

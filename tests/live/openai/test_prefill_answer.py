@@ -1,0 +1,132 @@
+"""Reading a probe's answer."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.live.openai.prefill_answer import (
+    BadPrefillAnswerError,
+    PrefillAnswer,
+    read_prefill_answer,
+)
+
+# What a real one may hold instead of what it should.
+JUNK: list[object] = [None, True, 0, -1, 1.5, "", "stop", [], [{}], {}, 10**40]
+
+
+def answer(**members: Any) -> dict[str, Any]:
+    return {
+        "choices": [{"index": 0, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1, "prompt_tokens_details": None},
+        "kv_transfer_params": {"remote_port": 5600},
+    } | members
+
+
+def read(**members: Any) -> PrefillAnswer:
+    return read_prefill_answer(json.dumps(answer(**members)).encode())
+
+
+def test_a_real_nixl_answer_is_read(body_of: Callable[[str], bytes]) -> None:
+    body = body_of("nixl_chat_stream_usage_prefill.resp")
+    read = read_prefill_answer(body)
+    assert (read.prompt_tokens, read.cached_tokens, read.complete) == (187, None, False)
+    assert read.kv_transfer_params == json.loads(body)["kv_transfer_params"]
+    assert isinstance(read.kv_transfer_params, dict)
+    assert read.kv_transfer_params["remote_block_ids"] == [[26, 27, 28, 29, 30, 31]]
+    assert read.message == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mooncake_chat_nonstream_prefill.resp", "mooncake_cmpl_stream_logprobs_prefill.resp"],
+)
+def test_a_real_mooncake_answer_has_no_parameters(
+    body_of: Callable[[str], bytes], name: str
+) -> None:
+    read = read_prefill_answer(body_of(name))
+    assert read.kv_transfer_params is None
+    assert read.prompt_tokens > 100
+    assert not read.complete
+
+
+@pytest.mark.parametrize(
+    ("reason", "complete"),
+    [("length", False), (None, False), ("stop", True), ("tool_calls", True), ("abort", True)],
+)
+def test_only_a_stop_condition_completes_the_answer(reason: str | None, complete: bool) -> None:
+    assert read(choices=[{"finish_reason": reason}]).complete is complete
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 0}, 0),
+        ({"cached_tokens": 7}, 7),
+        ({"cached_tokens": None}, None),
+        ({"cached_tokens": 8}, None),
+        ({"cached_tokens": -1}, None),
+        ({"cached_tokens": True}, None),
+        ({}, None),
+        (None, None),
+        ([], None),
+    ],
+)
+def test_cached_tokens_are_believed_if_they_can_be_true(
+    details: object, cached: int | None
+) -> None:
+    usage = {"prompt_tokens": 7, "prompt_tokens_details": details}
+    assert read(usage=usage).cached_tokens == cached
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff",
+        b"\x1f\x8b\x08",
+        b"<html>",
+        b"[" * 100_000,
+        b"null",
+        b"[1]",
+        b"{}",
+        json.dumps(answer(usage=None)).encode(),
+        json.dumps(answer(usage={})).encode(),
+        json.dumps(answer(usage={"prompt_tokens": 0})).encode(),
+        json.dumps(answer(usage={"prompt_tokens": True})).encode(),
+        json.dumps(answer(usage={"prompt_tokens": 7.0})).encode(),
+        json.dumps(answer(usage={"prompt_tokens": 10**12})).encode(),
+        json.dumps(answer(choices=None)).encode(),
+        json.dumps(answer(choices=[])).encode(),
+        json.dumps(answer(choices=["a"])).encode(),
+        json.dumps(answer(kv_transfer_params=nested(200))).encode(),
+        json.dumps(answer(choices=[{"finish_reason": "stop", "x": nested(200)}])).encode(),
+        json.dumps(answer()).encode()[:-9],
+    ],
+    ids=range(20),
+)
+def test_what_is_no_answer_to_a_probe_is_told(body: bytes) -> None:
+    with pytest.raises(BadPrefillAnswerError):
+        read_prefill_answer(body)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["choices", "usage", "kv_transfer_params"]), st.sampled_from(JUNK)
+    )
+)
+def test_nothing_that_an_engine_says_raises_anything_else(members: dict[str, Any]) -> None:
+    try:
+        read(**members)
+    except BadPrefillAnswerError:
+        assert {"choices", "usage"} & members.keys()

@@ -1,0 +1,297 @@
+"""The keys of requests: alike where requests are alike, apart where their answers may differ."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.prompt_keys import CHARACTERS, TOKENS, prompt_keys
+from balanceroute.proxy.live.openai.shape import Api
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "why?"}
+ANSWER = {"role": "assistant", "content": "because"}
+AGAIN = {"role": "user", "content": "and why is that?"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [SYSTEM, USER], "max_tokens": 20}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "why?", "max_tokens": 20}
+
+
+def keys(api: Api, values: dict[str, Any] | str) -> tuple[int, ...]:
+    text = values if isinstance(values, str) else json.dumps(values)
+    return prompt_keys(api, RequestBody(text.encode()))
+
+
+def chat(*messages: object, **more: object) -> tuple[int, ...]:
+    return keys(Api.CHAT, CHAT | {"messages": list(messages)} | more)
+
+
+def text(prompt: object, **more: object) -> tuple[int, ...]:
+    return keys(Api.COMPLETIONS, TEXT | {"prompt": prompt} | more)
+
+
+def test_the_same_request_has_the_same_keys_and_they_are_64_bits() -> None:
+    assert keys(Api.CHAT, CHAT) == keys(Api.CHAT, CHAT)
+    # Fixed: they are written into logs and files, and compared years later.
+    assert [f"{key:016x}" for key in keys(Api.CHAT, CHAT)] == [
+        "b1accf0b26489987",
+        "534790253ca2c4ea",
+        "2701e6307bee450c",
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": True},
+        {"stream_options": {"include_usage": True}},
+        {"user": "u-7"},
+        {"metadata": {"trace": "1"}},
+        {"request_id": "r-7"},
+        {"priority": 3},
+        {"seed": 7},
+        {"n": 4},
+        {"logprobs": True, "top_logprobs": 3},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"stop": None},
+    ],
+)
+def test_what_cannot_change_the_length_changes_no_key(more: dict[str, object]) -> None:
+    assert keys(Api.CHAT, CHAT | more) == keys(Api.CHAT, CHAT)
+    assert keys(Api.CHAT, more | CHAT) == keys(Api.CHAT, CHAT)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_tokens": 21},
+        {"max_completion_tokens": 20},
+        {"min_tokens": 2},
+        {"stop": ["x"]},
+        {"ignore_eos": True},
+        {"temperature": 0.5},
+        {"logit_bias": {"1": 2}},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "none"},
+        {"unheard_of": 1},
+    ],
+)
+def test_what_may_change_the_length_changes_the_first_key_alone(more: dict[str, object]) -> None:
+    first, *others = keys(Api.CHAT, CHAT | more)
+    expected, *beginnings = keys(Api.CHAT, CHAT)
+    assert first != expected
+    assert others == beginnings
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "other"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "high"},
+    ],
+)
+def test_what_stands_before_the_messages_changes_every_key(more: dict[str, object]) -> None:
+    assert not set(keys(Api.CHAT, CHAT | more)) & set(keys(Api.CHAT, CHAT))
+
+
+def test_the_endpoint_and_the_order_of_members_are_told_apart_and_not() -> None:
+    assert not set(keys(Api.CHAT, CHAT)) & set(keys(Api.MESSAGES, CHAT))
+    backwards = dict(reversed(CHAT.items()))
+    assert keys(Api.CHAT, backwards) == keys(Api.CHAT, CHAT)
+    message = dict(reversed(USER.items()))
+    assert chat(SYSTEM, message)[1:] == chat(SYSTEM, USER)[1:]
+
+
+def test_a_conversation_shares_its_beginnings_as_it_grows() -> None:
+    request, first_turn, system = chat(SYSTEM, USER)
+    grown = chat(SYSTEM, USER, ANSWER, AGAIN)
+    # The request, all but the last message, the first turn, the system prompt.
+    assert len(set(grown)) == 4
+    assert grown[0] != request
+    assert grown[2:] == (first_turn, system)
+    assert chat(SYSTEM, USER, ANSWER, USER)[1:] == grown[1:]
+    assert chat(SYSTEM, AGAIN)[1:] != chat(SYSTEM, USER)[1:]
+    assert chat(SYSTEM, AGAIN)[-1] == system
+
+
+def test_without_a_system_prompt_the_first_turn_is_the_last_key() -> None:
+    assert len(chat(USER)) == 2
+    assert chat(USER)[-1] == chat(USER, ANSWER, AGAIN)[-1]
+    assert len(chat(USER, ANSWER, AGAIN)) == 3
+    assert len(chat()) == 1
+
+
+def test_system_prompts_of_other_endpoints_count_too() -> None:
+    anthropic: dict[str, Any] = {"model": "m", "system": "be brief", "messages": [USER]}
+    _, turn, system = keys(Api.MESSAGES, anthropic)
+    other = keys(Api.MESSAGES, anthropic | {"messages": [AGAIN]})
+    assert other[1] != turn
+    assert other[2] == system
+    responses: dict[str, Any] = {"model": "m", "instructions": "be brief", "input": "why?"}
+    assert (
+        keys(Api.RESPONSES, responses)[-1] == keys(Api.RESPONSES, responses | {"input": "how?"})[-1]
+    )
+    assert (
+        keys(Api.RESPONSES, responses)[0] != keys(Api.RESPONSES, responses | {"input": "how?"})[0]
+    )
+
+
+def test_parts_and_calls_in_messages_count() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "why?"}]}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    assert len({chat(USER)[1], chat(parts)[1], chat(image)[1]}) == 3
+    named = USER | {"name": "bob"}
+    assert chat(named)[1] != chat(USER)[1]
+
+
+def test_messages_cannot_be_shifted_into_each_other() -> None:
+    split = chat({"role": "user", "content": "a"}, {"role": "user", "content": "b"}, ANSWER)
+    whole = chat({"role": "user", "content": "ab"}, ANSWER, ANSWER)
+    joined = chat({"role": "user", "content": "a1 4 1 userb"}, ANSWER, ANSWER)
+    assert len({split[1], whole[1], joined[1]}) == 3
+
+
+def test_texts_share_the_beginnings_that_they_are_longer_than() -> None:
+    long = "".join(f"{i} " for i in range(3000))
+    assert len(text(long)) == 1 + len(CHARACTERS)
+    for place, cut in enumerate(reversed(CHARACTERS), start=1):
+        other = text(long[:cut] + "x" * 5000)
+        assert other[place:] == text(long)[place:]
+        assert not set(other[:place]) & set(text(long)[:place])
+    assert len(text(long[: CHARACTERS[0]])) == 1
+    assert len(text(long[: CHARACTERS[0] + 1])) == 2
+
+
+def test_token_ids_share_the_beginnings_that_they_are_longer_than() -> None:
+    ids = list(range(5000))
+    assert len(text(ids)) == 1 + len(TOKENS)
+    for place, cut in enumerate(reversed(TOKENS), start=1):
+        other = text([*ids[:cut], *range(9000, 12_000)])
+        assert other[place:] == text(ids)[place:]
+        assert not set(other[:place]) & set(text(ids)[:place])
+
+
+def test_a_list_of_one_prompt_is_that_prompt() -> None:
+    long = "word " * 1000
+    assert text([long])[1:] == text(long)[1:]
+    assert text([list(range(100))])[1:] == text(list(range(100)))[1:]
+    assert len(text([long, long])) == 1
+
+
+@pytest.mark.parametrize(
+    "prompt", [[2**70] * 100, ["a", 1] * 50, [True, 1.5] * 50, [], {}, 7, None, [[1], [2]]]
+)
+def test_prompts_that_no_engine_takes_have_one_key(prompt: object) -> None:
+    assert len(text(prompt)) == 1
+
+
+@pytest.mark.parametrize("messages", [7, {}, "why?" * 100, [], [[]], [7], [None, {"role": 7}]])
+def test_messages_that_no_engine_takes_do_no_harm(messages: object) -> None:
+    assert keys(Api.CHAT, CHAT | {"messages": messages})
+
+
+def test_half_a_surrogate_pair_does_no_harm() -> None:
+    assert len(keys(Api.CHAT, '{"messages": [{"role": "user", "content": "\\ud800"}]}')) == 2
+    assert len(keys(Api.COMPLETIONS, '{"prompt": "%s"}' % ("\\ud800" * 300))) == 2
+
+
+def test_deep_messages_have_one_key() -> None:
+    # As deep as a body may be, which is deeper than it can be written again.
+    for levels in range(1, 1000, 9):
+        body = '{"messages": [' + "[" * levels + "]" * levels + "]}"
+        try:
+            parsed = RequestBody(body.encode())
+        except BodyError:
+            break
+        assert prompt_keys(Api.CHAT, parsed)
+    assert levels > 900
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(
+    api=st.sampled_from(Api),
+    values=st.dictionaries(
+        st.sampled_from(["model", "messages", "prompt", "input", "system", "tools", "x", "user"]),
+        VALUES,
+    ),
+)
+def test_any_body_has_one_to_five_distinct_keys(api: Api, values: dict[str, Any]) -> None:
+    found = keys(api, values)
+    assert 1 <= len(found) == len(set(found)) <= 5
+    assert all(0 <= key < 1 << 64 for key in found)
+    values.pop("user", None)
+    assert keys(api, {"stream": True} | dict(reversed(values.items()))) == found
+
+
+# Bodies that are too large to be decoded.
+
+
+def test_large_prompts_share_their_beginnings_with_small_ones() -> None:
+    # The last ones so that a character, or an escape, is cut wherever a beginning ends.
+    units = ("word ", "数\n", "\U0001f999 ", *("a" * i + "数" * 9 + "\\" * 7 for i in range(4)))
+    for unit in units:
+        long = unit * (280_000 // len(unit))
+        small = text(long[: CHARACTERS[-1] + 9])
+        for prompt in (long, [long]):
+            values = TEXT | {"prompt": prompt}
+            for is_ascii in (True, False):
+                found = keys(Api.COMPLETIONS, json.dumps(values, ensure_ascii=is_ascii))
+                assert found[1:] == small[1:]
+                assert len(found) == 4
+    ids = list(range(100_000, 140_000))
+    assert text(ids)[1:] == text([ids])[1:] == text(ids[:2000])[1:]
+    assert len(text(ids)) == 4
+
+
+def test_large_conversations_share_their_beginnings() -> None:
+    long = USER | {"content": "数 word\n" * 40_000}
+    first = chat(SYSTEM, USER, long, ANSWER, AGAIN)
+    assert len(set(first)) == 4
+    assert first[2:] == chat(SYSTEM, USER)[1:]
+    assert chat(SYSTEM, USER, long, ANSWER, USER)[1:] == first[1:]
+    assert chat(SYSTEM, USER, long, USER, AGAIN)[1] != first[1]
+    # One long message, which may be the system prompt, the first turn or the last message.
+    assert chat(SYSTEM, long)[2:] == chat(SYSTEM, USER)[2:]
+    assert chat(long, ANSWER, USER)[1:] == chat(long, ANSWER, AGAIN)[1:]
+    assert chat(long, ANSWER)[1:] != chat(long | {"name": "b"}, ANSWER)[1:]
+    assert len(chat(SYSTEM, USER, long)) == 3
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [["a" * 100_000] * 2, [[1] * 40_000] * 2, [1.5] * 70_000, {"a": "b" * 200_000}, [{}] * 70_000],
+)
+def test_large_prompts_that_no_engine_takes_have_one_key(prompt: object) -> None:
+    assert len(text(prompt)) == 1
+
+
+@pytest.mark.parametrize(
+    "messages", [["x" * 200_000], [SYSTEM] * 4_000, ["x" * 200_000, USER], "x" * 200_000]
+)
+def test_large_messages_that_no_engine_takes_do_no_harm(messages: object) -> None:
+    assert keys(Api.CHAT, CHAT | {"messages": messages})
+
+
+def test_time_is_linear_in_the_body() -> None:
+    def seconds(size: int) -> float:
+        body = RequestBody(json.dumps(TEXT | {"prompt": "word " * size}).encode())
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            prompt_keys(Api.COMPLETIONS, body)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    # A MiB: some 1.3 ms on a slow core.
+    assert seconds(200_000) < 0.05

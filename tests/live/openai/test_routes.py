@@ -1,0 +1,183 @@
+"""The routes: each is served by whom the table says, and docs/serving.md says the same."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, find
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+RESPONSES = "/v1/responses"
+GENERATE = "/inference/v1/generate"
+SINGLE = [route for route in ROUTES if route.handling is Handling.SINGLE_ENGINE]
+
+
+def documented() -> dict[str, tuple[set[str], str]]:
+    """Return each path of the table of routes, with its methods and the words beside it."""
+    table = PAGE.read_text(encoding="utf-8").split("| route | served by |")[1].split("\n\n")[0]
+    found: dict[str, tuple[set[str], str]] = {}
+    for row in table.splitlines()[2:]:
+        routes, words = (cell.strip() for cell in row.strip("|").split("|"))
+        method = ""
+        for name, path in re.findall(r"`(?:([A-Z]+) )?(/[^`]+)`", routes):
+            method = name or method
+            methods, _ = found.setdefault(path, (set(), words))
+            methods |= {method} - {""}
+    return found
+
+
+def test_the_documented_routes_are_those_that_are_served() -> None:
+    pages = documented()
+    assert pages.keys() == {route.path for route in ROUTES}
+    for route in ROUTES:
+        methods, words = pages[route.path]
+        served = {method.decode() for method in route.methods}
+        assert methods == served - {"HEAD"}, route.path
+        assert words.startswith(route.handling.value), route.path
+        if route.media is Media.FORM:
+            assert route.media.value in words
+        if route.handling is Handling.OWN:
+            assert ("without an API key" in words) is not route.keyed
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (b"/v1/responses", RESPONSES),
+        (b"/v1/responses/resp_1", "/v1/responses/{id}"),
+        (b"/v1/responses/a/b", "/v1/responses/{id}"),
+        (b"/v1/responses/resp_1/cancel", "/v1/responses/{id}/cancel"),
+        (b"/v1/responses/render", "/v1/responses/render"),
+        (b"/v1/responses/", None),
+        (b"/v1/responsesx", None),
+        (b"/v1", None),
+        (b"", None),
+    ],
+)
+def test_a_path_is_matched_as_a_whole(path: bytes, expected: str | None) -> None:
+    route = find(path)
+    assert (None if route is None else route.path) == expected
+
+
+@pytest.mark.parametrize("route", SINGLE, ids=lambda route: route.path)
+def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(play: "Play", route: Any) -> None:
+    form = route.media is Media.FORM
+    body = b"" if route.media is Media.NONE else b'{"model": "tiny",  "input": "t1"}'
+    kind = b"multipart/form-data; boundary=b1" if form else b"application/json"
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [(b"content-type", b"application/x-answer")], b"answer")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[route.path.encode()] = answer
+        for name in route.methods:
+            method = name.decode()
+            exchange = site.send(route.path, body, method=method, headers=[(b"content-type", kind)])
+            got = await exchange.end()
+            assert (got.status, got.body) == (200, b"" if method == "HEAD" else b"answer")
+            assert got.header(b"content-type") == b"application/x-answer"
+            seen = site.seen[-1]
+            assert seen.engine.startswith("prefill/")
+            assert seen.request.body == body
+            assert seen.request.method == (b"GET" if method == "HEAD" else name)
+            assert seen.header(b"content-type") == kind
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", GENERATE])
+def test_no_member_that_steers_kv_transfer_reaches_an_engine(play: "Play", path: str) -> None:
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [], b"{}")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[path.encode()] = answer
+        body = {"token_ids": [1, 2], "kv_transfer_params": {"do_remote_prefill": True}}
+        assert (await site.post(path, body)).status == 200
+        assert site.seen[-1].values == {"token_ids": [1, 2]}
+        site.seen.clear()
+        for nested, name in (
+            ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
+            (
+                {"sampling_params": {"extra_args": {"kv_transfer_params": {}}}},
+                "sampling_params.extra_args",
+            ),
+        ):
+            refused = await site.post(path, nested)
+            assert refused.status == 400
+            assert refused.json["error"]["param"] == name
+            assert "kv_transfer_params" in refused.json["error"]["message"]
+        assert (await site.post(path, b"no JSON")).status == 400
+        assert site.seen == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route.reason], ids=lambda route: route.path
+)
+def test_what_is_not_served_says_why(play: "Play", route: Any) -> None:
+    async def scenario(site: "Site") -> None:
+        refused = await site.post(route.path.replace("{id}", "resp_1"), {})
+        assert refused.status == 404
+        assert route.reason in refused.json["error"]["message"]
+        assert site.seen == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("member", "value"), [("previous_response_id", "resp_1"), ("background", True)]
+)
+def test_a_response_that_somebody_must_keep_is_refused(
+    play: "Play", member: str, value: object
+) -> None:
+    """Finding M10: such a request went to a random rank, which knew nothing of the other response."""
+
+    async def scenario(site: "Site") -> None:
+        refused = await site.post(RESPONSES, {"model": "tiny", "input": "t1", member: value})
+        assert refused.status == 400
+        assert refused.json["error"]["param"] == member
+        assert "not kept" in refused.json["error"]["message"]
+        assert site.seen == []
+
+    play(scenario)
+
+
+def test_store_is_let_pass_since_engines_ignore_it(play: "Play") -> None:
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [], json.dumps({"id": "resp_1", "output": []}).encode())
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[RESPONSES.encode()] = answer
+        body = {"input": "t1", "store": True, "background": False, "previous_response_id": None}
+        assert (await site.post(RESPONSES, body)).status == 200
+
+    play(scenario)
+
+
+def test_ping_and_load_are_the_proxys_own(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for method in ("GET", "HEAD", "POST"):
+            assert (await site.send("/ping", method=method).end()).status == 200
+        assert (await site.get("/load")).json == {"server_load": 0}
+        prompt = {"model": "tiny", "prompt": "t1", "max_tokens": 50, "ignore_eos": True}
+        running = site.send("/v1/completions", prompt | {"stream": True})
+        await running.until_events(1)
+        assert (await site.get("/load")).json == {"server_load": 1}
+        await running.end()
+        assert {seen.path for seen in site.seen} == {"/v1/completions"}
+
+    play(scenario)

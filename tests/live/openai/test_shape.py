@@ -1,0 +1,233 @@
+"""What routing reads out of a request: which path it takes, how many slots it needs, what is refused."""
+
+import json
+
+import pytest
+
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api, Shape, read_shape
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def shape_of(api: Api, **members: object) -> Shape:
+    return read_shape(api, RequestBody(json.dumps(members).encode()), max_sequences=8)
+
+
+def chat(**members: object) -> Shape:
+    return shape_of(Api.CHAT, **({"model": "m", "messages": MESSAGES} | members))
+
+
+def completion(**members: object) -> Shape:
+    return shape_of(Api.COMPLETIONS, **({"model": "m", "prompt": "hello"} | members))
+
+
+def refused_param(**members: object) -> str | None:
+    with pytest.raises(BodyError) as caught:
+        completion(**members)
+    return caught.value.param
+
+
+def test_an_ordinary_request_takes_the_pd_path() -> None:
+    assert chat(stream=True, max_tokens=5) == Shape(
+        api=Api.CHAT,
+        model="m",
+        stream=True,
+        sequences=1,
+        direct="",
+        prompt_tokens=None,
+        prompt_characters=len("userhello"),
+        prompt_data=0,
+        max_tokens=5,
+    )
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"n": 1},
+        {"logprobs": True, "top_logprobs": 2},
+        {"max_completion_tokens": 9},
+        {"max_tokens": None, "min_tokens": None, "n": None, "stream": None},
+        {"min_tokens": 0},
+        {"max_tokens": 10**30},
+        {"max_tokens": "5", "min_tokens": 5.0, "n": 1.0, "truncate_prompt_tokens": "7"},
+        {"best_of": 200, "priority": -(2**63)},
+        {"truncate_prompt_tokens": 100},
+        {"tools": [{}], "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"echo": False, "use_beam_search": False, "prompt_logprobs": None},
+        {"seed": 123456789012345678901234567890},
+        {"vllm_xargs": {"mine": 1}},
+        {"unheard_of": {"kv_transfer_params": 1}},
+    ],
+    ids=json.dumps,
+)
+def test_what_one_kv_cache_can_carry_takes_the_pd_path(members: dict[str, object]) -> None:
+    assert not chat(**members).direct
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt_embeds": "AAAA"},
+        {"n": 2},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"echo": True},
+        {"echo": True, "logprobs": 1},
+        # Engines refuse these, but a prefill leg would not find it out.
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"max_tokens": "five"},
+        {"max_tokens": []},
+        {"max_completion_tokens": 0},
+        {"max_completion_tokens": 5, "max_tokens": 0},
+        {"min_tokens": -1},
+        {"min_tokens": "a"},
+        {"min_tokens": 6, "max_tokens": 5},
+        # Cut to what max_tokens leaves, which is not the same on both legs.
+        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": "-1"},
+    ],
+    ids=json.dumps,
+)
+def test_what_needs_one_engine_goes_direct(members: dict[str, object]) -> None:
+    assert completion(**members).direct
+
+
+@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
+def test_the_newer_apis_go_direct(api: Api) -> None:
+    shape = shape_of(api, model="m", input="hello", messages=MESSAGES, max_output_tokens=7)
+    assert shape.direct
+    assert shape.max_tokens == 7
+    assert shape.prompt_characters == len("hello" if api is Api.RESPONSES else "userhello")
+
+
+def test_the_limit_of_a_chat_is_the_newer_member() -> None:
+    assert chat(max_tokens=9, max_completion_tokens=4).max_tokens == 4
+    assert chat(max_tokens=9, max_completion_tokens=None).max_tokens == 9
+    assert chat().max_tokens is None
+    assert chat(max_tokens="9").max_tokens == 9
+    assert chat(max_tokens="nine").max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sequences", "tokens", "characters"),
+    [
+        ("text", 1, None, 4),
+        (["text"], 1, None, 4),
+        ([5, 6, 7], 1, 3, 1),
+        ([[5, 6, 7]], 1, 3, 1),
+        ([[5], [6, 7, 8], [9, 10]], 3, 2, 1),
+        ([[], []], 2, 1, 1),
+        (["a", "b", "c"], 3, None, 1),
+        (["a" * 100, "b" * 200], 2, None, 150),
+        (["a", [1]], 2, None, 1),
+        ([True, False], 2, None, 1),
+        ([], 1, None, 1),
+        (None, 1, None, 1),
+        ({"a": 1}, 1, None, 1),
+    ],
+)
+def test_prompts_are_counted(
+    prompt: object, sequences: int, tokens: int | None, characters: int
+) -> None:
+    """Finding M1: what each of several texts is charged is their mean, not their sum."""
+    shape = completion(prompt=prompt)
+    assert (shape.sequences, shape.prompt_tokens) == (sequences, tokens)
+    assert shape.prompt_characters == characters
+    assert shape.prompt_data == 0
+
+
+def test_an_image_is_no_text() -> None:
+    """Finding M2: base64 says nothing about the number of tokens."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
+    sound = {"type": "input_audio", "input_audio": {"data": "A" * 10_000, "format": "wav"}}
+    text = {"type": "text", "text": "what is it?"}
+    shape = chat(messages=[{"role": "user", "content": [text, image, sound]}])
+    assert shape.prompt_characters < 100
+    assert shape.prompt_data == 2
+
+
+def test_every_prompt_is_answered_n_times() -> None:
+    assert completion(prompt=["a", "b"], n=3).sequences == 6
+
+
+def test_best_of_is_no_more_answers() -> None:
+    assert completion(best_of=5).sequences == 1
+
+
+def test_a_chat_has_one_prompt_whatever_a_prompt_member_says() -> None:
+    assert chat(prompt=["a", "b"]).sequences == 1
+
+
+def test_an_absent_prompt_is_for_the_engine_to_refuse() -> None:
+    shape = shape_of(Api.COMPLETIONS)
+    assert (shape.model, shape.prompt_characters) == ("", 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 9, 10**6, 10**400, 1.5, 1e300, "two", False, [], {}])
+def test_a_number_of_answers_out_of_range_is_refused(value: object) -> None:
+    assert refused_param(n=value) == "n"
+
+
+@pytest.mark.parametrize(("value", "answers"), [("2", 2), (2.0, 2), (" +2.0 ", 2), (True, 1)])
+def test_a_number_of_answers_is_read_as_vllm_reads_it(value: object, answers: int) -> None:
+    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    assert completion(n=value).sequences == answers
+
+
+@pytest.mark.parametrize("limit", [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_limit_that_is_calculated_with_is_bounded(name: str, limit: int) -> None:
+    """Finding C1: beyond 64 bits it ended every decision of the scheduler."""
+    assert completion(**{name: limit}).max_tokens == 2**31 - 1
+    assert chat(**{name: str(limit)}).max_tokens == 2**31 - 1
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400, 1.5, "high", None, [], {}])
+def test_a_priority_that_vllm_refuses_is_refused(value: object) -> None:
+    assert refused_param(priority=value) == "priority"
+
+
+def test_anthropics_messages_have_no_priority_to_refuse() -> None:
+    assert shape_of(Api.MESSAGES, model="m", messages=MESSAGES, priority="high").model == "m"
+
+
+def test_more_answers_than_allowed_are_refused_however_they_come_about() -> None:
+    assert refused_param(prompt=["a", "b", "c"], n=3) == "n"
+    assert refused_param(prompt=["a"] * 9) == "n"
+    assert completion(prompt=["a"] * 8).sequences == 8
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "", " true", "maybe", [], {}])
+def test_a_stream_flag_that_vllm_refuses_is_refused(value: object) -> None:
+    assert refused_param(stream=value) == "stream"
+
+
+@pytest.mark.parametrize(
+    ("value", "stream"), [("false", False), ("True", True), (0, False), (1.0, True), ("off", False)]
+)
+def test_a_stream_flag_is_read_as_vllm_reads_it(value: object, stream: bool) -> None:
+    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    assert completion(stream=value).stream is stream
+
+
+@pytest.mark.parametrize("value", [0, True, [], {}])
+def test_a_model_that_is_no_string_is_refused(value: object) -> None:
+    assert refused_param(model=value) == "model"
+
+
+@pytest.mark.parametrize("field", sorted(INTERNAL_FIELDS))
+def test_internal_fields_cannot_hide_in_the_extra_arguments(field: str) -> None:
+    assert refused_param(vllm_xargs={"mine": 1, field: {"remote_host": "evil"}}) == "vllm_xargs"
+    assert refused_param(vllm_xargs={field: None}) == "vllm_xargs"
+
+
+@pytest.mark.parametrize("value", [None, [], "kv_transfer_params", 1])
+def test_extra_arguments_of_another_type_are_for_the_engine_to_refuse(value: object) -> None:
+    assert not completion(vllm_xargs=value).direct

@@ -1,0 +1,134 @@
+"""The table of what becomes of a request whose leg failed, and the same table in the docs."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.live.engines.target import Fault
+from balanceroute.proxy.live.request.failures import (
+    RULES,
+    Blame,
+    Failure,
+    Leg,
+    Next,
+    Rule,
+    What,
+    breakage,
+    refusal,
+    triage,
+)
+from balanceroute.proxy.wire.messages import WireError, WireFault
+
+DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
+HEADINGS = "| leg | what | told to | next |"
+
+
+OWN = b'{"error": {"message": "busy", "type": "ServiceUnavailable"}}'
+
+
+def failure(what: What) -> Failure:
+    return Failure(what, Fault.RESET, "broken")
+
+
+def judge(
+    leg: Leg,
+    one: Failure,
+    *,
+    stream_open: bool = False,
+    pulls: bool = True,
+    offers: int = 1,
+    deaths: int = 0,
+) -> Rule:
+    return triage(leg, one, stream_open=stream_open, pulls=pulls, offers=offers, deaths=deaths)
+
+
+def test_every_failure_of_a_leg_has_its_rule() -> None:
+    of_some_legs = {
+        What.NO_KV: [Leg.PREFILL],
+        What.NO_PREFILL: [Leg.DECODE],
+        What.ERROR_EVENT: [Leg.DECODE, Leg.DIRECT],
+    }
+    for leg in Leg:
+        for what in What:
+            assert ((leg, what) in RULES) == (leg in of_some_legs.get(what, [leg])), (leg, what)
+    for (leg, what), rule in RULES.items():
+        assert judge(leg, failure(what)) == rule
+        # A prefill has no rank to go to, and no rank computes another's prefill.
+        prefill_only = rule.then is Next.OTHER_PREFILLER
+        assert prefill_only == (leg is not Leg.DECODE and what is not What.REFUSED)
+
+
+@pytest.mark.parametrize(("leg", "what"), [pair for pair in RULES if pair[0] is not Leg.PREFILL])
+def test_a_leg_that_fails_behind_an_open_stream_ends_the_request(leg: Leg, what: What) -> None:
+    rule = judge(leg, failure(what), stream_open=True)
+    assert rule.then is Next.FAIL
+    assert rule.blame == RULES[leg, what].blame
+
+
+@pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.PREFILL])
+def test_a_resumed_answers_prefill_is_mended_behind_an_open_stream(what: What) -> None:
+    then = judge(Leg.PREFILL, failure(what), stream_open=True).then
+    assert then is (Next.FAIL if what is What.REFUSED else Next.OTHER_PREFILLER)
+
+
+def test_a_kv_cache_is_offered_to_two_ranks_at_most() -> None:
+    assert judge(Leg.DECODE, failure(What.BUSY), offers=1).then is Next.OTHER_RANK
+    assert judge(Leg.DECODE, failure(What.BUSY), offers=2).then is Next.NEW_KV
+
+
+def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -> None:
+    """Finding C2."""
+    again = {what for what in What if (Leg.DECODE, what) in RULES}
+    again = {what for what in again if judge(Leg.DECODE, failure(what)).then is Next.OTHER_RANK}
+    assert again == {What.BUSY, What.NOT_SENT}
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_broke_before_it_was_sent_was_never_taken(*, sent: bool) -> None:
+    one = breakage(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
+    assert one.what is (What.BROKEN if sent else What.NOT_SENT)
+    assert one.fault is Fault.RESET
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "what"),
+    [
+        (204, b"", What.NO_ANSWER),
+        (302, b"", What.NO_ANSWER),
+        (400, OWN, What.REFUSED),
+        (422, b"no", What.REFUSED),
+        (429, OWN, What.BUSY),
+        (429, b"local_rate_limited", What.UNAVAILABLE),
+        (500, OWN, What.SERVER_ERROR),
+        (503, OWN, What.BUSY),
+        (503, b"upstream connect error or disconnect/reset before headers", What.UNAVAILABLE),
+        (504, b"", What.SERVER_ERROR),
+    ],
+)
+def test_a_status_is_read_as_a_failure(status: int, body: bytes, what: What) -> None:
+    one = refusal(status, [], body)
+    assert one.what is what
+    assert one.answer == (None if what is What.NO_ANSWER else (status, [], body))
+    assert str(status) in one.reason
+
+
+def test_a_failure_where_no_kv_cache_was_to_be_pulled_is_the_engines() -> None:
+    judged = {what for (_, what), rule in RULES.items() if rule.blame is Blame.PULL}
+    assert judged == {What.SERVER_ERROR, What.ERROR_EVENT, What.TIMED_OUT}
+    for what in judged:
+        assert judge(Leg.DECODE, failure(what), pulls=True).blame is Blame.PULL
+        assert judge(Leg.DECODE, failure(what), pulls=False).blame is Blame.ENGINE
+
+
+def test_a_request_under_which_two_ranks_died_goes_to_no_third() -> None:
+    assert judge(Leg.DECODE, failure(What.BROKEN), deaths=1).then is Next.NEW_KV
+    assert judge(Leg.DECODE, failure(What.BROKEN), deaths=2).then is Next.FAIL
+
+
+def test_the_docs_show_these_rules() -> None:
+    rows = [
+        f"| {leg.value} | {what.value} | {rule.blame.value} | {rule.then.value} |"
+        for (leg, what), rule in RULES.items()
+    ]
+    table = "\n".join([HEADINGS, "| --- | --- | --- | --- |", *rows])
+    assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/serving.md lacks\n{table}"

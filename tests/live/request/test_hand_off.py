@@ -1,0 +1,258 @@
+"""The prefill that a decode rank calls for: asked once, tried elsewhere, given up, and never counted twice."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status
+from balanceroute.proxy.live.engines.target import Fault, Target
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.request.hand_off import HandOff
+from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.wire.messages import WireError, WireFault
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.session_host import Host
+    from balanceroute.proxy.wire.client import Endpoint, ResponseHandler
+    from balanceroute.proxy.wire.messages import Headers
+
+PARAMS = {"do_remote_decode": True, "remote_engine_id": "d0", "remote_block_ids": [[1, 2]]}
+RESET = WireError(WireFault.RESET, "gone", sent=True, answered=False)
+
+
+class Sent:
+    """One request to a prefiller."""
+
+    def __init__(self, engine: int, path: bytes, headers: "Headers", body: bytes) -> None:
+        self.engine = engine
+        self.path = path
+        self.headers = headers
+        self.values = json.loads(body)
+        self.aborted = False
+        self.handler: ResponseHandler
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def answer(self, status: int, body: bytes = b"{}") -> None:
+        self.handler.on_head(status, [])
+        self.handler.on_data(body)
+        self.handler.on_end()
+
+
+class Site:
+    """A host with prefillers that answer by hand.
+
+    Attributes:
+        sent: What they were sent.
+        told: What became of the hand-off.
+        blamed: Which of them failed, and how.
+    """
+
+    def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
+        self.legs = LegSettings(attempts=attempts)
+        self.budget = budget
+        self.sent: list[Sent] = []
+        self.told: list[object] = []
+        self.blamed: list[tuple[int, Fault]] = []
+        self.praised: list[int] = []
+        self.prefillers = [self._prefiller(i) for i in range(count)]
+
+    def _prefiller(self, i: int) -> Prefiller:
+        target = Target(Role.PREFILL, f"http://p{i}")
+        endpoint = cast("Endpoint", _Endpoint(i, self.sent))
+        return Prefiller(PrefillerId(i), target.url, target, endpoint)
+
+    def choose_prefiller(self, number: RequestId, other_than: Prefiller | None) -> Prefiller | None:
+        assert number == 3
+        able = [one for one in self.prefillers if one.status is Status.UP]
+        return next((one for one in able if one is not other_than), able[0] if able else None)
+
+    def may_retry(self, leg: str, fault: Fault) -> bool:
+        assert leg == "prefill"
+        assert fault in Fault
+        self.budget -= 1
+        return self.budget >= 0
+
+    def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
+        assert reason
+        self.blamed.append((int(target.url[-1]), fault))
+
+    def leg_succeeded(self, target: Target) -> None:
+        self.praised.append(int(target.url[-1]))
+
+    def hand_off(self, other_than: Prefiller | None = None) -> HandOff:
+        body = RequestBody(b'{"prompt":"a","max_tokens":9,"stream":true}')
+        return HandOff(
+            cast("Host", self),
+            Api.COMPLETIONS,
+            body,
+            {},
+            [(b"x-request-id", b"r")],
+            number=RequestId(3),
+            other_than=other_than,
+            prefilled=self.told.append,
+            failed=self.told.append,
+            crashed=self.told.append,
+        )
+
+    @property
+    def running(self) -> list[int]:
+        return [one.hand_offs for one in self.prefillers]
+
+
+class _Endpoint:
+    def __init__(self, engine: int, sent: list[Sent]) -> None:
+        self._engine = engine
+        self._sent = sent
+
+    def request(
+        self, method: bytes, path: bytes, headers: "Headers", body: bytes, handler: Any, **_: object
+    ) -> Sent:
+        assert method == b"POST"
+        sent = Sent(self._engine, path, headers, body)
+        sent.handler = handler
+        self._sent.append(sent)
+        return sent
+
+
+def busy(hand_off: HandOff) -> list[Target]:
+    """Return who prefills at present."""
+    return [] if hand_off.target is None else [hand_off.target]
+
+
+def test_nothing_is_sent_before_the_rank_calls() -> None:
+    site = Site(1)
+    hand_off = site.hand_off()
+    assert busy(hand_off) == []
+    assert hand_off.prefiller is None
+    assert site.sent == []
+    hand_off.abort()
+    assert site.running == [0]
+
+
+def test_a_call_becomes_a_prefill_with_what_the_rank_posted() -> None:
+    site = Site(1)
+    hand_off = site.hand_off()
+    hand_off.take(PARAMS)
+    (sent,) = site.sent
+    assert (sent.path, sent.headers) == (b"/v1/completions", [(b"x-request-id", b"r")])
+    assert sent.values == {
+        "prompt": "a",
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "kv_transfer_params": PARAMS,
+    }
+    assert busy(hand_off) == [site.prefillers[0].target]
+    assert site.running == [1]
+    sent.answer(200, b'{"a":1}')
+    assert site.told == [b'{"a":1}']
+    assert site.praised == [0]
+    assert site.running == [0]
+    assert busy(hand_off) == []
+    assert hand_off.prefiller is site.prefillers[0]
+
+
+def test_a_second_call_changes_nothing() -> None:
+    site = Site(2)
+    hand_off = site.hand_off()
+    for _ in range(2):
+        hand_off.take(PARAMS)
+    site.sent[0].answer(200)
+    hand_off.take(PARAMS)
+    assert len(site.sent) == 1
+    assert len(site.told) == 1
+
+
+def status(code: int) -> Callable[[Sent], None]:
+    return lambda sent: sent.answer(code)
+
+
+def broken(sent: Sent) -> None:
+    sent.handler.on_error(RESET)
+
+
+@pytest.mark.parametrize(
+    ("fail", "blamed"),
+    [
+        (broken, [(0, Fault.RESET)]),
+        (status(500), [(0, Fault.SERVER_ERROR)]),
+        (status(503), []),  # Busy, not broken.
+        (status(429), []),
+        (status(400), []),
+    ],
+)
+def test_another_prefiller_is_asked(
+    fail: Callable[[Sent], None], blamed: list[tuple[int, Fault]]
+) -> None:
+    site = Site(2)
+    site.hand_off().take(PARAMS)
+    fail(site.sent[0])
+    assert site.blamed == blamed
+    assert site.running == [0, 1]
+    assert site.told == []
+    assert site.sent[1].values == site.sent[0].values
+    site.sent[1].answer(200)
+    assert site.told == [b"{}"]
+
+
+def test_it_is_tried_no_more_often_than_any_leg() -> None:
+    site = Site(2, attempts=3)
+    site.hand_off().take(PARAMS)
+    for i in range(3):
+        assert site.told == []
+        broken(site.sent[i])
+    assert [sent.engine for sent in site.sent] == [0, 1, 0]
+    assert site.told == [Fault.RESET]
+    assert site.running == [0, 0]
+
+
+def test_without_a_retry_left_it_is_given_up() -> None:
+    site = Site(2, budget=0)
+    site.hand_off().take(PARAMS)
+    broken(site.sent[0])
+    assert site.told == [Fault.RESET]
+
+
+def test_without_a_prefiller_it_is_given_up() -> None:
+    site = Site(0)
+    site.hand_off().take(PARAMS)
+    assert site.told == [Fault.CONNECT]
+
+
+def test_an_aborted_prefill_is_stopped_and_counts_no_more() -> None:
+    site = Site(1)
+    hand_off = site.hand_off()
+    hand_off.take(PARAMS)
+    for _ in range(2):
+        hand_off.abort()
+    assert site.sent[0].aborted
+    assert site.running == [0]
+    assert site.told == []
+
+
+def test_a_prefill_moves_when_its_prefiller_is_removed() -> None:
+    site = Site(2)
+    hand_off = site.hand_off()
+    hand_off.take(PARAMS)
+    site.prefillers[0].status = Status.REMOVED
+    hand_off.move()
+    assert site.sent[0].aborted
+    assert [sent.engine for sent in site.sent] == [0, 1]
+    assert site.running == [0, 1]
+    assert site.blamed == []
+
+
+def test_who_hung_before_is_asked_last() -> None:
+    site = Site(2)
+    site.hand_off(site.prefillers[0]).take(PARAMS)
+    assert [sent.engine for sent in site.sent] == [1]
+    alone = Site(1)
+    alone.hand_off(alone.prefillers[0]).take(PARAMS)
+    assert [sent.engine for sent in alone.sent] == [0]

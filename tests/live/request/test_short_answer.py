@@ -1,0 +1,142 @@
+"""The probe's answer as the whole answer: as a decode engine would have given it."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.request.short_answer import short_answer_body, short_answer_events
+from balanceroute.proxy.wire.sse import EventScanner, event_data
+
+
+def stopped(body: bytes) -> dict[str, Any]:
+    """Return a real probe's answer as if its one token had ended it."""
+    message: dict[str, Any] = json.loads(body)
+    message["choices"][0] |= {"finish_reason": "stop", "stop_reason": "END"}
+    return message
+
+
+def sent(stream: bytes) -> list[dict[str, Any]]:
+    """Return the objects of a stream, which must end as streams do."""
+    events = [event_data(event) for event in EventScanner().feed(stream)]
+    assert events.pop() == b"[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_a_whole_answer_tells_nothing_of_the_kv_cache(body_of: Callable[[str], bytes]) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    body = json.loads(short_answer_body(message))
+    assert body == message | {"kv_transfer_params": None}
+    assert list(body) == list(message)
+    assert message["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    ("api", "probe", "stream"),
+    [
+        (Api.CHAT, "nixl_chat_stream_usage_prefill.resp", "solo_chat_stream_usage.resp"),
+        (Api.COMPLETIONS, "nixl_cmpl_nonstream_prefill.resp", "solo_cmpl_stream_usage.resp"),
+    ],
+)
+def test_a_stream_has_the_members_of_a_real_one_in_their_order(
+    body_of: Callable[[str], bytes], api: Api, probe: str, stream: str
+) -> None:
+    message = stopped(body_of(probe))
+    ours = sent(short_answer_events(api, message, include_usage=True))
+    real = sent(body_of(stream))
+    # The first events, the last token's, and the usage. Null members that some versions add may lack.
+    theirs = [real[0], real[-2], real[-1]] if api is Api.CHAT else [real[-2], real[-1]]
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert list(our) == [name for name in their if name in our]
+        assert our["object"] == their["object"]
+        assert len(our["choices"]) == len(their["choices"])
+        for ours_of, theirs_of in zip(our["choices"], their["choices"], strict=True):
+            assert list(ours_of) == [name for name in theirs_of if name in ours_of]
+            assert not {name for name in theirs_of if theirs_of[name] is not None} - set(ours_of)
+    assert list(ours[-1]["usage"]) == list(theirs[-1]["usage"])
+    assert ours[-1]["system_fingerprint"] == message["system_fingerprint"]
+
+
+def test_the_fingerprint_is_in_the_last_event_if_there_is_no_usage(
+    body_of: Callable[[str], bytes],
+) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    opening, token = sent(short_answer_events(Api.CHAT, message, include_usage=False))
+    assert "system_fingerprint" not in opening
+    assert list(token)[-1] == "system_fingerprint"
+
+
+def test_a_chat_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    message["choices"][0]["message"]["content"] = "Ja \U0001f999"
+    message["choices"][0]["logprobs"] = {"content": [{"token": "Ja"}]}
+    opening, token = sent(short_answer_events(Api.CHAT, message, include_usage=False))
+    assert opening["id"] == token["id"] == message["id"]
+    assert opening["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+    ]
+    assert token["choices"] == [
+        {
+            "index": 0,
+            "delta": {"content": "Ja \U0001f999"},
+            "logprobs": {"content": [{"token": "Ja"}]},
+            "finish_reason": "stop",
+            "stop_reason": "END",
+        }
+    ]
+
+
+def test_a_completion_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]) -> None:
+    message = stopped(body_of("mooncake_cmpl_stream_logprobs_prefill.resp"))
+    (event,) = sent(short_answer_events(Api.COMPLETIONS, message, include_usage=False))
+    choice = message["choices"][0]
+    assert event["choices"] == [
+        {
+            "index": 0,
+            "text": choice["text"],
+            "logprobs": choice["logprobs"],
+            "finish_reason": "stop",
+            "stop_reason": "END",
+        }
+    ]
+
+
+def test_the_usage_is_the_answers(body_of: Callable[[str], bytes]) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    usage = sent(short_answer_events(Api.CHAT, message, include_usage=True))[-1]
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": 187, "total_tokens": 188, "completion_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "delta"),
+    [
+        ({"content": "", "refusal": None}, {"content": ""}),
+        ({"content": None, "reasoning": "hm"}, {"reasoning": "hm"}),
+        (
+            {"content": None, "tool_calls": [{"id": "a"}, {"id": "b"}, "odd"]},
+            {"tool_calls": [{"index": 0, "id": "a"}, {"index": 1, "id": "b"}]},
+        ),
+        (None, {"content": ""}),
+        ("odd", {"content": ""}),
+    ],
+)
+def test_a_message_becomes_a_delta(said: object, delta: dict[str, Any]) -> None:
+    message = {"choices": [{"message": said, "finish_reason": "stop"}], "usage": {}}
+    token = sent(short_answer_events(Api.CHAT, message, include_usage=False))[-1]
+    assert token["choices"][0]["delta"] == delta
+
+
+def test_a_text_that_is_no_unicode_does_not_break_the_answer() -> None:
+    message = {"choices": [{"text": "\ud800", "finish_reason": "stop"}], "usage": {}}
+    (event,) = sent(short_answer_events(Api.COMPLETIONS, message, include_usage=False))
+    assert event["choices"][0]["text"] == "?"
+    assert b"\\ud800" not in short_answer_body(message)

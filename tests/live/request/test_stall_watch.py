@@ -1,0 +1,83 @@
+"""Since when something that is read now may have been waiting."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from balanceroute.proxy.live.request.stall_watch import StallWatch
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+INTERVAL_S = 0.25
+BODY = {"prompt": "t1 t2 t3", "max_tokens": 3, "ignore_eos": True}
+
+
+class Clock:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def watched(*ticks_s: float) -> tuple[StallWatch, Clock]:
+    clock = Clock()
+    stalls = StallWatch(INTERVAL_S, clock)
+    for clock.now_s in ticks_s:
+        stalls.tick()
+    return stalls, clock
+
+
+@pytest.mark.parametrize("now_s", [101.0, 101.2, 101.49])
+def test_what_comes_to_a_process_that_runs_is_new(now_s: float) -> None:
+    stalls, clock = watched(100.25, 100.5, 100.75, 101.0)
+    clock.now_s = now_s
+    assert stalls.waiting_since_s() == now_s
+
+
+def test_what_is_read_before_the_late_tick_may_have_waited() -> None:
+    stalls, clock = watched(100.25, 100.5)
+    clock.now_s = 131.0
+    assert stalls.waiting_since_s() == 100.5
+
+
+def test_what_is_read_soon_after_the_late_tick_may_have_waited_too() -> None:
+    stalls, clock = watched(100.25, 100.5, 131.0)
+    for clock.now_s in (131.0, 131.25, 131.49):
+        stalls.tick()
+        assert stalls.waiting_since_s() == 100.5
+    clock.now_s = 131.5
+    assert stalls.waiting_since_s() == 131.5
+
+
+def test_a_time_without_ticks_is_no_stall() -> None:
+    stalls, clock = watched(100.25)
+    clock.now_s = 500.0
+    stalls.begin()
+    stalls.tick()
+    assert stalls.waiting_since_s() == 500.0
+
+
+def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "Play") -> None:
+    """A proxy that stood still pulls nothing that may be another prompt's by now."""
+
+    async def scenario(site: "Site") -> None:
+        stalls = site.world.proxy.driver.stalls
+        exchange = site.send("/v1/completions", BODY)
+        await site.until(lambda: len(site.received("prefill")) == 1)
+        # As after 40 s, which began when the leg had been sent.
+        stalls._stalled_s, stalls._over_s = site.loop.time() - 40.0, site.loop.time() + 0.2
+        session = next(iter(site.world.proxy.driver.sessions.values()))
+        session._prefill_sent_s -= 40.0
+        await exchange.end()
+        assert exchange.status == 200
+        (record,) = site.world.ended
+        assert record.lease_lapses == 1  # The second prefill was sent after the stall.
+        assert len(site.received("prefill")) == 2
+        assert len(site.received("decode")) == 1
+        assert site.fleet.misreads == []
+
+    play(scenario)

@@ -1,0 +1,521 @@
+"""The driver before emulated engines: its mirror of their loads, its timers, and what it lets go."""
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.core.events import Admit, RequestId, Tick
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.testing.chaos.watched_scheduler import Step
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "t1 t2 t3",
+    "max_tokens": 20,
+    "ignore_eos": True,
+}
+STREAM: dict[str, Any] = BODY | {"stream": True}
+
+
+def body(i: int, **more: Any) -> dict[str, Any]:
+    return STREAM | {"prompt": f"t{i} u"} | more
+
+
+def watch(site: "Site", saw: Any) -> None:
+    """Have a function see every step of the scheduler."""
+    site.world.scheduler._watch = saw
+
+
+class Mirror:
+    """Compares what the driver believes of the ranks with the truth, at every decision."""
+
+    def __init__(self, site: "Site") -> None:
+        self.off = 0
+        self.load = 0
+        self.decisions = 0
+        self._site = site
+        watch(site, self._saw)
+
+    def _saw(self, step: "Step") -> None:
+        if not isinstance(step.event, Tick):
+            return
+        scheduler, fleet = self._site.world.scheduler, self._site.fleet
+        # What this decision binds is on its way only.
+        new = {action.request for action in step.actions if isinstance(action, Admit)}
+        believed = [0] * fleet.settings.ranks
+        for number, request in scheduler.requests.items():
+            if request.rank is not None and number not in new:
+                believed[request.rank] += scheduler.ledger.kv_tokens(number)
+        true = [
+            sum(one.kv_tokens for exchange in engine.exchanges for one in exchange.sequences)
+            for engine in fleet.engines[fleet.settings.prefillers :]
+        ]
+        self.off += sum(abs(a - b) for a, b in zip(true, believed, strict=True))
+        self.load += sum(true)
+        self.decisions += 1
+
+    @property
+    def deviation(self) -> float:
+        """Mean absolute deviation of a rank's load, as a share of the mean load."""
+        return self.off / self.load
+
+
+async def run_load(site: "Site", *, streamed: float, requests: int) -> None:
+    """Send requests of many sizes, more than the slots, and wait for all answers."""
+    rng = random.Random(3)
+    exchanges = []
+    for i in range(requests):
+        values = body(
+            i,
+            prompt=f"t{i} " * rng.randint(50, 300),
+            max_tokens=rng.randint(10, 60),
+            stream=rng.random() < streamed,
+        )
+        exchanges.append(site.send(COMPLETIONS, values))
+        await asyncio.sleep(rng.expovariate(1 / 0.005))
+    for exchange in exchanges:
+        assert (await exchange.end()).status == 200
+
+
+FLEET: dict[str, Any] = {
+    "prefillers": 4,
+    "ranks": 8,
+    "batch_limit": 16,
+    "prefill_ns_per_token": 10_000.0,
+    "flags": {"batch": 16, "policy": "br-0"},
+}
+
+
+@pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])
+def test_the_mirror_of_the_loads_is_true(play: "Play", streamed: float) -> None:
+    async def scenario(site: "Site") -> None:
+        if not streamed:
+            # The clock learns the time of a step from the first long answer.
+            await site.post(COMPLETIONS, BODY | {"max_tokens": 200})
+        mirror = Mirror(site)
+        await run_load(site, streamed=streamed, requests=150)
+        assert mirror.decisions > 100
+        assert mirror.deviation < 0.01
+
+    play(scenario, **FLEET)
+
+
+def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await run_load(site, streamed=1.0, requests=100)
+        driver, stats = site.world.proxy.driver, site.fleet.stats()
+        # The engines' last steps may run out after the clients have their answers.
+        assert driver.steps.steps == pytest.approx(stats["steps"], rel=0.1)
+        told = driver.idle_tokens / driver.capacity_tokens
+        assert told == pytest.approx(stats["idle_fraction"], rel=0.1)
+        assert driver.steps.step_s == pytest.approx(0.032, rel=0.1)
+
+    play(scenario, **FLEET)
+
+
+def test_sequences_of_one_request_count_each(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        mirror = Mirror(site)
+        first = site.send(COMPLETIONS, body(0, n=3, max_tokens=60, prompt=list(range(5, 405))))
+        await first.until_events(30)
+        others = [site.send(COMPLETIONS, body(i, max_tokens=30)) for i in range(1, 4)]
+        await others[-1].until_events(1)
+        bound = site.world.scheduler.ledger.bound.tolist()
+        assert sorted(bound) == [0, 3, 3] or sorted(bound) == [3, 3]
+        for exchange in (first, *others):
+            assert (await exchange.end()).done
+        assert mirror.deviation < 0.01
+        assert {record.choices: record.output_tokens for record in site.world.ended} == {
+            3: 180,
+            1: 30,
+        }
+
+    play(scenario, batch_limit=4, flags={"batch": 4, "policy": "br-0"})
+
+
+# Decisions.
+
+
+def test_requests_that_end_with_one_step_are_seen_by_one_decision(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        begun = [site.send(COMPLETIONS, body(i)) for i in range(4)]
+        for exchange in begun:
+            await exchange.until_events(1)
+        waiting = [site.send(COMPLETIONS, body(i)) for i in range(4, 8)]
+        await site.until(lambda: len(site.world.scheduler.pool) == 4)
+        decisions: list[int] = []
+        watch(
+            site,
+            lambda step: decisions.append(sum(isinstance(one, Admit) for one in step.actions)),
+        )
+        for exchange in begun + waiting:
+            assert (await exchange.end()).done
+        assert [count for count in decisions if count] == [4]
+
+    # Two slots on each rank; all four begin and end with the same steps.
+    play(scenario, prefillers=4, prefill_ns_per_token=0.0, flags={"batch": 2})
+
+
+def test_a_slot_that_is_free_is_used_at_once(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for i in range(3):
+            await site.post(COMPLETIONS, body(i))
+        prefills, decodes = site.received("prefill"), site.received("decode")
+        for prefill, decode in zip(prefills, decodes, strict=True):
+            # 20 ms of prefill, and next to nothing between its end and the decode leg.
+            assert decode.at_s - prefill.at_s < 0.021
+
+    play(scenario)
+
+
+def test_a_freed_slot_waits_for_others_no_longer_than_a_moment(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        first = site.send(COMPLETIONS, body(0))
+        await first.until_events(1)
+        second = site.send(COMPLETIONS, body(1))
+        await site.until(lambda: len(site.world.scheduler.pool) == 1)
+        await first.end()
+        ended_s = site.loop.time()
+        assert (await second.end()).done
+        assert site.received("decode")[1].at_s - ended_s == pytest.approx(0.002, abs=0.001)
+
+    play(scenario, ranks=1, flags={"batch": 1})
+
+
+# Waiting too long.
+
+
+def expired(exchange: "Exchanged") -> None:
+    assert exchange.status == 503
+    assert exchange.header(b"retry-after") == b"1"
+    assert "longer than it may" in exchange.json["error"]["message"]
+
+
+def test_a_request_that_waits_too_long_for_a_prefiller_is_given_up(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        begin_s = site.loop.time()
+        first = site.send(COMPLETIONS, body(0))
+        second = site.send(COMPLETIONS, body(1))
+        expired(await second.end())
+        assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.26)
+        assert (await first.end()).done
+        assert len(site.received("prefill")) == 1
+        assert [record.outcome for record in site.world.ended] == [Outcome.EXPIRED, Outcome.OK]
+
+    play(
+        scenario,
+        prefillers=1,
+        prefill_base_ns=5_000_000_000,
+        flags={"queue_ttl_s": 2.0, "probe_limit": 1},
+    )
+
+
+def test_a_request_that_waits_too_long_for_a_rank_is_given_up(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        first = site.send(COMPLETIONS, body(0, max_tokens=300))
+        await first.until_events(1)
+        begin_s = site.loop.time()
+        second = site.send(COMPLETIONS, body(1))
+        expired(await second.end())
+        assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.3)
+        assert (await first.end()).done
+        assert len(site.received("decode")) == 1
+        page = (await site.get("/metrics")).body
+        assert b'balanceroute_abandoned_leases_total{reason="ended"} 1.0' in page
+
+    play(scenario, ranks=1, flags={"pool_ttl_s": 2.0, "batch": 1})
+
+
+def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        first = site.send(COMPLETIONS, body(0, max_tokens=300))
+        await first.until_events(1)
+        second = site.send(COMPLETIONS, body(1))
+        assert (await second.end()).done
+        alone = await site.ask("decode/0", COMPLETIONS, body(1))
+        assert second.text == alone.text
+        assert (await first.end()).done
+        record = next(one for one in site.world.ended if one.lease_lapses)
+        # 300 steps of 30 ms are 9 s; a lease is used for 2 s less its margin of 0.5 s.
+        assert record.lease_lapses in (5, 6)
+        assert record.outcome is Outcome.OK
+        assert record.retries == 0
+        assert len(site.received("prefill")) == 2 + record.lease_lapses
+        assert site.world.scheduler.stale_admissions == []
+        assert site.fleet.stats()["leases"]["expired"] == record.lease_lapses
+        page = (await site.get("/metrics")).body
+        lapses = b"%d.0" % record.lease_lapses
+        assert b"balanceroute_lease_lapses_total " + lapses in page
+        assert b'balanceroute_abandoned_leases_total{reason="lapsed"} ' + lapses in page
+
+    flags = {"lease_s": 2.0, "lease_margin_s": 0.5, "batch": 1}
+    play(scenario, ranks=1, lease_s=2.0, flags=flags)
+
+
+# Time limits of the legs.
+
+
+def test_a_prefiller_that_hangs_is_passed_over(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("prefill/0", hang=True)
+        exchange = await site.post(COMPLETIONS, STREAM)
+        assert exchange.done
+        engines = [seen.engine for seen in site.received("prefill")]
+        assert engines == ["prefill/0", "prefill/1"]
+        assert site.fleet.engine("prefill/0").idle
+
+    play(scenario, flags={"prefill_timeout_s": 1.0})
+
+
+def test_when_every_prefiller_hangs_the_client_is_told(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("prefill", hang=True)
+        begin_s = site.loop.time()
+        exchange = await site.post(COMPLETIONS, STREAM)
+        assert exchange.status == 504
+        assert "prefill" in exchange.json["error"]["message"]
+        assert len(site.received("prefill")) == 3
+        assert site.loop.time() - begin_s == pytest.approx(3.0, abs=1.2)
+
+    play(scenario, flags={"prefill_timeout_s": 1.0})
+
+
+def test_a_rank_without_a_first_token_is_passed_over(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", hang=True)
+        site.fleet.faults.set("decode/1", hang=True)
+        exchange = site.send(COMPLETIONS, STREAM)
+        await site.until(lambda: len(site.received("decode")) == 1)
+        site.fleet.faults.clear()
+        await exchange.end()
+        assert exchange.done
+        # What became of the first KV cache nobody knows.
+        assert len(site.received("prefill")) == 2
+
+    play(scenario, flags={"first_token_timeout_s": 1.0})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_stands_still_ends_truthfully(play: "Play", stream: bool) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", stall_after_tokens=5)
+        exchange = await site.post(COMPLETIONS, BODY | {"stream": stream})
+        if stream:
+            assert exchange.status == 200
+            assert exchange.error is not None
+            assert len(exchange.events) == 6
+            assert exchange.chunks[-1]["error"]["code"] == 504
+        else:
+            assert exchange.status == 504
+        await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
+
+    play(scenario, flags={"idle_stream_timeout_s": 2.0, "answer_timeout_s": 3.0})
+
+
+# Retries.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_engine_is_passed_over_and_not_blamed(
+    play: "Play", role: str, status: int, stream: bool
+) -> None:
+    values = BODY | {"stream": stream}
+
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set(f"{role}/0", **{f"status_{status}": 1.0}, retry_after_s=7)
+        for _ in range(3):
+            answer = await site.post(COMPLETIONS, values)
+            assert answer.status == 200
+        site.fleet.faults.set(role, **{f"status_{status}": 1.0}, retry_after_s=7)
+        # When all are, it is told as the engine tells it.
+        answer = await site.post(COMPLETIONS, values)
+        alone = await site.ask(f"{role}/0", COMPLETIONS, values)
+        assert (answer.status, answer.body) == (status, alone.body)
+        assert answer.header(b"retry-after") == b"7"
+        assert all(not state.reason for state in site.world.proxy.health.states())
+
+    play(scenario, flags={"quarantine_failures": 1})
+
+
+def test_an_outage_is_not_answered_with_a_storm_of_retries(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("prefill", status_500=1.0)
+        exchanges = [site.send(COMPLETIONS, body(i)) for i in range(60)]
+        for exchange in exchanges:
+            await exchange.end()
+            assert exchange.status == 500
+        assert len(site.received("prefill")) <= 60 * 1.2 + 10
+
+    play(scenario)
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "pooled", "admitted", "streaming"])
+def test_a_client_that_leaves_frees_everything_at_once(play: "Play", phase: str) -> None:
+    async def scenario(site: "Site") -> None:
+        scheduler, driver = site.world.scheduler, site.world.proxy.driver
+        others = []
+        if phase == "pooled":
+            others = [site.send(COMPLETIONS, body(i, max_tokens=60)) for i in range(2)]
+            for other in others:
+                await other.until_events(1)
+        if phase == "queued":
+            others = [site.send(COMPLETIONS, body(i)) for i in range(2)]
+            await site.until(lambda: len(site.received("prefill")) == 2)
+        before = len(site.seen)
+        exchange = site.send(COMPLETIONS, body(9, max_tokens=60))
+        number = RequestId(len(others))
+        await site.until(lambda: number in driver.sessions)
+        if phase == "prefilling":
+            await site.until(lambda: len(site.seen) == before + 1)
+        elif phase == "pooled":
+            await site.until(lambda: len(scheduler.pool) == 1)
+        elif phase == "admitted":
+            await site.until(lambda: len(site.received("decode")) == 1)
+        elif phase == "streaming":
+            await exchange.until_events(3)
+        exchange.call.abort()
+        await site.until(lambda: number not in driver.sessions, limit_s=0.05)
+        scheduler.check()
+        if not others:
+            await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
+        for other in others:
+            assert (await other.end()).done
+        left = next(one for one in site.world.ended if one.outcome is Outcome.CANCELLED)
+        assert left.output_tokens == (3 if phase == "streaming" else 0)
+        assert len(site.received("decode")) == len(others) + (phase in ("admitted", "streaming"))
+
+    play(
+        scenario,
+        prefill_base_ns=100_000_000,
+        flags={"batch": 1, "probe_limit": 1},
+    )
+
+
+def test_a_client_that_does_not_read_pauses_its_engine(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 2_000})
+        other = site.send(COMPLETIONS, body(1, max_tokens=100))
+        await exchange.until_events(3)
+        exchange.call.pause()
+        assert (await other.end()).done
+        # It stands still for longer than a stream may, which is not the engine's fault, and long
+        # after the engine has said its last token.
+        await asyncio.sleep(100.0)
+        assert all(engine.idle for engine in site.fleet.engines)
+        assert len(site.world.proxy.driver.sessions) == 1
+        exchange.call.resume()
+        await exchange.end()
+        assert exchange.done
+        assert len(exchange.events) == 2_001
+
+    play(
+        scenario,
+        flags={"idle_stream_timeout_s": 5.0, "write_buffer_bytes": 4_096, "write_timeout_s": 300},
+    )
+
+
+# The end.
+
+
+def test_a_drain_waits_for_every_answer(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        held: list[Any] = []
+        site.handlers[b"/tokenize"] = lambda _, __, reply: held.append(reply)
+        exchange = site.send(COMPLETIONS, STREAM)
+        await exchange.until_events(2)
+        passed = site.send("/tokenize", {"prompt": "t1"})
+        await site.until(lambda: bool(held))
+        drain = asyncio.create_task(site.world.proxy.drain())
+        await exchange.end()
+        assert exchange.done
+        await asyncio.sleep(1.0)
+        assert not drain.done()
+        held[0].send(200, [], b"x")
+        assert (await passed.end()).body == b"x"
+        await drain
+        refused = await site.get("/health")
+        assert refused.error is not None
+
+    play(scenario)
+
+
+def test_a_drain_lasts_no_longer_than_it_may(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 1_000})
+        await exchange.until_events(2)
+        begin_s = site.loop.time()
+        await site.world.proxy.drain()
+        assert site.loop.time() - begin_s == pytest.approx(3.0)
+        await site.world.proxy.close()
+        await exchange.end()
+        assert exchange.error is not None
+        assert "shutting down" in exchange.chunks[-1]["error"]["message"]
+        assert all(engine.idle for engine in site.fleet.engines)
+
+    play(scenario, flags={"drain_timeout_s": 3.0})
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "streaming", "whole"])
+def test_what_is_cut_off_is_told_so(play: "Play", phase: str) -> None:
+    async def scenario(site: "Site") -> None:
+        count = 2 if phase == "queued" else 1
+        stream = phase != "whole"
+        exchanges = [site.send(COMPLETIONS, body(i, stream=stream)) for i in range(count)]
+        exchange = exchanges[-1]
+        if phase == "streaming":
+            await exchange.until_events(2)
+        elif phase == "whole":
+            await site.until(lambda: sum(site.fleet.stats()["running"]) == 1)
+        else:
+            await site.until(lambda: len(site.received("prefill")) == 1)
+        await site.world.proxy.close()
+        await exchange.end()
+        if phase == "streaming":
+            assert exchange.error is not None
+            assert exchange.chunks[-1]["error"]["code"] == 503
+        else:
+            assert exchange.status == 503
+            assert "shutting down" in exchange.json["error"]["message"]
+        await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
+
+    play(scenario, prefillers=1, flags={"probe_limit": 1})
+
+
+def test_a_task_of_the_proxys_own_that_fails_is_begun_again(play: "Play") -> None:
+    """Finding L11: an exception in a probe or a scrape ended the process with all its streams."""
+
+    async def scenario(site: "Site") -> None:
+        watching = asyncio.create_task(site.world.proxy.watch())
+        await asyncio.sleep(1.0)
+        assert not watching.done()
+
+        def fail() -> list[Any]:
+            raise ValueError("a defect")
+
+        proxy = site.world.proxy
+        due = proxy.health.due
+        proxy.health.due = fail  # type: ignore[method-assign]
+        await asyncio.sleep(5.0)
+        page = (await site.get("/metrics")).body
+        assert b'balanceroute_decision_failures_total{what="health"} ' in page
+        proxy.health.due = due  # type: ignore[method-assign]
+        site.fleet.faults.set("decode/0", unhealthy=True)
+        quarantined = proxy.instances.ranks[0]
+        await site.until(lambda: quarantined.status is Status.QUARANTINED)
+        assert not watching.done()
+        watching.cancel()
+
+    play(scenario)

@@ -1,0 +1,279 @@
+"""Exceptions in the proxy itself: each ends one request at most, and never the service."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.predictors import Survival
+from balanceroute.proxy.core.policies.two_stage import TwoStage
+from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.stream_leg import StreamLeg
+from balanceroute.proxy.live.scheduling import driver as driver_module
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.server import Reply
+
+COMPLETIONS = "/v1/completions"
+POISON = "x-poison"
+POISONED = [(b"x-request-id", POISON.encode())]
+
+
+def poisoned(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of sessions that fails for one of them."""
+
+    def method(session: Session, *args: Any) -> Any:
+        if session.record.request_id == POISON:
+            raise ZeroDivisionError("poison")
+        return usual(session, *args)
+
+    return method
+
+
+def body(text: str = "a b c", tokens: int = 5, *, stream: bool = False) -> dict[str, object]:
+    return {"prompt": text, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+
+
+async def counted(site: "Site", what: str) -> int:
+    page = (await site.get("/metrics")).body.decode()
+    name = f'balanceroute_decision_failures_total{{what="{what}"}} '
+    found = [line for line in page.splitlines() if line.startswith(name)]
+    return int(float(found[0].removeprefix(name))) if found else 0
+
+
+def outcomes(site: "Site") -> list[Outcome | None]:
+    return [record.outcome for record in site.world.ended]
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "stream"),
+    [
+        ("start_prefill", "action", False),
+        ("_prefill_answered", "leg", True),
+        ("start_decode", "action", True),
+        ("stream_started", "leg", True),
+        ("_decode_answered", "leg", False),
+        ("stream_ended", "leg", True),
+    ],
+)
+def test_an_exception_in_a_session_ends_its_request_alone(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, what: str, stream: bool
+) -> None:
+    """Finding C1: a session whose callback raised hung for ever, and held what it held."""
+    monkeypatch.setattr(Session, method, poisoned(getattr(Session, method)))
+
+    async def scenario(site: "Site") -> None:
+        bad = site.send(COMPLETIONS, body(stream=stream), headers=POISONED)
+        good = [await site.post(COMPLETIONS, body(stream=stream)) for _ in range(3)]
+        await bad.end()
+        assert [one.status for one in good] == [200] * 3
+        if method == "stream_ended":  # The head was sent long ago.
+            assert bad.status == 200
+            assert not bad.done
+            assert json.loads(bad.events[-1].removeprefix(b"data: "))["error"]["code"] == 500
+        else:
+            assert bad.status == 500
+            assert bad.json["error"]["message"].startswith("internal error")
+        assert await counted(site, what) == 1
+        assert outcomes(site).count(Outcome.INTERNAL_ERROR) == 1
+        assert (await site.get("/ready")).status == 200
+
+    play(scenario)
+
+
+def test_an_exception_in_the_stream_itself_is_an_error_event(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding C1: what the wire calls is part of a request's handling."""
+    usual = StreamLeg.on_end
+
+    def on_end(leg: StreamLeg) -> None:
+        if leg.started:
+            raise ZeroDivisionError
+        usual(leg)
+
+    monkeypatch.setattr(StreamLeg, "on_end", on_end)
+
+    async def scenario(site: "Site") -> None:
+        bad = await site.post(COMPLETIONS, body(stream=True))
+        assert b'"code":500' in bad.events[-1].replace(b" ", b"")
+        assert (await site.post(COMPLETIONS, body())).status == 200
+        assert await counted(site, "leg") == 1
+
+    play(scenario)
+
+
+def test_an_exception_at_arrival_leaves_no_session(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding C1: `submit` had registered the session before what could raise."""
+
+    def keys(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(driver_module, "prompt_keys", keys)
+
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(COMPLETIONS, body())
+        assert answer.status == 500
+        assert not site.world.proxy.driver.sessions
+        assert await counted(site, "arrival") == 1
+
+    play(scenario, flags={"policy": "br-h", "predictor": "exact-match"})
+
+
+def test_deadlines_go_on_though_one_sessions_deadline_raises(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding C1: after an exception in a sweep no deadline was looked at ever again."""
+    monkeypatch.setattr(Session, "check_deadline", poisoned(Session.check_deadline))
+
+    async def scenario(site: "Site") -> None:
+        for number in range(2):
+            site.fleet.faults.set(f"decode/{number}", hang=True)
+        bad = site.send(COMPLETIONS, body(), headers=POISONED)
+        good = await site.post(COMPLETIONS, body())
+        assert (good.status, (await bad.end()).status) == (504, 500)
+        assert await counted(site, "timer") == 1
+
+    flags = {"answer_timeout_s": 5.0, "retry_attempts": 1, "first_token_timeout_s": 5.0}
+    play(scenario, flags=flags, at_rest=False)
+
+
+@pytest.mark.parametrize("method", ["request_ended", "loop_lag", "predictors_scored", "dispatched"])
+def test_metrics_that_raise_end_nothing(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Finding C1: no exception in a sweep, a tick or an end keeps others from being served."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    async def scenario(site: "Site") -> None:
+        monkeypatch.setattr(Metrics, method, fails)
+        asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
+        for one in asked:
+            assert (await one.end()).status == 200
+        driver = site.world.proxy.driver
+        assert not driver.sessions
+        await driver.drained()
+
+    play(scenario)
+
+
+def test_an_active_predictor_that_raises_is_one_that_knows_nothing(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding C1: its exception came out of every decision."""
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def scenario(site: "Site") -> None:
+        for method in ("begin", "survival", "observe", "forget"):
+            monkeypatch.setattr(Survival, method, fails)
+        asked = [site.send(COMPLETIONS, body(tokens=20)) for _ in range(12)]
+        for one in asked:
+            assert (await one.end()).status == 200
+        assert await counted(site, "predictor") > 12
+        assert await counted(site, "policy") == 0
+        (active,) = (await site.state())["predictors"]
+        assert active["failed"]
+        assert (await site.get("/ready")).status == 200
+
+    play(scenario, flags={"policy": "br-h", "predictor": "survival", "batch": 2}, batch_limit=2)
+
+
+def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding C1: /ready looked at the engines alone."""
+    usual = TwoStage.dispatch
+    broken = True
+
+    def dispatch(self: TwoStage, *args: Any) -> Any:
+        if broken:
+            raise ZeroDivisionError
+        return usual(self, *args)
+
+    monkeypatch.setattr(TwoStage, "dispatch", dispatch)
+
+    async def load(site: "Site", seconds: float) -> None:
+        end_s = site.loop.time() + seconds
+        while site.loop.time() < end_s:
+            assert (await site.post(COMPLETIONS, body())).status == 200
+            await asyncio.sleep(0.5)
+
+    async def ready(site: "Site") -> tuple[int, int]:
+        return (await site.get("/ready")).status, (await site.admin("/ready")).status
+
+    async def scenario(site: "Site") -> None:
+        nonlocal broken
+        await load(site, 7)
+        assert await ready(site) == (200, 200)
+        await load(site, 5)
+        assert await ready(site) == (503, 503)
+        assert await counted(site, "policy") >= 15
+        await asyncio.sleep(10)  # Nothing was asked of it meanwhile: it is tried again.
+        assert await ready(site) == (200, 200)
+        await load(site, 1)
+        assert await ready(site) == (503, 503)
+        broken = False
+        await load(site, 1)
+        assert await ready(site) == (200, 200)
+
+    play(scenario, flags={"policy": "br-0"})
+
+
+@pytest.mark.parametrize(("method", "streams"), [("on_end", False), ("on_data", True)])
+def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, streams: bool
+) -> None:
+    usual = getattr(SingleExchange, method)
+    poison = [True]
+
+    def fails(exchange: SingleExchange, *args: object) -> None:
+        begun = exchange.record.first_token_ns is not None
+        if poison and begun is streams:
+            poison.clear()
+            raise ZeroDivisionError
+        usual(exchange, *args)
+
+    monkeypatch.setattr(SingleExchange, method, fails)
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        if not streams:
+            reply.send(200, [(b"content-type", b"application/json")], b"{}")
+            return
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        reply.write(b"data: 1\n\n")
+        asyncio.get_running_loop().call_later(1.0, reply.write, b"data: 2\n\n")
+        asyncio.get_running_loop().call_later(2.0, reply.end)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = answer
+        # The second waits for the room that the first one holds.
+        bad, good = (site.send("/tokenize", {"prompt": "a"}) for _ in range(2))
+        await bad.end()
+        await good.end()
+        assert (good.status, good.error) == (200, None)
+        if streams:
+            assert bad.status == 200
+            assert json.loads(bad.events[-1].removeprefix(b"data: "))["error"]["code"] == 500
+        else:
+            assert bad.status == 500
+            assert bad.json["error"]["message"].startswith("internal error")
+        assert await counted(site, "leg") == 1
+        assert outcomes(site) == [Outcome.INTERNAL_ERROR, Outcome.OK]
+        assert site.world.proxy.gateway.pass_through.in_flight == 0
+
+    play(scenario, flags={"single_engine_limit": 1}, prefillers=1)

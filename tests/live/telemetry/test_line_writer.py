@@ -1,0 +1,252 @@
+"""The log's thread: whole lines, none of them in the way of the loop, whatever the file does."""
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.telemetry.line_writer import LineWriter
+
+LONG_S = 10.0  # Never waited for: what is tested ends long before.
+
+
+@contextmanager
+def full_pipe(*, blocking: bool) -> Iterator[tuple[int, int, int]]:
+    """Give a pipe's two ends and the number of bytes in it, with room for no more."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    filling = 0
+    with suppress(BlockingIOError):
+        while True:
+            filling += os.write(writer, b"." * 4096)
+    os.set_blocking(writer, blocking)
+    try:
+        yield reader, writer, filling
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+class Disk:
+    """Stands for os.write on one file: takes `room` bytes, then says that the disk is full."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.refused = threading.Semaphore(0)
+        self._write: Callable[[int, memoryview], int] = os.write
+
+    def write(self, file: int, text: memoryview) -> int:
+        if not self.room:
+            self.refused.release()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = text[: self.room]
+        self.room -= len(part)
+        return self._write(file, part)
+
+
+def test_lines_reach_the_file_in_order_and_append(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before\n")
+    lines = [f"line {number}\n".encode() for number in range(5000)]
+    writer = LineWriter(path)
+    for line in lines:
+        writer.write(line)
+    assert writer.close(timeout_s=LONG_S)
+    assert path.read_bytes() == b"before\n" + b"".join(lines)
+    assert writer.dropped == 0
+
+
+def test_a_new_file_is_not_open_to_every_user(tmp_path: Path) -> None:
+    assert LineWriter(tmp_path / "log").close(timeout_s=LONG_S)
+    assert not (tmp_path / "log").stat().st_mode & stat.S_IRWXO
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/log cannot be opened: No such file"):
+        LineWriter(tmp_path / "nowhere" / "log")
+
+
+def test_a_named_pipe_that_nobody_reads_is_an_error_not_a_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        LineWriter(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pipe_that_nobody_reads_costs_lines_not_time(*, blocking: bool) -> None:
+    with full_pipe(blocking=blocking) as (reader, descriptor, filling):
+        writer = LineWriter(descriptor, capacity=10)
+        # More than one batch of the thread and the queue hold together.
+        for number in range(3000):
+            writer.write(b"%04d" % number + b"x" * 1019 + b"\n")
+        assert writer.dropped > 0
+        assert not writer.close(timeout_s=0.01)
+        received = b""
+        while len(received) < filling + 1024 * (3000 - writer.dropped):
+            received += os.read(reader, 1 << 20)
+        assert writer.close(timeout_s=LONG_S)
+        lines = received[filling:].splitlines()
+        numbers = [int(line[:4]) for line in lines]
+        assert len(numbers) + writer.dropped == 3000
+        assert numbers == sorted(numbers)
+        assert {len(line) for line in lines} == {1023}
+
+
+def test_a_closed_pipe_drops_and_counts() -> None:
+    reader, descriptor = os.pipe()
+    os.close(reader)
+    writer = LineWriter(descriptor)
+    for _ in range(5):
+        writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    os.close(descriptor)
+    assert writer.dropped == 5
+    assert writer.fault == "Broken pipe"
+
+
+def test_a_full_disk_drops_whole_lines_and_mends_the_one_it_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=13)
+    monkeypatch.setattr(os, "write", disk.write)
+    path = tmp_path / "log"
+    writer = LineWriter(path)
+    for number in range(5):
+        writer.write(b"line %d\n" % number)
+        # 7 bytes a line: the second is cut after 6, every later one finds no room.
+        if number:
+            disk.refused.acquire()
+    assert path.read_bytes() == b"line 0\nline 1"
+    disk.room = 1000
+    writer.write(b"line 5\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert path.read_bytes() == b"line 0\nline 1\nline 5\n"
+    assert writer.dropped == 3
+    assert writer.fault == ""
+
+
+def test_a_cut_line_that_is_never_mended_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", Disk(room=3).write)
+    writer = LineWriter(tmp_path / "log")
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert writer.dropped == 1
+
+
+def test_after_rotation_lines_go_to_the_new_file(tmp_path: Path) -> None:
+    path, moved = tmp_path / "log", tmp_path / "log.1"
+    writer = LineWriter(path)
+    writer.write(b"old\n")
+    path.rename(moved)
+    writer.write(b"still old\n")
+    writer.reopen()
+    writer.write(b"new\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert moved.read_bytes() == b"old\nstill old\n"
+    assert path.read_bytes() == b"new\n"
+
+
+def test_the_rest_of_a_cut_line_does_not_begin_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=3)
+    monkeypatch.setattr(os, "write", disk.write)
+    path = tmp_path / "log"
+    writer = LineWriter(path)
+    writer.write(b"line\n")
+    disk.refused.acquire()
+    path.rename(tmp_path / "log.1")
+    writer.reopen()
+    disk.refused.acquire()  # The old file is offered the rest once more.
+    disk.room = 1000
+    writer.write(b"new\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert path.read_bytes() == b"new\n"
+    assert writer.dropped == 1
+
+
+def test_when_the_new_file_cannot_be_opened_the_old_one_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    path = folder / "log"
+    writer = LineWriter(path)
+    folder.rename(tmp_path / "moved")
+    writer.reopen()
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert (tmp_path / "moved" / "log").read_bytes() == b"line\n"
+    assert writer.dropped == 0
+
+
+def test_after_closing_lines_are_dropped_and_closing_again_is_harmless(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "log")
+    assert writer.close(timeout_s=LONG_S)
+    writer.write(b"late\n")
+    writer.reopen()
+    assert writer.close(timeout_s=LONG_S)
+    assert (tmp_path / "log").read_bytes() == b""
+    assert writer.dropped == 1
+
+
+def test_a_descriptor_stays_open() -> None:
+    reader, descriptor = os.pipe()
+    writer = LineWriter(descriptor)
+    writer.reopen()
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    os.write(descriptor, b"after\n")
+    assert os.read(reader, 100) == b"line\nafter\n"
+    os.close(reader)
+    os.close(descriptor)
+
+
+def test_dropped_lines_are_told_once_a_minute_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=0)
+    monkeypatch.setattr(os, "write", disk.write)
+    now_s = 0.0
+    told: list[str] = []
+    asked = threading.Semaphore(0)
+
+    def clock() -> float:
+        asked.release()
+        return now_s
+
+    path = tmp_path / "log"
+    writer = LineWriter(path, complain=told.append, clock=clock)
+
+    def write(at_s: float) -> None:
+        nonlocal now_s
+        now_s = at_s
+        writer.write(b"line\n")
+        assert disk.refused.acquire(timeout=LONG_S)
+        assert asked.acquire(timeout=LONG_S)  # The thread has looked at the time.
+
+    write(0.0)
+    write(30.0)
+    write(59.0)
+    write(61.0)
+    write(62.0)
+    assert writer.close(timeout_s=LONG_S)
+    counts = [int(message.partition(" ")[0]) for message in told]
+    assert counts == [1, 3, 1]
+    for message in told:
+        assert str(path) in message
+        assert "No space left on device" in message
+
+
+def test_nothing_is_told_while_nothing_is_dropped(tmp_path: Path) -> None:
+    told: list[str] = []
+    writer = LineWriter(tmp_path / "log", complain=told.append)
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert told == []

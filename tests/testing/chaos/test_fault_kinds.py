@@ -1,0 +1,264 @@
+"""One kind of fault at a time, on one engine of several: which ones no client may notice."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
+from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.scheduling.step_clock import StepClock
+from balanceroute.proxy.testing.chaos.clients import Visit
+from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, InjectedError, Lapse
+from balanceroute.proxy.testing.chaos.faults import Act, Injection
+from balanceroute.proxy.testing.chaos.meddler import HARMLESS, Meddling
+from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather
+from balanceroute.proxy.testing.chaos.requests import RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.trial import Report, run_plan
+from balanceroute.proxy.testing.chaos.world import WorldSettings
+from balanceroute.proxy.testing.virtual.link import Link
+
+REQUESTS = 40
+SPAN_S = 5.0
+ENGINES = EmulationSettings(
+    prefillers=2,
+    ranks=3,
+    batch_limit=8,
+    step_base_ns=10_000_000,
+    prefill_base_ns=5_000_000,
+    lease_s=2.0,
+    model=MODEL,
+    mean_output_tokens=15.0,
+)
+FLAGS: Mapping[str, object] = {
+    "batch": 8,
+    "lease_s": 2.0,
+    "connect_timeout_s": 1.0,
+    "prefill_timeout_s": 3.0,
+    "first_token_timeout_s": 3.0,
+    "idle_stream_timeout_s": 3.0,
+    "answer_timeout_s": 6.0,
+    "health_interval_s": 1.0,
+    "health_timeout_s": 0.3,
+    "scrape_interval_s": 1.0,
+    "scrape_timeout_s": 0.3,
+}
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+def changed(link: Link) -> dict[str, object]:
+    """Return what of a wire is out of the ordinary."""
+    usual = asdict(Link())
+    return {key: value for key, value in asdict(link).items() if value != usual[key]}
+
+
+def run_with(
+    *injections: Injection, connector: Connector = Connector.NIXL, **flags: object
+) -> Report:
+    """Send drawn requests while something is wrong, from before the first to after the last."""
+    rng = random.Random("fault kinds")
+    mix = RequestMix(MODEL, big=0.0, odd=0.0)
+    visits = sorted(
+        (
+            Visit(rng.uniform(0.2, SPAN_S), (draw_request(rng, number, mix),))
+            for number in range(REQUESTS)
+        ),
+        key=lambda visit: visit.start_s,
+    )
+    plan = Plan(
+        seed=0,
+        weather=Weather.FAULTS,
+        world=WorldSettings(replace(ENGINES, connector=connector), {**FLAGS, **flags}),
+        visits=tuple(visits),
+        injections=injections,
+        storm_s=None,
+        calm_s=SPAN_S + 1.0,
+        shutdown_s=None,
+    )
+    report = run_plan(plan)
+    assert not report.violations
+    return report
+
+
+def injection(role: Role, act: Act, end_s: float = SPAN_S + 0.5, **what: Any) -> Injection:
+    return Injection("fault", act, role, 0, 0.0, end_s, **what)
+
+
+def board(role: Role, **changes: Any) -> Injection:
+    return injection(role, Act.BOARD, changes=changes)
+
+
+def assert_nobody_noticed(report: Report) -> None:
+    assert report.endings == {"exact": REQUESTS}
+
+
+def test_without_a_fault_every_answer_is_exact() -> None:
+    assert_nobody_noticed(run_with())
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"refuse": True},
+        {"unhealthy": True},
+        {"slow_scrape_s": 1.0},
+        *({"malformed_scrape": kind} for kind in MalformedScrape if kind.value != "huge"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_is_not_fit_is_gone_around(role: Role, changes: dict[str, Any]) -> None:
+    assert_nobody_noticed(run_with(board(role, **changes)))
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize("meddling", HARMLESS)
+def test_what_http_allows_harms_nobody(role: Role, meddling: Meddling) -> None:
+    assert_nobody_noticed(run_with(injection(role, Act.MEDDLE, meddling=meddling)))
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_a_request_lost_with_its_connection_is_counted_when_sent_again(role: Role) -> None:
+    """Finding C3: the session decides on it, within its budget, and not the endpoint in silence."""
+    report = run_with(injection(role, Act.MEDDLE, meddling=Meddling.CLOSE_ON_REUSE))
+    assert report.endings.keys() <= {"exact", "status 502"}
+    assert report.counters["retries"]
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(split_bytes=1),
+        Link(split_bytes=7),
+        Link(coalesce_s=0.1),
+        Link(latency_s=0.02, jitter_s=0.1),
+        Link(window_bytes=200, latency_s=0.001),
+        Link(stall_after_download_bytes=300, stall_s=1.0),
+    ],
+    ids=lambda link: ",".join(f"{key}={value}" for key, value in changed(link).items()),
+)
+def test_a_bad_wire_slows_and_changes_nothing(role: Role, link: Link) -> None:
+    assert_nobody_noticed(run_with(injection(role, Act.LINK, link=link)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MalformedStream.CRLF,
+        MalformedStream.CR,
+        MalformedStream.MIXED_ENDS,
+        MalformedStream.COMMENTS,
+        MalformedStream.FIELDS,
+        MalformedStream.BOM,
+        MalformedStream.BYTES,
+        MalformedStream.JOINED,
+    ],
+)
+def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
+    assert_nobody_noticed(run_with(board(Role.DECODE, malformed=kind)))
+
+
+@pytest.mark.parametrize(
+    "kind", [MalformedStream.BAD_JSON, MalformedStream.NUL, MalformedStream.NO_DATA]
+)
+def test_broken_events_are_no_answer(kind: MalformedStream) -> None:
+    report = run_with(board(Role.DECODE, malformed=kind))
+    # Or, as long as nothing has come that made sense, in another try.
+    assert report.endings.keys() <= {"exact", "error event", "status 502"}
+    assert report.counters["retries"] or report.endings["error event"]
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_an_answer_that_trickles_is_waited_for(role: Role) -> None:
+    trickle = board(role, malformed_answer=MalformedAnswer.TRICKLE, trickle_s=1e-4)
+    assert_nobody_noticed(run_with(trickle))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MalformedAnswer if kind.value != "trickle"])
+@pytest.mark.parametrize("role", BOTH)
+def test_nonsense_is_never_an_answer(role: Role, kind: MalformedAnswer) -> None:
+    report = run_with(board(role, malformed_answer=kind))
+    assert report.endings.keys() <= {"exact", "status 502"}
+    assert report.counters["retries"]
+
+
+@pytest.mark.parametrize("connector", [Connector.NIXL, Connector.MOONCAKE_ASCEND])
+def test_a_prefill_without_parameters_is_computed_again(connector: Connector) -> None:
+    report = run_with(board(Role.PREFILL, drop_kv_params=1.0), connector=connector)
+    assert_nobody_noticed(report)
+    assert not report.counters["retries"]
+
+
+def test_a_prefill_without_parameters_may_count_as_a_failure() -> None:
+    report = run_with(board(Role.PREFILL, drop_kv_params=0.3), on_missing_kv="fail")
+    assert report.counters["retries"]
+
+
+def test_an_answer_of_one_token_is_the_prefillers() -> None:
+    report = run_with(board(Role.PREFILL, eos_first=1.0))
+    assert report.endings.keys() == {"exact", "ended by the prefiller"}
+    assert report.endings["ended by the prefiller"] > 5
+
+
+def test_an_answer_of_one_token_may_break_off() -> None:
+    report = run_with(board(Role.PREFILL, eos_first=1.0, reset_after_tokens=1), direct="prefill")
+    assert report.endings["ended by the prefiller"]
+    assert report.endings["error event"]
+
+
+@pytest.mark.parametrize("connector", [Connector.MOONCAKE_ASCEND, Connector.LAYERWISE])
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_a_request_that_is_handed_back_goes_on(connector: Connector, tokens: int) -> None:
+    report = run_with(board(Role.DECODE, recomputed_after_tokens=tokens), connector=connector)
+    assert report.endings["exact"] > REQUESTS * 0.8
+    assert report.endings.keys() <= {"exact", "error event"}
+    assert report.counters["recomputes"]
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_a_drained_engine_ends_what_it_has(role: Role) -> None:
+    assert_nobody_noticed(run_with(injection(role, Act.DRAIN, end_s=SPAN_S / 2)))
+
+
+@pytest.mark.parametrize("policy", ["jsq", "br-0", "br-h", "br-0-bypass", "random"])
+def test_a_change_of_policy_loses_nothing(policy: str) -> None:
+    changes = [
+        replace(injection(Role.DECODE, Act.POLICY, policy=name), start_s=SPAN_S * share)
+        for name, share in ((policy, 0.3), ("fifo", 0.6))
+    ]
+    assert_nobody_noticed(run_with(*changes))
+
+
+@pytest.mark.parametrize("status", [400, 413])
+@pytest.mark.parametrize("role", BOTH)
+def test_an_engines_refusal_is_the_clients(role: Role, status: int) -> None:
+    report = run_with(board(role, **{f"status_{status}": 1.0}))
+    assert report.endings.keys() == {"exact", f"status {status}"}
+    assert not report.counters["retries"]
+
+
+@pytest.mark.parametrize("policy", ["br-h", "br-0", "fifo"])
+@pytest.mark.parametrize("fault", list(DecisionFault), ids=lambda fault: fault.name.lower())
+def test_a_decision_that_fails_loses_nothing(fault: DecisionFault, policy: str) -> None:
+    lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(fault, 0.6, 1))
+    # A rank is closed from the first round on, for an answer that names it.
+    drain = injection(Role.DECODE, Act.DRAIN)
+    report = run_with(lapse, drain, policy=policy, predictor="survival", batch=2)
+    assert_nobody_noticed(report)
+    assert report.counters["decision faults"]
+
+
+def test_an_error_that_nobody_injected_is_found_among_those_that_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise InjectedError("policy")
+
+    monkeypatch.setattr(StepClock, "advance", fail)
+    lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(DecisionFault.RAISES, 0.5, 1))
+    with pytest.raises(AssertionError):
+        run_with(lapse)

@@ -1,0 +1,69 @@
+"""The whole proxy under faults: drawn from seeds, in virtual time, and the same each time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from balanceroute.proxy.testing.chaos.plan import Weather, draw_plan
+from balanceroute.proxy.testing.chaos.summary import Summary
+from balanceroute.proxy.testing.chaos.trial import run_seed
+
+# Of every weather, and of every connector.
+SEEDS = range(12)
+REQUESTS = 40
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_violates_nothing(seed: int) -> None:
+    report = run_seed(seed, requests=REQUESTS)
+    assert not report.violations, f"seed {seed}"
+    assert sum(report.outcomes.values()) > 0
+
+
+def test_the_seeds_are_of_every_kind() -> None:
+    plans = [draw_plan(seed, requests=REQUESTS) for seed in range(60)]
+    assert {plan.weather for plan in plans} == set(Weather)
+    acts = {injection.act for plan in plans for injection in plan.injections}
+    kinds = {injection.name for plan in plans for injection in plan.injections}
+    assert len(acts) == 9
+    assert len(kinds) > 60
+
+
+def test_a_plan_is_decided_by_its_seed() -> None:
+    assert draw_plan(3, requests=REQUESTS) == draw_plan(3, requests=REQUESTS)
+    assert draw_plan(3, requests=REQUESTS) != draw_plan(4, requests=REQUESTS)
+
+
+def test_a_seed_happens_again_in_another_process() -> None:
+    # With another hash of every string, and other addresses of every object.
+    program = (
+        "from balanceroute.proxy.testing.chaos.trial import run_seed\n"
+        "junk = [bytearray(size) for size in range({junk})]\n"
+        "print(*(run_seed(seed, requests=30).digest for seed in (0, 5, 23, 54)))\n"
+    )
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", program.format(junk=junk)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for hash_seed, junk in (("1", 10), ("77", 3000))
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 4
+
+
+def test_another_seed_is_another_run() -> None:
+    assert run_seed(0, requests=5).digest != run_seed(1, requests=5).digest
+
+
+def test_the_summary_names_the_seed_of_a_violation() -> None:
+    report = run_seed(0, requests=5)
+    report.violations.append("something")
+    summary = Summary()
+    summary.add(report)
+    assert "  seed 0: something" in list(summary.lines())
