@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.serve import add_serve_flags, configure_and_serve, flags_given
-from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError, shown
 from balanceroute.proxy.live.settings.flags import BOOTSTRAP, CONNECTOR, DECODE, MODEL, PREFILL
-from balanceroute.proxy.live.settings.options import shown
 from balanceroute.topologies import did_you_mean, read_topology
 
 if TYPE_CHECKING:

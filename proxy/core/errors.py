@@ -7,6 +7,8 @@ BalanceRouteError
 └── PredictorError     an answer of a predictor that is not what was asked for
 """
 
+_SHOWN_CHARACTERS = 80
+
 
 class BalanceRouteError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -26,3 +28,9 @@ class PolicyError(BalanceRouteError):
 
 class PredictorError(BalanceRouteError):
     """A predictor's answer is not what was asked for."""
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, cut short if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -42,13 +42,13 @@ from balanceroute.proxy.live.frontend.model_choice import AnyModel, ListedModels
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThroughLimits
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.prediction.names import predictor_name
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import (
     InThread,
     StateKeeper,
     make_predictor,
     named,
-    predictor_name,
 )
 from balanceroute.proxy.live.proxy_control import ProxyControl
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings, Log

@@ -13,10 +13,9 @@ from balanceroute.predictors.capped import Capped
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, read_state, write_state
 from balanceroute.predictors.state import StateError
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.live.prediction.names import PREDICTORS, predictor_name
 from balanceroute.proxy.live.prediction.predictor_set import NamedPredictor
-from balanceroute.proxy.live.settings.flags import PREDICTORS
-from balanceroute.proxy.live.settings.options import shown
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ def make_predictor(word: str) -> "Savable | NoPrediction":
         raise ConfigError(f"is {error}") from error
     except ConfigError as error:  # A library is not installed.
         raise ConfigError(f"is {word}: {error}") from error
-
-
-def predictor_name(word: str) -> str:
-    """Return what metrics call the predictor that `make_predictor` makes of a word."""
-    return word if word in PREDICTORS else Path(word).name
 
 
 def named(word: str, predictor: "Predictor") -> NamedPredictor:

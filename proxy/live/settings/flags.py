@@ -6,7 +6,7 @@ Times are in seconds. `none` asks for no limit, `auto` for what a rule gives, `i
 import re
 from math import inf
 
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.policies import (
     BETA_PER_RANK,
     PATIENCE_PER_SLOT,
@@ -16,6 +16,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+from balanceroute.proxy.live.prediction.names import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.settings.options import (
     Option,
@@ -29,13 +30,11 @@ from balanceroute.proxy.live.settings.options import (
     optional_integer,
     optional_number,
     seconds,
-    shown,
     switch,
     text,
     texts,
 )
 
-PREDICTORS = ("none", "survival", "exact-match")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DISCOVER = "discover"
 _KNOBS = PolicySettings()

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.topologies import did_you_mean
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +129,6 @@ class Values:
         if option.name in self._flags or option.name not in self._filed:
             return option.flag
         return f"{self._file}: {option.name if option.at_top else f'[proxy].{option.name}'}"
-
-
-def shown(value: object) -> str:
-    """Return a value for a message, cut short if it is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def integer(
