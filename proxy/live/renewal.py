@@ -6,12 +6,10 @@ Connections that are open, and requests that run, are not touched.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security.credentials import Credentials, Secret
 from balanceroute.proxy.live.security.tls import load_certificate
 from balanceroute.proxy.live.telemetry.process_log import redact_too
 
@@ -19,23 +17,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.proxy import Proxy
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """What is read again; see `ListenConfig`, `FleetConfig` and `AdminConfig`."""
-
-    api_keys: tuple[Secret, ...]
-    engine_key: Secret | None
-    admin_token: Secret | None
-    tls_cert: Path | None
-    tls_key: Path | None
-
-    @property
-    def secrets(self) -> list[Secret]:
-        """All keys."""
-        others = (self.engine_key, self.admin_token)
-        return [*self.api_keys, *(one for one in others if one is not None)]
 
 
 def renew(

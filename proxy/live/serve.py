@@ -28,8 +28,7 @@ from balanceroute.proxy.live.telemetry.request_log import RequestLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from balanceroute.proxy.live.renewal import Credentials
-    from balanceroute.proxy.live.security.credentials import Secret
+    from balanceroute.proxy.live.security.credentials import Credentials, Secret
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 

@@ -29,6 +29,23 @@ class Secret:
         return hmac.compare_digest(self.value, given)
 
 
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The keys and certificates that can be read again while the proxy serves; see `ListenConfig`, `FleetConfig` and `AdminConfig`."""
+
+    api_keys: tuple[Secret, ...]
+    engine_key: Secret | None
+    admin_token: Secret | None
+    tls_cert: Path | None
+    tls_key: Path | None
+
+    @property
+    def secrets(self) -> list[Secret]:
+        """All keys."""
+        others = (self.engine_key, self.admin_token)
+        return [*self.api_keys, *(one for one in others if one is not None)]
+
+
 def matches_any(secrets: Iterable[Secret], given: bytes) -> bool:
     """Return whether `given` is one of the keys; always compares with each of them."""
     return sum(secret.matches(given) for secret in secrets) > 0

@@ -17,10 +17,10 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.prediction.names import predictor_name
 from balanceroute.proxy.live.prediction.predictors import make_predictor
-from balanceroute.proxy.live.renewal import Credentials
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import (
+    Credentials,
     Secret,
     as_secret,
     read_secret,
