@@ -1,29 +1,16 @@
 """The scripts run: what no check runs, rots."""
 
 import argparse
-import importlib.util
 import json
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tests.script import ROOT, script
 
 from balanceroute.proxy.cli import simulate
 from balanceroute.traces import TraceRequest, detect_format, write_native
-
-ROOT = Path(__file__).parents[1]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 EXPERIMENTS: dict[str, str] = script("reproduce_results").EXPERIMENTS
 

@@ -1,31 +1,18 @@
 """The table of all predictors on all public traces is one command, and this is it."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tests.script import ROOT, script
 
 from balanceroute.predictors import training
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    path = ROOT / "scripts" / "predictor_table.py"
-    spec = importlib.util.spec_from_file_location("predictor_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+table = script("predictor_table")
 
 
 def test_a_row_for_each_predictor_and_trace(
-    script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -34,27 +21,27 @@ def test_a_row_for_each_predictor_and_trace(
     out = tmp_path / "table.json"
     words = ["--requests", "400", "--kinds", "survival", "exact-match", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["predictor_table", *words])
-    assert script.main() == 0
+    assert table.main() == 0
     rows = json.loads(out.read_text())
     assert [(row["trace"], row["predictor"]) for row in rows] == [
-        (trace.name, kind) for trace in script.TRACES for kind in ("survival", "exact-match")
+        (trace.name, kind) for trace in table.TRACES for kind in ("survival", "exact-match")
     ]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(rows)
-    assert {line.count("|") for line in lines} == {len(script.COLUMNS) + 1}
+    assert {line.count("|") for line in lines} == {len(table.COLUMNS) + 1}
     for row, line in zip(rows, lines[2:], strict=True):
         assert row["train_requests"] + row["judged_requests"] == 400
         assert f"| {row['brier']:.4f} |" in line
-        if row["predictor"] != script.BASELINE:
+        if row["predictor"] != table.BASELINE:
             told = f"{row['brier_better_by']:+.4f} ±{row['brier_better_by_stderr']:.4f}"
             assert told.replace("-", "−") in line
 
 
-def test_all_predictors_are_compared_on_traces_that_are_there(script: ModuleType) -> None:
+def test_all_predictors_are_compared_on_traces_that_are_there() -> None:
     assert set(training.KINDS) == {"survival", "exact-match", "gbdt"}
-    assert all((ROOT / trace).is_file() for trace in script.TRACES)
+    assert all((ROOT / trace).is_file() for trace in table.TRACES)
 
 
-def test_what_is_undefined_is_told(script: ModuleType) -> None:
-    assert script.shown_gain(None, None, 3) == "undefined"
-    assert script.shown_gain(-0.5, None, 1) == "−0.5"
+def test_what_is_undefined_is_told() -> None:
+    assert table.shown_gain(None, None, 3) == "undefined"
+    assert table.shown_gain(-0.5, None, 1) == "−0.5"
