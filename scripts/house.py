@@ -1,0 +1,214 @@
+"""Prints which room of the house imports which, and fails if one imports what it may not.
+
+    scripts/house.py
+
+A room is a package, or a module, with a row in `MAY_IMPORT`.
+"""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = "balanceroute"
+ROOT = Path(__file__).parents[1]
+
+# What a room may import beside itself: these and what is below them. A module belongs to the row
+# with the longest name that its own begins with.
+MAY_IMPORT = {
+    "engine_patch": set[str](),
+    "topologies": set[str](),
+    "traces": set[str](),
+    "predictors": {"proxy.core", "proxy.pictures", "traces"},
+    "proxy.core": set[str](),
+    "proxy.pictures": {"proxy.core.errors"},
+    "proxy.wire": {"proxy.core.errors"},
+    "proxy.live.connectors": {"proxy.core"},
+    "proxy.live.openai": {"proxy.core", "proxy.wire"},
+    "proxy.live.security": {"proxy.core", "proxy.wire"},
+    "proxy.live.engines": {
+        *("proxy.core", "proxy.wire", "topologies", "__version__"),
+        "proxy.live.connectors",
+    },
+    "proxy.live.telemetry": {
+        *("proxy.core", "predictors", "__version__"),
+        *("proxy.live.engines", "proxy.live.openai", "proxy.live.security"),
+    },
+    "proxy.live.prediction": {
+        *("proxy.core", "predictors", "topologies"),
+        "proxy.live.telemetry",
+    },
+    "proxy.live.request": {
+        *("proxy.core", "proxy.wire"),
+        *("proxy.live.connectors", "proxy.live.engines", "proxy.live.openai"),
+        "proxy.live.telemetry",
+    },
+    "proxy.live.scheduling": {
+        *("proxy.core", "proxy.wire", "predictors"),
+        *("proxy.live.connectors", "proxy.live.engines", "proxy.live.openai"),
+        *("proxy.live.prediction", "proxy.live.request", "proxy.live.telemetry"),
+    },
+    "proxy.live.settings": {
+        *("proxy.core", "proxy.wire", "topologies"),
+        *("proxy.live.connectors", "proxy.live.engines", "proxy.live.prediction"),
+        *("proxy.live.request", "proxy.live.security"),
+    },
+    "proxy.live.frontend": {
+        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.live.connectors", "proxy.live.engines", "proxy.live.openai"),
+        *("proxy.live.request", "proxy.live.scheduling", "proxy.live.security"),
+        "proxy.live.telemetry",
+    },
+    "proxy.live.control": {
+        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.live.engines", "proxy.live.openai", "proxy.live.request"),
+        *("proxy.live.scheduling", "proxy.live.security", "proxy.live.settings"),
+        "proxy.live.telemetry",
+    },
+    "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
+    "proxy.sim": {"proxy.core", "proxy.pictures", "predictors", "traces"},
+    # The emulated engines are the simulator's fleet, behind sockets and in real time.
+    "proxy.emulate": {
+        *("proxy.core", "proxy.wire", "topologies", "__version__"),
+        *("proxy.sim.decode_fleet", "proxy.sim.prefill_fleet"),
+    },
+    "proxy.replay": {"proxy.core.errors", "proxy.wire", "traces", "__version__"},
+    "proxy.validate": {
+        *("proxy.core.errors", "proxy.pictures"),
+        *("engine_patch.reader", "engine_patch.records"),
+    },
+    "proxy.testing.virtual": set[str](),
+    # Replays a seed against the whole proxy, in virtual time.
+    "proxy.testing.chaos": {
+        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire", "predictors"),
+        "proxy.testing.virtual",
+    },
+    "proxy.testing.soak": {"proxy.cli.up", "proxy.core", "proxy.emulate", "proxy.wire"},
+    "proxy.testing": set[str](),
+    "proxy.cli": {
+        *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
+        *("proxy.emulate", "proxy.live", "proxy.replay", "proxy.sim", "proxy.validate"),
+    },
+    "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
+}
+TOP_LEVEL = sorted({row.split(".")[0] for row in MAY_IMPORT})
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Return the source files in folders of the repository."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    """Return a file's dotted name within the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def nodes(tree: ast.AST, *, at_run_time_only: bool = False) -> Iterator[ast.AST]:
+    """Walk a tree, without what stands under `if TYPE_CHECKING:` if `at_run_time_only`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if (
+            at_run_time_only
+            and isinstance(child, ast.If)
+            and "TYPE_CHECKING" in ast.dump(child.test)
+        ):
+            for other in child.orelse:
+                yield from nodes(other, at_run_time_only=True)
+        else:
+            yield from nodes(child, at_run_time_only=at_run_time_only)
+
+
+def imports(source: str, *, at_run_time_only: bool = False) -> set[str]:
+    """Return the dotted names that a file imports."""
+    found: set[str] = set()
+    for node in nodes(ast.parse(source), at_run_time_only=at_run_time_only):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(source: str) -> set[str]:
+    """Return what a file imports of this package, types included, without the package's name."""
+    return {
+        name.removeprefix(f"{PACKAGE}.")
+        for name in imports(source)
+        if name.split(".")[0] == PACKAGE
+    }
+
+
+def is_within(name: str, packages: Iterable[str]) -> bool:
+    """Return whether a dotted name is one of `packages` or below one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def room(name: str) -> str | None:
+    """Return the row of `MAY_IMPORT` that a dotted name belongs to, if any."""
+    return max((row for row in MAY_IMPORT if is_within(name, [row])), key=len, default=None)
+
+
+def breaches(name: str, source: str) -> list[str]:
+    """Return what the module `name` imports and may not."""
+    own = room(name)
+    if own is None:
+        return [f"{name} is in no room"]
+    return [
+        f"{name} imports {other}"
+        for other in sorted(own_imports(source))
+        if room(other) != own and not is_within(other, MAY_IMPORT[own])
+    ]
+
+
+def arrows() -> Counter[tuple[str, str]]:
+    """Return from which room to which other one imports go, and how many."""
+    found: Counter[tuple[str, str]] = Counter()
+    for path in python_files(*TOP_LEVEL):
+        own = room(module(path))
+        for name in own_imports(path.read_text()):
+            other = room(name)
+            if own is not None and other is not None and other != own:
+                found[own, other] += 1
+    return found
+
+
+def floors(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the rooms by height: each imports only from floors below its own.
+
+    Raises:
+        CycleError: Rooms import each other; its second argument is the cycle.
+    """
+    sorter: TopologicalSorter[str] = TopologicalSorter({row: [] for row in MAY_IMPORT})
+    for importer, imported in pairs:
+        sorter.add(importer, imported)
+    sorter.prepare()
+    found = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        found.append(sorted(ready))
+        sorter.done(*ready)
+    return found
+
+
+def main() -> int:
+    """Print the floors from the top, and return 1 if a rule is broken."""
+    files = python_files(*TOP_LEVEL)
+    broken = [line for path in files for line in breaches(module(path), path.read_text())]
+    counts = arrows()
+    try:
+        for height, rooms in reversed(list(enumerate(floors(counts)))):
+            for name in rooms:
+                below = sorted((to, n) for (of, to), n in counts.items() if of == name)
+                print(f"{height} {name}: {', '.join(f'{to} {n}' for to, n in below) or '-'}")
+    except CycleError as error:
+        broken.append(f"cycle: {' -> '.join(error.args[1])}")
+    print(f"{len(MAY_IMPORT)} rooms, {len(counts)} arrows", *broken, sep="\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
