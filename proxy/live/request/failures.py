@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.target import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_error
+from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.target import Target
@@ -24,14 +25,6 @@ _BUSY = frozenset({429, 503})
 
 # Engines that may break off under one request. It may be the request that kills them.
 MOST_DEATHS = 1
-
-
-class Leg(Enum):
-    """Which exchange with an engine failed."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    DIRECT = "direct"  # A prefiller does the whole request.
 
 
 class What(Enum):

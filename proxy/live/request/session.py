@@ -40,7 +40,6 @@ from balanceroute.proxy.live.request.emitted import Emitted
 from balanceroute.proxy.live.request.failures import (
     Blame,
     Failure,
-    Leg,
     Next,
     What,
     breakage,
@@ -51,7 +50,7 @@ from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.session_host import Host
 from balanceroute.proxy.live.request.short_answer import answer_shortly
 from balanceroute.proxy.live.request.stream_leg import StreamLeg
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 

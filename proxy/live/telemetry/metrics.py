@@ -19,11 +19,10 @@ from prometheus_client.registry import Collector
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.target import Fault
 from balanceroute.proxy.live.openai.routes import ROUTES
-from balanceroute.proxy.live.request.failures import Leg
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.histogram import Histogram
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 
 CONTENT_TYPE = exposition.CONTENT_TYPE

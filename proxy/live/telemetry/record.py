@@ -16,6 +16,14 @@ class Outcome(Enum):
     CANCELLED = "cancelled"  # The client left.
 
 
+class Leg(Enum):
+    """An exchange of a request with an engine, as metrics and failures name it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DIRECT = "direct"  # A prefiller does the whole request.
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request's life, filled in as it happens. Times are the loop's, in nanoseconds.

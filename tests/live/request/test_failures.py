@@ -9,7 +9,6 @@ from balanceroute.proxy.live.request.failures import (
     RULES,
     Blame,
     Failure,
-    Leg,
     Next,
     Rule,
     What,
@@ -17,6 +16,7 @@ from balanceroute.proxy.live.request.failures import (
     refusal,
     triage,
 )
+from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"

@@ -12,11 +12,12 @@ from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
-from balanceroute.proxy.live.request.failures import Failure, Leg, Next, Rule, triage
+from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.stream_leg import StreamLeg
 from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.testing.chaos.trial import run_seed
 from balanceroute.proxy.wire.client import Call
 from balanceroute.proxy.wire.messages import Headers
