@@ -44,10 +44,10 @@ class RunningCounts:
             line = np.zeros((self._groups, self._stride))
             line[:, : self._width] = self._longer
             self._line = line.ravel()
-        starts = groups * self._stride + np.minimum(ages, self._width - 1)
-        if len(starts) == 1:  # Every admission asks for one; a slice is a tenth of the cost.
-            start = int(starts[0])
+        if len(ages) == 1:  # Every admission asks for one; a slice is a tenth of the cost.
+            start = groups.item(0) * self._stride + min(ages.item(0), self._width - 1)
             return self._line[None, start : start + steps + 1].copy()
+        starts = groups * self._stride + np.minimum(ages, self._width - 1)
         return np.asarray(sliding_window_view(self._line, steps + 1)[starts])
 
     def share_longer(self, output_tokens: int) -> float:

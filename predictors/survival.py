@@ -71,6 +71,13 @@ class Survival:
         """Return the conditional survival of each age; O(n x steps)."""
         del requests
         survival = self._counts.after(_ONE_GROUP, ages, steps)
+        if len(survival) == 1:  # Every admission asks for one.
+            alone = survival.item(0)
+            if alone > 0:
+                survival /= alone
+            else:
+                survival.fill(1.0)
+            return survival
         now = survival[:, 0].copy()
         known = now > 0
         now[~known] = 1.0

@@ -46,7 +46,10 @@ def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> 
     if survival.shape != (requests, steps + 1):
         raise PredictorError(f"survival is {survival.shape}, not {(requests, steps + 1)}")
     # False of NaN.
-    if requests and not (survival.min() >= -_ROUNDING and survival.max() <= 1.0 + _ROUNDING):
+    if requests and not (
+        np.minimum.reduce(survival, axis=None) >= -_ROUNDING
+        and np.maximum.reduce(survival, axis=None) <= 1.0 + _ROUNDING
+    ):
         raise PredictorError("survival is not in 0..1")
 
 
