@@ -161,6 +161,8 @@ class Metrics:
             "Requests ended or refused, by how; status 0 if no answer was begun.",
             *("endpoint", "model", "outcome", "status"),
         )
+        # The library's own look-up costs a lock and four conversions.
+        self._requests_by: dict[tuple[str, ...], Counter] = {}
         self._cached_tokens = counter(
             "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
         )
@@ -320,21 +322,30 @@ class Metrics:
         if record.prompt_tokens:
             self._prompt_tokens.observe(record.prompt_tokens)
             self._output_tokens.observe(record.output_tokens)
-        self._cached_tokens.inc(record.cached_tokens or 0)
-        self._recomputes.inc(record.recomputes)
-        self._lease_lapses.inc(record.lease_lapses)
-        self._retried.inc(record.retries > 0)
+        # Mostly nothing, and a counter takes a lock.
+        if record.cached_tokens:
+            self._cached_tokens.inc(record.cached_tokens)
+        if record.recomputes:
+            self._recomputes.inc(record.recomputes)
+        if record.lease_lapses:
+            self._lease_lapses.inc(record.lease_lapses)
+        if record.retries:
+            self._retried.inc()
 
     def _count(self, record: RequestRecord) -> None:
         outcome = record.outcome
         assert outcome is not None
-        self._requests.labels(
+        labels = (
             record.endpoint if record.endpoint in ENDPOINTS else OTHER,
             # A client can invent model names without end, but not make an engine answer for one.
             self._model_label(record.model, learn=outcome is Outcome.OK),
             outcome.value,
             self._status_label(str(record.status)),
-        ).inc()
+        )
+        counter = self._requests_by.get(labels)
+        if counter is None:
+            counter = self._requests_by[labels] = self._requests.labels(*labels)
+        counter.inc()
 
     def dispatched(self, stage: str, seconds: float) -> None:
         """Count one dispatch decision and the time it took."""
