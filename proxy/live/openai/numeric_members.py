@@ -49,8 +49,10 @@ def flag(value: object) -> bool | None:
 
 def count(value: object, least: int) -> int | None:
     """Return an integer of at least `least`, at most `MOST_TOKENS`; None if it is none."""
-    number = integer(value)
-    return None if number is None or number < least else min(number, MOST_TOKENS)
+    number = value if type(value) is int else integer(value)
+    if number is None or number < least:
+        return None
+    return min(number, MOST_TOKENS)
 
 
 def check_priority(values: Mapping[str, Any]) -> None:

@@ -32,6 +32,17 @@ INTERNAL_FIELDS = frozenset(
         "ret_first_tok",
     }
 )
+# See `_rare_member`.
+_RARE = frozenset(
+    {
+        "echo",
+        "min_tokens",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    }
+)
 # With the least value that is good.
 _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
 
@@ -92,7 +103,8 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         raise BodyError("stream must be true or false", "stream")
     if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
         check_priority(values)
-    prompt = body.summary(PROMPT_MEMBER[api])
+    member = PROMPT_MEMBER[api]
+    prompt = body.summary(member)
     prompts, tokens = _prompts(prompt) if api is Api.COMPLETIONS else (1, None)
     sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
@@ -100,16 +112,17 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     # vLLM would merge them with its own parameters for KV transfer.
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     values.get("stream_options")  # Read later, when it cannot be refused any more.
+    limit = count(_limit(values), 1)
     return Shape(
         api=api,
         model=model or "",
         stream=stream,
         sequences=sequences,
-        direct=_needs_one_engine(api, body, sequences),
+        direct=_needs_one_engine(api, body, sequences, member=member, limit=limit),
         prompt_tokens=tokens,
         prompt_characters=max(prompt.characters // prompts, 1),
         prompt_data=prompt.data_strings,
-        max_tokens=count(_limit(values), 1),
+        max_tokens=limit,
     )
 
 
@@ -152,19 +165,43 @@ def _limit(values: Mapping[str, Any]) -> object:
     return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
 
 
-def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> str:
-    """Return the member, or the endpoint, for which one engine has to do the whole request."""
+def _needs_one_engine(
+    api: Api, body: RequestBody, sequences: int, *, member: str, limit: int | None
+) -> str:
+    """Return the member, or the endpoint, for which one engine has to do the whole request.
+
+    Args:
+        api: The endpoint.
+        body: The request.
+        sequences: How many answers the engine decodes at a time.
+        member: That holds the prompt.
+        limit: Of the answer; None without a good one.
+    """
     values = body.values
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return str(api.value)
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
-    if PROMPT_MEMBER[api] not in values:
-        return PROMPT_MEMBER[api]
+    if member not in values:
+        return member
     # A decode engine makes a request of each sequence, and each pulls for itself. The first that has the
     # KV cache frees it: with vLLM 0.32's Mooncake the second waits for ever (seen), with NIXL it reads
     # blocks that may be another prompt's by then (`PullWorker._get_new_notifs`).
     if sequences > 1:
         return "prompt" if integer(values.get("n")) in (None, 1) else "n"
+    if not _RARE.isdisjoint(values):
+        rare = _rare_member(body, limit)
+        if rare:
+            return rare
+    # The prefill leg replaces these, so a bad value would be found out only after a prefill.
+    for name, least in _REPLACED:
+        if values.get(name) is not None and count(values[name], least) is None:
+            return name
+    return ""
+
+
+def _rare_member(body: RequestBody, limit: int | None) -> str:
+    """Return a member for which one engine has to do the whole request, of those few clients give."""
+    values = body.values
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
     # would be missing if the prefill's one token were the whole answer.
     for name in ("use_beam_search", "echo"):
@@ -178,11 +215,7 @@ def _needs_one_engine(api: Api, body: RequestBody, sequences: int) -> str:
     truncate = values.get("truncate_prompt_tokens")
     if truncate is not None and count(truncate, 0) is None:
         return "truncate_prompt_tokens"
-    # The prefill leg replaces these, so a bad value would be found out only after a prefill.
-    limit, least_wanted = count(_limit(values), 1), count(values.get("min_tokens"), 0)
+    least_wanted = count(values.get("min_tokens"), 0)
     if limit is not None and least_wanted is not None and least_wanted > limit:
         return "min_tokens"
-    for name, least in _REPLACED:
-        if values.get(name) is not None and count(values[name], least) is None:
-            return name
     return ""
