@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Protocol
 
-from balanceroute.proxy.live.openai.body import BodyError, RequestBody, read_in_slices
+from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody, read_in_slices
 
 Done = Callable[[RequestBody | BodyError], None]
 _Reading = Generator[None, None, RequestBody]
@@ -33,11 +33,22 @@ class BodyQueue:
         self._scheduled = False
 
     def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
-        """Read a body; see `read_in_slices`.
+        """Read a body; `done` is told, at once if it is small, and not if the client is gone.
 
-        `done` is told, at once if the body is small, and not if the client is gone.
+        Args:
+            data: The body.
+            waiting: Who waits for it.
+            done: Gets the body, or why it cannot be served.
+            hashed: See `read_in_slices`.
         """
-        self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
+        if len(data) > SMALL_BYTES:
+            self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
+            return
+        try:
+            body: RequestBody | BodyError = RequestBody(data)
+        except BodyError as error:
+            body = error
+        done(body)
 
     def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
         result: RequestBody | BodyError

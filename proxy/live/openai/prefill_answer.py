@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.openai.body import is_deep
+from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
 
 # No context is this long; a larger count is a lie that would spoil the mirror of the loads.
 _MAX_TOKENS = 1 << 30
@@ -57,7 +57,7 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     params = message.get("kv_transfer_params")
     complete = choices[0].get("finish_reason") not in (None, "length")
     # Only what may be encoded again.
-    if is_deep(message if complete else params):
+    if may_be_deep(body) and is_deep(message if complete else params):
         raise BadPrefillAnswerError("the prefill answer is nested too deeply")
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None

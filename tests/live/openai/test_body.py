@@ -15,6 +15,7 @@ from balanceroute.proxy.live.openai.body import (
     BodyError,
     RequestBody,
     is_deep,
+    may_be_deep,
     read_in_slices,
 )
 from balanceroute.proxy.live.openai.json_scan import JsonScanner, ScanError
@@ -251,8 +252,18 @@ def test_what_may_be_encoded_again_is_told_from_what_may_not() -> None:
         deep = [{"a": deep}]
     assert is_deep(deep)
     assert is_deep({"a": [1, deep]})
+    assert may_be_deep(json.dumps(deep).encode())
     flat: list[object] = [None, 7, "a" * 500, [[]] * 500, {"a": {"b": [1, 2, {"c": []}]}}]
     assert not any(is_deep(value) for value in flat)
+    assert not may_be_deep(json.dumps([{"a": {"b": [1, 2, {"c": []}]}}] * 10).encode())
+
+
+@given(st.integers(0, 130), st.booleans())
+def test_no_deep_value_has_few_brackets(levels: int, objects: bool) -> None:
+    value: object = 1
+    for _ in range(levels):
+        value = {"a": value} if objects else [value]
+    assert may_be_deep(json.dumps(value).encode()) == is_deep(value)
 
 
 # Large bodies, which are scanned in slices.
