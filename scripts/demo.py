@@ -243,7 +243,7 @@ def predict(setup: Setup, policy: str) -> PolicyResult:
             replace(deployment, prefill=replace(deployment.prefill, base_ns=base_ns)),
             [workload],
             [policy],
-            config.scheduling.settings,
+            config.policies,
             forecast_called(config.scheduling.predictor),
         )
     mean = {name: fmean(run.mean[name] for run in runs) for name in runs[0].mean}

@@ -5,14 +5,13 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.policy_flags import add_flag
-from balanceroute.proxy.live.settings.flags import GROUPS, OPTIONS
+from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
+from balanceroute.proxy.live.settings.reader import add_flags, given_by_flags
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from balanceroute.proxy.live.settings.options import Option
     from balanceroute.topologies import Topology
 
 
@@ -35,20 +34,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_serve_flags(parser)
 
 
-def add_serve_flags(
-    parser: argparse.ArgumentParser, *, without: "Collection[Option[object]]" = ()
-) -> None:
+def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str]" = ()) -> None:
     """Add the flag of every setting but those named."""
-    for heading, options in GROUPS.items():
+    for heading, sections in HEADINGS.items():
         group = parser.add_argument_group(heading)
-        for option in options:
-            if option not in without:
-                add_flag(group, option)
+        for section in sections:
+            add_flags(group, section, without=without)
 
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the values of the settings' flags by name; None for those that were not given."""
-    return {option.name: getattr(arguments, option.name, None) for option in OPTIONS}
+    return given_by_flags(arguments, SECTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,11 +13,12 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output, write_output
-from balanceroute.proxy.cli.policy_flags import add_policy_flags, settings_from_flags
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.live.settings.declared import PolicyKnobs
+from balanceroute.proxy.live.settings.reader import Given, add_flags, given_by_flags
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -156,7 +157,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote",
     )
-    add_policy_flags(group)
+    add_flags(group, PolicyKnobs)
     group.add_argument(
         "--deadline", type=float, metavar="S", help="pool wait after which a request goes first"
     )
@@ -179,7 +180,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policy: {arguments.policy} names a policy twice")
     deployment = _deployment(arguments)
-    settings = settings_from_flags(arguments)
+    given = given_by_flags(arguments, [PolicyKnobs])
+    settings = Given([PolicyKnobs], flags=given).read(PolicyKnobs).settings
     try:
         forecast = forecast_called(arguments.predictor)
     except ConfigError as error:

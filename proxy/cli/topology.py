@@ -157,13 +157,12 @@ def _check_emulation(topology: "Topology") -> Iterator[Finding]:
 
 
 def _proxy_ports(engines: "Engines", config: "ProxyConfig") -> Iterator[PortUse]:
-    listen, admin = config.listen, config.admin
-    host = engines.proxy_host
-    if listen.port:
-        ports = range(listen.port, listen.port + 1)
+    listening, host = config.listening, engines.proxy_host
+    if listening.port:
+        ports = range(listening.port, listening.port + 1)
         yield PortUse(host, ports, "proxy.port", "the proxy")
-    if admin is not None and admin.port:
-        ports = range(admin.port, admin.port + 1)
+    if listening.admin and listening.admin_port:
+        ports = range(listening.admin_port, listening.admin_port + 1)
         yield PortUse(host, ports, "proxy.admin_port", "the proxy's administration")
 
 
@@ -171,7 +170,7 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
     """Yield where the proxy and the engines do not agree."""
     from balanceroute.proxy.live.request.direct import Direct  # noqa: PLC0415
 
-    batch, slots = config.scheduling.batch_limit, engines.decode.max_num_seqs
+    batch, slots = config.scheduling.batch, engines.decode.max_num_seqs
     if batch > slots:
         reason = (
             f"is {batch}, more than a decode rank's max_num_seqs ({slots}): the rest would wait in "
@@ -182,8 +181,8 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
         reason = f"is {batch}: {slots - batch} of a decode rank's max_num_seqs ({slots}) stay empty"
         yield Finding("note", "proxy.batch", reason)
     lease_s = engines.lease_s
-    if lease_s is not None and (config.fleet.lease_s is None or config.fleet.lease_s > lease_s):
-        given = "inf" if config.fleet.lease_s is None else f"{config.fleet.lease_s:g}"
+    if lease_s is not None and (config.lease_s is None or config.lease_s > lease_s):
+        given = "inf" if config.lease_s is None else f"{config.lease_s:g}"
         reason = f"is {given}, but prefillers free KV caches after {lease_s} s ([engines].lease_s)"
         yield Finding("error", "proxy.lease_s", reason)
     role = engines.prefill
@@ -192,10 +191,10 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
     ):
         reason = f"is {config.scheduling.probe_limit}, more than a prefiller's max_num_seqs"
         yield Finding("note", "proxy.probe_limit", reason)
-    if config.legs.direct is Direct.DECODE:
+    if config.direct is Direct.DECODE:
         yield from check_local_prefill(engines)
-    if config.listen.host in _LOOPBACK and engines.proxy_host not in _LOOPBACK:
-        reason = f"is {config.listen.host}: only {engines.proxy_host} itself reaches the proxy"
+    if config.listening.host in _LOOPBACK and engines.proxy_host not in _LOOPBACK:
+        reason = f"is {config.listening.host}: only {engines.proxy_host} itself reaches the proxy"
         yield Finding("note", "proxy.host", reason)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.serve import add_serve_flags, configure_and_serve, flags_given
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError, shown
-from balanceroute.proxy.live.settings.flags import BOOTSTRAP, CONNECTOR, DECODE, MODEL, PREFILL
 from balanceroute.topologies import did_you_mean, read_topology
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "topology", metavar="TOPOLOGY", help="a TOML file, or the name of a shipped one"
     )
-    add_serve_flags(parser, without=(PREFILL, DECODE, BOOTSTRAP, CONNECTOR, MODEL))
+    add_serve_flags(parser, without=("prefill", "decode", "bootstrap", "connector", "model"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -134,7 +134,7 @@ class Proxy:
         self.instances = Instances()
         self.roster = Roster(
             self.instances,
-            connector=config.fleet.connector,
+            connector=config.engines.connector,
             connect=self._connect,
             discover=self._discover,
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
@@ -186,9 +186,9 @@ class Proxy:
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
         """
-        for prefill in self.config.fleet.prefill:
+        for prefill in self.config.prefillers:
             self.roster.enlist_prefiller(prefill)
-        decode = self.config.fleet.decode
+        decode = self.config.decoders
         silent = [server for server in decode if not await self.roster.enlist_decoder(server)]
         if not self.instances.ranks:
             self.roster.reserve_rank(silent[0])
@@ -211,7 +211,7 @@ class Proxy:
         if self._environment.write_loads is not None:
             loads = LoadLog(
                 self.driver,
-                interval_s=self.config.log.loads_interval_s,
+                interval_s=self.config.log.load_log_interval_s,
                 unix_s=self._environment.unix_s,
                 write=self._environment.write_loads,
             )
@@ -246,7 +246,7 @@ class Proxy:
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
         try:
-            async with asyncio.timeout(self.config.drain_timeout_s):
+            async with asyncio.timeout(self.config.times.drain_timeout_s):
                 await self.driver.drained()
                 self.server.stop_accepting()
                 # Requests that are passed through, and answers that are still being read.
@@ -323,63 +323,65 @@ class Proxy:
         gateway = Gateway(
             self.driver,
             self.instances,
-            ListedModels(config.fleet.models) if config.fleet.models else AnyModel(),
+            ListedModels(config.engines.model) if config.engines.model else AnyModel(),
             served=self.served_models,
             routes=self.model_routes,
             metrics=self.metrics,
             page_of_metrics=page_of_metrics,
             log=self._environment.log,
             settings=GatewaySettings(
-                api_keys=config.listen.api_keys,
-                engine_key=config.fleet.key,
+                api_keys=config.credentials.api_keys,
+                engine_key=config.credentials.engine_key,
                 pass_authorization=config.pass_authorization,
                 pass_through=PassThroughLimits(
                     config.scheduling.single_engine_limit, config.scheduling.queue_limit
                 ),
-                public_metrics=config.listen.public_metrics,
+                public_metrics=config.listening.public_metrics,
             ),
             unix_s=self._environment.unix_s,
         )
         self.gateway = gateway
-        origins = config.listen.cors_origins
+        origins = config.listening.cors_origin
         cors = Cors(origins, gateway, gateway.admit) if origins else None
         self.server = Server(
             cors or gateway,
-            limits=config.listen.limits,
+            limits=config.server_limits,
             refuse=gateway.refusals.render,
             admit=gateway.admit if cors is None else cors.admit,
             common=None if cors is None else cors.fields,
         )
-        if config.listen.tls_cert is not None and config.listen.tls_key is not None:
-            self.tls = server_context(config.listen.tls_cert, config.listen.tls_key)
+        if config.listening.tls_cert is not None and config.listening.tls_key is not None:
+            self.tls = server_context(config.listening.tls_cert, config.listening.tls_key)
         place = "--host {} --port {}"
-        await _listen_at(self.server, place, config.listen.host, config.listen.port, self.tls)
-        if not config.fleet.metaserver:
+        await _listen_at(self.server, place, config.listening.host, config.listening.port, self.tls)
+        if not config.engines.metaserver_url:
             scheme = "http" if self.tls is None else "https"
-            own = EngineUrl(scheme, config.listen.host, self.server.port)
-            self.driver.connector = make_connector(config.fleet.connector, callback=own.base)
-        if config.admin is not None:
+            own = EngineUrl(scheme, config.listening.host, self.server.port)
+            self.driver.connector = make_connector(config.engines.connector, callback=own.base)
+        if config.listening.admin:
             self.pages = Admin(
                 ProxyControl(self),
                 page_of_metrics=page_of_metrics,
                 config=config.redacted(),
-                token=config.admin.token,
-                names={config.admin.host, *config.admin.names},
+                token=config.credentials.admin_token,
+                names={config.listening.admin_host, *config.listening.admin_name},
             )
             # Few and its own: it answers when the public listener is full.
             limits = replace(
-                config.listen.limits,
+                config.server_limits,
                 body_bytes=MAX_BODY_BYTES,
                 connections=_ADMIN_CONNECTIONS,
                 connections_per_peer=None,
             )
             self.admin = Server(self.pages, limits=limits, refuse=_refuse)
             place = "--admin-host {} --admin-port {}"
-            await _listen_at(self.admin, place, config.admin.host, config.admin.port, None)
+            await _listen_at(
+                self.admin, place, config.listening.admin_host, config.listening.admin_port, None
+            )
 
     def _make_driver(self) -> Driver:
         config, environment = self.config, self._environment
-        connector = make_connector(config.fleet.connector, callback=config.fleet.metaserver)
+        connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         ranks = len(self.instances.ranks)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
@@ -396,7 +398,7 @@ class Proxy:
             failures=self.failures,
             log=environment.log,
             admission=BoundedQueue(config.scheduling.queue_limit),
-            settings=DriverSettings(config.legs, config.fleet.lease_s),
+            settings=DriverSettings(config.legs, config.lease_s),
             rng=environment.rng,
             stopwatch=environment.stopwatch,
         )
@@ -419,8 +421,8 @@ class Proxy:
             self._policy_name,
             Ingredients(
                 ranks,
-                scheduling.batch_limit,
-                scheduling.settings,
+                scheduling.batch,
+                self.config.policies,
                 random.Random(scheduling.seed),
                 self.predictors,
                 lap,
@@ -443,9 +445,9 @@ class Proxy:
             active = self._keeper.predictor
         return PredictorSet(
             named(scheduling.predictor, active),
-            [named(word, make_predictor(word)) for word in scheduling.shadow_predictors],
+            [named(word, make_predictor(word)) for word in scheduling.shadow_predictor],
             # Scores need a horizon, also if the policy looks at none.
-            horizon_steps=scheduling.settings.horizon_steps or PolicySettings().horizon_steps,
+            horizon_steps=self.config.policies.horizon_steps or PolicySettings().horizon_steps,
             metrics=self.metrics,
             on_failure=self.failures.report,
             stopwatch=environment.stopwatch,
@@ -454,16 +456,18 @@ class Proxy:
     # Engines.
 
     def _connect(self, url: EngineUrl) -> Endpoint:
-        fleet = self.config.fleet
+        engines, times = self.config.engines, self.config.times
         is_https = url.scheme == "https"
         if is_https and self._engine_tls is None:
-            self._engine_tls = engine_context(fleet.ca_file, insecure=fleet.insecure)
+            self._engine_tls = engine_context(
+                engines.engine_ca_file, insecure=engines.insecure_engines
+            )
         return Endpoint(
             url.host,
             url.port,
             ssl=self._engine_tls if is_https else None,
-            connect_timeout_s=fleet.connect_timeout_s,
-            tcp_timeout_s=fleet.tcp_timeout_s,
+            connect_timeout_s=times.connect_timeout_s,
+            tcp_timeout_s=times.tcp_timeout_s,
         )
 
     async def _page(self, url: str) -> bytes:

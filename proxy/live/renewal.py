@@ -32,9 +32,10 @@ def renew(
     try:
         credentials = read()
         if proxy.tls is not None:
-            assert credentials.tls_cert is not None
-            assert credentials.tls_key is not None
-            load_certificate(proxy.tls, credentials.tls_cert, credentials.tls_key)
+            listening = proxy.config.listening
+            assert listening.tls_cert is not None
+            assert listening.tls_key is not None
+            load_certificate(proxy.tls, listening.tls_cert, listening.tls_key)
     except ConfigError as error:
         _log.error("certificates and keys stay as they are", extra={"fields": {"reason": error}})
         return

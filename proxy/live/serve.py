@@ -63,12 +63,13 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    writer = _make_writer(config.log.to)
+    log, engines = config.log, config.engines
+    writer = _make_writer(log.log)
     # Without a sink too: Python itself would write warnings to standard error.
     write = _discard if writer is None else writer.write
-    set_up_process_log(write, level=config.log.level, secrets=_secrets(config))
+    set_up_process_log(write, level=log.log_level, secrets=config.credentials.secrets)
     config, descriptors = _with_descriptors(config)
-    loads = None if config.log.loads is None else LineWriter(config.log.loads, complain=_complain)
+    loads = None if log.load_log is None else LineWriter(log.load_log, complain=_complain)
     writers = [one for one in (writer, loads) if one is not None]
 
     def reopen() -> None:
@@ -76,13 +77,12 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
             one.reopen()
 
     loop.add_signal_handler(signal.SIGHUP, reopen)
-    fleet = config.fleet
     headers: dict[str, str] = {}
     fetcher = HttpxFetcher(
         partial(
             make_http_client,
-            engine_context(fleet.ca_file, insecure=fleet.insecure),
-            timeout_s=fleet.connect_timeout_s,
+            engine_context(engines.engine_ca_file, insecure=engines.insecure_engines),
+            timeout_s=config.times.connect_timeout_s,
             headers=headers,
         )
     )
@@ -91,8 +91,8 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
         headers["authorization"] = f"Bearer {key.value.decode()}"
         fetcher.renew()
 
-    if fleet.key is not None:
-        use_engine_key(fleet.key)
+    if config.credentials.engine_key is not None:
+        use_engine_key(config.credentials.engine_key)
     environment = Environment(
         fetcher=fetcher,
         log=_NoLog() if writer is None else RequestLog(writer.write),
@@ -143,13 +143,12 @@ async def _until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None]
 def _with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
     """Get file descriptors; return the settings with connections for them, and their number."""
     descriptors = raise_limit()
-    fleet, listen = config.fleet, config.listen
-    engines = len(fleet.prefill) + sum(max(1, len(one.ranks)) for one in fleet.decode)
+    engines = len(config.prefillers) + sum(max(1, len(one.ranks)) for one in config.decoders)
     enough = connections_for(descriptors, engines)
-    limit = listen.limits.connections
+    limit = config.limits.connection_limit
     if limit is None:
-        limits = replace(listen.limits, connections=enough)
-        return replace(config, listen=replace(listen, limits=limits)), descriptors
+        limits = replace(config.limits, connection_limit=enough)
+        return replace(config, limits=limits), descriptors
     if limit > enough:
         fields = {"limit": limit, "descriptors": descriptors, "enough_for": enough}
         _log.warning(
@@ -160,12 +159,11 @@ def _with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
 
 
 def _announce(proxy: Proxy, descriptors: int) -> None:
-    config = proxy.config
-    scheme = "http" if config.listen.tls_cert is None else "https"
-    line = f"listening on {scheme}://{config.listen.host}:{proxy.server.port}"
+    config, listening = proxy.config, proxy.config.listening
+    scheme = "http" if listening.tls_cert is None else "https"
+    line = f"listening on {scheme}://{listening.host}:{proxy.server.port}"
     if proxy.admin is not None:
-        assert config.admin is not None
-        line += f", admin on http://{config.admin.host}:{proxy.admin.port}"
+        line += f", admin on http://{listening.admin_host}:{proxy.admin.port}"
     print(line, flush=True)  # noqa: T201 - the command's answer, which scripts wait for.
     _log.info(
         "serving",
@@ -176,7 +174,7 @@ def _announce(proxy: Proxy, descriptors: int) -> None:
                 "ranks": len(proxy.instances.ranks),
                 "policy": config.scheduling.policy,
                 "descriptors": descriptors,
-                "connection_limit": config.listen.limits.connections,
+                "connection_limit": config.limits.connection_limit,
             }
         },
     )
@@ -206,12 +204,3 @@ def _complain(message: str) -> None:
 def _discard(line: bytes) -> None:
     """Write nothing."""
     del line
-
-
-def _secrets(config: "ProxyConfig") -> "list[Secret]":
-    found = list(config.listen.api_keys)
-    if config.fleet.key is not None:
-        found.append(config.fleet.key)
-    if config.admin is not None and config.admin.token is not None:
-        found.append(config.admin.token)
-    return found

@@ -18,7 +18,8 @@ from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.live.settings.flags import OPTIONS
+from balanceroute.proxy.live.settings.declared import SECTIONS
+from balanceroute.proxy.live.settings.setting import settings_of
 from balanceroute.topologies import read_topology
 
 SERVE = "balanceroute.proxy.live.serve"
@@ -119,9 +120,9 @@ def test_a_flag_goes_before_the_topology(served: list[ProxyConfig], tmp_path: Pa
     assert main(["serve", "--topology", path]) == 0
     assert main(["serve", "--topology", path, "--port", "2", "--decode", "http://e"]) == 0
     first, second = served
-    assert (first.listen.port, first.fleet.decode[0].url.host) == (1, "d")
-    assert (second.listen.port, second.fleet.decode[0].url.host) == (2, "e")
-    assert second.fleet.prefill == first.fleet.prefill
+    assert (first.listening.port, first.decoders[0].url.host) == (1, "d")
+    assert (second.listening.port, second.decoders[0].url.host) == (2, "e")
+    assert second.prefillers == first.prefillers
 
 
 def test_the_engines_key_is_taken_from_the_environment(
@@ -129,8 +130,8 @@ def test_the_engines_key_is_taken_from_the_environment(
 ) -> None:
     monkeypatch.setenv("BALANCEROUTE_ENGINE_KEY", "sk-engine")
     assert main(["serve", *ENGINES]) == 0
-    assert served[0].fleet.key is not None
-    assert served[0].fleet.key.matches(b"sk-engine")
+    assert served[0].credentials.engine_key is not None
+    assert served[0].credentials.engine_key.matches(b"sk-engine")
 
 
 def test_the_status_is_that_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +190,10 @@ def test_every_setting_has_a_flag_and_is_explained(capsys: pytest.CaptureFixture
             main([command, "--help"])
         assert exit_.value.code == 0
         text = capsys.readouterr().out
-        for option in OPTIONS:
-            there = re.search(rf"^  {option.flag}[ ,\n]", text, re.MULTILINE) is not None
-            assert there == (command == "serve" or not option.at_top), option.flag
+        for section in SECTIONS:
+            for setting in settings_of(section):
+                there = re.search(rf"^  {setting.flag}[ ,\n]", text, re.MULTILINE) is not None
+                assert there == (command == "serve" or not setting.at_top), setting.flag
         assert "None" not in text
 
 
@@ -288,9 +290,9 @@ def test_up_serves_before_the_engines_that_it_started(
     path = write(tmp_path, f"{EMULATED}[proxy]\nport = 3\nbatch = 4\n")
     assert main(["up", path, "--port", "0"]) == 5
     (config,) = configs
-    assert [server.url.name for server in config.fleet.prefill] == ["http://p:80"]
-    assert [server.url.name for server in config.fleet.decode] == ["http://d:1", "http://d:2"]
-    assert (config.listen.port, config.scheduling.batch_limit) == (0, 4)
+    assert [server.url.name for server in config.prefillers] == ["http://p:80"]
+    assert [server.url.name for server in config.decoders] == ["http://d:1", "http://d:2"]
+    assert (config.listening.port, config.scheduling.batch) == (0, 4)
     assert gone(int(note.read_text()))
 
 
@@ -300,7 +302,7 @@ def test_up_finds_the_bootstrap_servers_of_its_engines(
     ready = READY.replace("}", ', "bootstrap": ["http://b:9"]}')
     fake(FAKE.replace(READY, ready))
     assert main(["up", write(tmp_path, f'connector = "mooncake"\n{EMULATED}')]) == 0
-    assert [str(server.bootstrap) for server in served[0].fleet.prefill] == ["http://b:9"]
+    assert [str(server.bootstrap) for server in served[0].prefillers] == ["http://b:9"]
 
 
 def test_up_ends_with_the_reason_when_its_engines_do(

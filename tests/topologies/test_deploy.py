@@ -139,14 +139,14 @@ def test_the_proxy_is_probed_and_has_time_to_drain(topology: Topology) -> None:
     item = one("Deployment", "balanceroute")
     given = container(item)
     (port,) = given["ports"]
-    assert port == {"name": "api", "containerPort": config.listen.port}
-    assert config.listen.host == "0.0.0.0"  # noqa: S104 - what the file says.
+    assert port == {"name": "api", "containerPort": config.listening.port}
+    assert config.listening.host == "0.0.0.0"  # noqa: S104 - what the file says.
     assert given["livenessProbe"]["httpGet"] == {"path": "/health", "port": "api"}
     assert given["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "api"}
     (program, wait) = given["lifecycle"]["preStop"]["exec"]["command"]
     assert program == "sleep"
     grace = pod(item)["terminationGracePeriodSeconds"]
-    assert grace > config.drain_timeout_s + int(wait)
+    assert grace > config.times.drain_timeout_s + int(wait)
     assert {"cpu", "memory"} <= given["resources"]["requests"].keys()
     assert "memory" in given["resources"]["limits"]
     # Two would not know of each other.
@@ -160,8 +160,7 @@ def test_the_proxy_is_probed_and_has_time_to_drain(topology: Topology) -> None:
     (allowed, _) = one("NetworkPolicy", "balanceroute-engines")["spec"]["ingress"]
     assert allowed["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
     # Administration stays in the pod.
-    assert config.admin is not None
-    assert config.admin.host == "127.0.0.1"
+    assert config.listening.admin_host == "127.0.0.1"
 
 
 def test_compose_runs_the_commands_of_its_topology(compose: Object) -> None:
@@ -188,6 +187,6 @@ def test_the_proxy_of_compose_has_time_to_drain(compose: Object) -> None:
     config = make_config(read_topology("gpu-1p1d"), {})
     proxy = compose["services"]["proxy"]
     assert shlex.split(proxy["command"]) == ["serve", "--topology", "gpu-1p1d"]
-    assert seconds(proxy["stop_grace_period"]) > config.drain_timeout_s
-    assert f"127.0.0.1:{config.listen.port}/health" in proxy["healthcheck"]["test"][-1]
+    assert seconds(proxy["stop_grace_period"]) > config.times.drain_timeout_s
+    assert f"127.0.0.1:{config.listening.port}/health" in proxy["healthcheck"]["test"][-1]
     assert (DEPLOY / proxy["build"]["context"] / proxy["build"]["dockerfile"]).is_file()

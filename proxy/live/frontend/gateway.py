@@ -81,7 +81,7 @@ class GatewaySettings:
     engine_key: Secret | None = None
     pass_authorization: bool = True
     max_sequences: int = 128
-    pass_through: PassThroughLimits = PassThroughLimits()  # noqa: RUF009 - it is frozen.
+    pass_through: PassThroughLimits = PassThroughLimits()
     public_metrics: bool = True
 
 

@@ -31,13 +31,17 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The keys and certificates that can be read again while the proxy serves; see `ListenConfig`, `FleetConfig` and `AdminConfig`."""
+    """The keys in use. They are read again while the proxy serves.
+
+    Attributes:
+        api_keys: The keys that clients may present; empty if all may come.
+        engine_key: Sent to the engines as their API key.
+        admin_token: What administrators present; None if they need no token.
+    """
 
     api_keys: tuple[Secret, ...]
     engine_key: Secret | None
     admin_token: Secret | None
-    tls_cert: Path | None
-    tls_key: Path | None
 
     @property
     def secrets(self) -> list[Secret]:

@@ -1,1 +1,1 @@
-"""Settings of the proxy: flags, files and what they make."""
+"""Settings: each is declared once, and flags, files, help and configuration are made from that."""

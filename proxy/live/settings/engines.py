@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.settings.flags import BOOTSTRAP, DECODE, PREFILL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from balanceroute.proxy.live.settings.options import Values
+    from balanceroute.proxy.live.settings.declared import EngineAddresses
     from balanceroute.topologies import Topology
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
@@ -53,7 +52,7 @@ class DecodeServer:
 
 
 def prefill_servers(
-    values: "Values", topology: "Topology | None", connector: str
+    addresses: "EngineAddresses", topology: "Topology | None", connector: str
 ) -> tuple[PrefillServer, ...]:
     """Return the prefillers of the flags, else of the file.
 
@@ -62,7 +61,7 @@ def prefill_servers(
     """
     servers: dict[EngineUrl, PrefillServer] = {}
     bootstraps: set[EngineUrl] = set()
-    for label, url, given in _prefill_entries(values, topology):
+    for label, url, given in _prefill_entries(addresses, topology):
         if url in servers:
             raise ConfigError(f"{label} names {url} twice")
         try:
@@ -76,7 +75,7 @@ def prefill_servers(
         if bootstrap is not None:
             bootstraps.add(bootstrap)
     if not servers:
-        raise ConfigError(_none(PREFILL.flag, topology))
+        raise ConfigError(_none("--prefill", topology))
     return tuple(servers.values())
 
 
@@ -99,7 +98,9 @@ def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) 
 
 
 def decode_servers(
-    values: "Values", topology: "Topology | None", prefill: "Iterable[PrefillServer]"
+    addresses: "EngineAddresses",
+    topology: "Topology | None",
+    prefill: "Iterable[PrefillServer]",
 ) -> tuple[DecodeServer, ...]:
     """Return the decode servers of the flags, else of the file.
 
@@ -108,31 +109,30 @@ def decode_servers(
     """
     prefillers = {server.url for server in prefill}
     servers: dict[EngineUrl, DecodeServer] = {}
-    for label, server in _decode_entries(values, topology):
+    for label, server in _decode_entries(addresses, topology):
         url = server.url
         if url in prefillers:
             raise ConfigError(f"{label} names {url}, which is a prefiller")
         servers[url] = _merged(servers[url], server, label) if url in servers else server
     if not servers:
-        raise ConfigError(_none(DECODE.flag, topology))
+        raise ConfigError(_none("--decode", topology))
     return tuple(servers.values())
 
 
 def _prefill_entries(
-    values: "Values", topology: "Topology | None"
+    addresses: "EngineAddresses", topology: "Topology | None"
 ) -> "Iterator[tuple[str, EngineUrl, EngineUrl | None]]":
     """Yield each prefiller with what to call its setting."""
-    urls = values.get(PREFILL)
-    bootstraps = values.get(BOOTSTRAP)
+    urls, bootstraps = addresses.prefill, addresses.bootstrap
     if urls:
         if bootstraps and len(bootstraps) != len(urls):
-            counts = f"{len(bootstraps)} for {len(urls)} of {PREFILL.flag}"
-            raise ConfigError(f"{BOOTSTRAP.flag}: {counts}, must be one for each")
+            counts = f"{len(bootstraps)} for {len(urls)} of --prefill"
+            raise ConfigError(f"--bootstrap: {counts}, must be one for each")
         for url, bootstrap in zip(urls, bootstraps or [None] * len(urls), strict=True):
-            yield PREFILL.flag, url, bootstrap
+            yield "--prefill", url, bootstrap
         return
     if bootstraps:
-        raise ConfigError(f"{BOOTSTRAP.flag}: goes with {PREFILL.flag}")
+        raise ConfigError("--bootstrap: goes with --prefill")
     if topology is None:
         return
     for i, entry in enumerate(topology.prefill):
@@ -144,13 +144,12 @@ def _prefill_entries(
 
 
 def _decode_entries(
-    values: "Values", topology: "Topology | None"
+    addresses: "EngineAddresses", topology: "Topology | None"
 ) -> "Iterator[tuple[str, DecodeServer]]":
-    given = values.get(DECODE)
-    for url, discover in given:
+    for url, discover in addresses.decode:
         ids = None if url.rank is None else (url.rank,)
-        yield DECODE.flag, DecodeServer(url.at(None), ids, discover)
-    if given or topology is None:
+        yield "--decode", DecodeServer(url.at(None), ids, discover)
+    if addresses.decode or topology is None:
         return
     for i, entry in enumerate(topology.decode):
         label = f"{topology.path}: decode[{i}]"

@@ -17,8 +17,8 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.prediction.names import predictor_name
 from balanceroute.proxy.live.prediction.predictors import make_predictor
-from balanceroute.proxy.live.settings.config import SchedulingConfig
 from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.settings.declared import SchedulingSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.topologies import read_topology
 
@@ -107,7 +107,7 @@ def test_a_trained_predictor_that_cannot_be_read_is_a_fault_of_the_configuration
     assert reason in str(refused.value)
 
 
-def scheduling(folder: Path, text: str, **flags: object) -> SchedulingConfig:
+def scheduling(folder: Path, text: str, **flags: object) -> SchedulingSettings:
     path = folder / "fleet.toml"
     path.write_text(TOPOLOGY + text)
     return make_config(read_topology(path), flags).scheduling
@@ -122,9 +122,9 @@ def test_paths_in_a_topology_start_at_its_folder(tmp_path: Path) -> None:
     )
     assert found.predictor == str(tmp_path / "a.json")
     assert found.predictor_state == tmp_path / "s.json"
-    assert found.shadow_predictors == ("none", str(tmp_path / "b.json"))
+    assert found.shadow_predictor == ("none", str(tmp_path / "b.json"))
     found = scheduling(tmp_path, 'predictor = "a.json"', predictor="none")
-    assert (found.predictor, found.predictor_state, found.shadow_predictors) == ("none", None, ())
+    assert (found.predictor, found.predictor_state, found.shadow_predictor) == ("none", None, ())
 
 
 def test_two_predictors_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def test_files_that_are_not_there_are_named(cert: Path, tmp_path: Path) -> None:
 def test_a_configuration_names_the_pair_that_clients_meet(cert: Path, tmp_path: Path) -> None:
     flags: dict[str, object] = {"prefill": ["http://p"], "decode": ["http://d"]}
     flags |= {"tls_cert": str(cert), "tls_key": str(key_file(tmp_path))}
-    listen = make_config(None, flags | {"engine_ca_file": str(cert)}).listen
-    assert (listen.tls_cert, listen.tls_key) == (cert, tmp_path / "key.pem")
+    listening = make_config(None, flags | {"engine_ca_file": str(cert)}).listening
+    assert (listening.tls_cert, listening.tls_key) == (cert, tmp_path / "key.pem")
     key_file(tmp_path, OTHER_KEY)
     with pytest.raises(ConfigError, match=rf"^--tls-cert is {cert} with key .*KEY_VALUES_MISMATCH"):
         make_config(None, flags)

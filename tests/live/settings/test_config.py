@@ -18,11 +18,12 @@ from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
-from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.live.settings.config import AdminConfig, LogConfig, ProxyConfig
+from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import ENGINE_KEY_VARIABLE, make_config
+from balanceroute.proxy.live.settings.declared import SECTIONS, ListeningSettings, LogSettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
-from balanceroute.proxy.live.settings.flags import OPTIONS
+from balanceroute.proxy.live.settings.setting import settings_of
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS as NAMEABLE
 from balanceroute.topologies import read_topology
@@ -30,6 +31,9 @@ from balanceroute.topologies import read_topology
 P = EngineUrl("http", "p", 80)
 D = EngineUrl("http", "d", 80)
 ENGINES = '[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http://d"\n'
+
+
+SETTINGS = {one.name: one for section in SECTIONS for one in settings_of(section)}
 
 
 def of_flags(environment: Mapping[str, str] | None = None, /, **flags: object) -> ProxyConfig:
@@ -66,37 +70,36 @@ def secret_file(folder: Path, name: str, content: str) -> str:
 def test_the_defaults_are_these() -> None:
     config = of_flags()
     assert config.topology is None
-    assert (config.listen.host, config.listen.port) == ("127.0.0.1", 8000)
-    assert (config.listen.tls_cert, config.listen.tls_key) == (None, None)
-    assert config.listen.api_keys == ()
-    assert config.listen.limits == ServerLimits(body_bytes=16 << 20, body_budget_bytes=512 << 20)
-    assert config.admin == AdminConfig("127.0.0.1", 9000, None)
-    assert config.fleet.prefill == (PrefillServer(P),)
-    assert config.fleet.decode == (DecodeServer(D),)
-    assert config.fleet.ranks == (D,)
-    assert config.fleet.connector == "nixl"
-    assert config.fleet.lease_s == 30.0
-    assert config.fleet.models == ()
-    assert config.fleet.key is None
-    assert (config.fleet.ca_file, config.fleet.insecure) == (None, False)
-    assert config.fleet.connect_timeout_s == 5.0
+    listening = config.listening
+    assert (listening.host, listening.port) == ("127.0.0.1", 8000)
+    assert (listening.tls_cert, listening.tls_key) == (None, None)
+    assert (listening.admin_host, listening.admin_port) == ("127.0.0.1", 9000)
+    assert config.credentials == Credentials((), None, None)
+    assert config.server_limits == ServerLimits(body_bytes=16 << 20, body_budget_bytes=512 << 20)
+    assert config.prefillers == (PrefillServer(P),)
+    assert config.decoders == (DecodeServer(D),)
+    assert config.engines.connector == "nixl"
+    assert config.lease_s == 30.0
+    assert config.engines.model == ()
+    assert (config.engines.engine_ca_file, config.engines.insecure_engines) == (None, False)
+    assert config.times.connect_timeout_s == 5.0
     scheduling = config.scheduling
     assert (scheduling.policy, scheduling.predictor, scheduling.seed) == ("br-h", "survival", 0)
-    assert scheduling.settings == PolicySettings()
+    assert config.policies == PolicySettings()
     assert scheduling.prefiller_utilisation_limit == 0.95
-    assert (scheduling.queue_limit, scheduling.queue_ttl_s) == (4096, 600.0)
+    assert (scheduling.queue_limit, config.times.queue_ttl_s) == (4096, 600.0)
     assert config.legs == LegSettings()
     assert config.health == HealthSettings(interval_s=2.0, timeout_s=2.0, quarantine_failures=3)
     assert config.scrape.interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
     assert config.scrape.timeout_s == 1.0
-    assert config.drain_timeout_s == 120.0
-    assert config.log == LogConfig("-", "info", None, 0.1)
+    assert config.times.drain_timeout_s == 120.0
+    assert config.log == LogSettings()
 
 
 def test_a_configuration_cannot_be_changed() -> None:
     config = of_flags()
     with pytest.raises(FrozenInstanceError):
-        config.drain_timeout_s = 1.0  # type: ignore[misc]
+        config.lease_s = 1.0  # type: ignore[misc]
 
 
 # A value for each setting that is neither its default nor a file.
@@ -198,14 +201,14 @@ LAYERWISE = {"metaserver_url"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert {option.name for option in OPTIONS} == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE
-    assert {option.name for option in OPTIONS if option.at_top} == AT_TOP
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE
+    assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 
 def test_the_layerwise_connector_is_told_where_the_engines_reach_the_proxy(tmp_path: Path) -> None:
     top = 'connector = "mooncake-layerwise"'
     config = of_file(tmp_path, 'metaserver_url = "http://proxy:8000/"', top=top)
-    assert config.fleet.metaserver == "http://proxy:8000"
+    assert config.engines.metaserver_url == "http://proxy:8000"
     with pytest.raises(ConfigError, match="which no engine can call: needs --metaserver-url"):
         of_file(tmp_path, 'host = "0.0.0.0"', top=top, flags={"admin": False})
     with pytest.raises(ConfigError, match="metaserver_url: nixl never calls back"):
@@ -217,31 +220,49 @@ def test_every_setting_has_an_effect_from_the_flag_and_from_the_file(
     name: str, tmp_path: Path
 ) -> None:
     value = SAMPLES[name]
-    (option,) = (option for option in OPTIONS if option.name == name)
+    setting = SETTINGS[name]
     default = of_file(tmp_path)
     filed = of_file(tmp_path, f"{name} = {toml(value)}")
     assert filed != default
     assert of_file(tmp_path, flags={name: value}) == filed
     # The flag goes before the file, also where it asks for what is the default.
-    word = WORDS.get(name, "auto") if option.default is None else option.default
+    word = WORDS.get(name, "auto") if setting.default is None else setting.default
     assert of_file(tmp_path, f"{name} = {toml(value)}", flags={name: word}) == default
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_command_line_gives_what_the_file_gives(name: str) -> None:
-    (option,) = (option for option in OPTIONS if option.name == name)
     value = SAMPLES[name]
     if not isinstance(value, bool):
-        assert option.parse(str(value)) == value
+        assert SETTINGS[name].parse(str(value)) == value
 
 
-def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
-    samples = {name: value for name, value in SAMPLES.items() if name != "admin"}
-    text = "\n".join(f"{name} = {toml(value)}" for name, value in samples.items())
-    config = of_file(tmp_path, text)
+def of_samples(folder: Path) -> ProxyConfig:
+    """Return the configuration in which every sample is given in the file."""
+    text = "\n".join(f"{name} = {toml(value)}" for name, value in SAMPLES.items())
+    return of_file(folder, text)
+
+
+def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
+    config = of_samples(tmp_path)
     assert config.topology == "x"
-    assert (config.listen.host, config.listen.port) == (SAMPLES["host"], 8001)
-    assert config.listen.limits == ServerLimits(
+    assert config.listening == ListeningSettings(
+        host="0.0.0.0",  # noqa: S104 - nothing is bound.
+        port=8001,
+        admin=False,
+        admin_host="127.0.0.2",
+        admin_port=9001,
+        public_metrics=False,
+        cors_origin=("https://chat.example:8443",),
+        admin_name=("ops.example",),
+    )
+    assert config.times.drain_timeout_s == 9.5
+    assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)
+
+
+def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
+    config = of_samples(tmp_path)
+    assert config.server_limits == ServerLimits(
         header_bytes=2_000,
         headers=30,
         target_bytes=400,
@@ -255,8 +276,7 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
         connections=70,
         connections_per_peer=7,
     )
-    assert config.admin == AdminConfig("127.0.0.2", 9001, None, ("ops.example",))
-    assert config.scheduling.settings == PolicySettings(
+    assert config.policies == PolicySettings(
         horizon_steps=7,
         gamma=0.5,
         alpha=2.0,
@@ -300,8 +320,6 @@ def test_the_samples_arrive_where_they_belong(tmp_path: Path) -> None:
     assert config.health == HealthSettings(interval_s=3.0, timeout_s=3.25, quarantine_failures=5)
     assert config.scrape.interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}
     assert config.scrape.timeout_s == 4.25
-    assert config.drain_timeout_s == 9.5
-    assert config.log == LogConfig("none", "debug", None, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +554,7 @@ def test_a_bad_value_in_the_file_is_refused_although_nothing_asks_for_it(tmp_pat
 
 
 def test_a_flag_stands_in_for_a_bad_value_in_the_file(tmp_path: Path) -> None:
-    assert of_file(tmp_path, "port = -1", flags={"port": 1}).listen.port == 1
+    assert of_file(tmp_path, "port = -1", flags={"port": 1}).listening.port == 1
 
 
 def test_bootstrap_servers_go_with_prefillers_of_the_flags(tmp_path: Path) -> None:
@@ -550,52 +568,51 @@ def test_engines_of_the_flags_replace_those_of_the_file(tmp_path: Path) -> None:
         top='connector = "mooncake-ascend"\nmodel = "a"',
         flags={"prefill": ["http://q"], "connector": "nixl", "model": ["b", "c"]},
     )
-    assert [server.url.host for server in config.fleet.prefill] == ["q"]
-    assert [server.url.host for server in config.fleet.decode] == ["d"]
-    assert config.fleet.connector == "nixl"
-    assert config.fleet.models == ("b", "c")
+    assert [server.url.host for server in config.prefillers] == ["q"]
+    assert [server.url.host for server in config.decoders] == ["d"]
+    assert config.engines.connector == "nixl"
+    assert config.engines.model == ("b", "c")
 
 
 def test_the_file_says_connector_and_models(tmp_path: Path) -> None:
     config = of_file(tmp_path, top='connector = "mooncake-ascend"\nmodel = "a"')
-    assert config.fleet.connector == "mooncake-ascend"
-    assert config.fleet.models == ("a",)
+    assert config.engines.connector == "mooncake-ascend"
+    assert config.engines.model == ("a",)
 
 
 def test_ranks_behind_one_server_are_one_server(tmp_path: Path) -> None:
     decode = ["http://d@3", "http://e", "http://d@1"]
     config = of_flags(decode=decode)
     e = EngineUrl("http", "e", 80)
-    assert config.fleet.decode == (DecodeServer(D, (3, 1)), DecodeServer(e))
-    assert config.fleet.ranks == (D.at(3), D.at(1), e)
+    assert config.decoders == (DecodeServer(D, (3, 1)), DecodeServer(e))
+    assert config.decoders[0].ranks == (D.at(3), D.at(1))
     engines = '[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http://d"\nranks = 2'
-    assert of_file(tmp_path, engines=engines).fleet.ranks == (D.at(0), D.at(1))
+    assert of_file(tmp_path, engines=engines).decoders == (DecodeServer(D, (0, 1)),)
 
 
 def test_ranks_to_discover_are_not_known_yet(tmp_path: Path) -> None:
     config = of_flags(decode=["http://d@discover", "http://e"])
-    assert config.fleet.decode[0] == DecodeServer(D, discover=True)
-    assert config.fleet.decode[0].ranks == ()
-    assert config.fleet.ranks is None
+    assert config.decoders[0] == DecodeServer(D, discover=True)
+    assert config.decoders[0].ranks == ()
     engines = '[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http://d"\nranks = "discover"'
-    assert of_file(tmp_path, engines=engines).fleet.decode == (DecodeServer(D, discover=True),)
+    assert of_file(tmp_path, engines=engines).decoders == (DecodeServer(D, discover=True),)
 
 
 def test_a_bootstrap_server_is_beside_its_prefiller_unless_told(tmp_path: Path) -> None:
     config = of_flags(connector="mooncake")
-    assert config.fleet.prefill == (PrefillServer(P, EngineUrl("http", "p", 8998)),)
+    assert config.prefillers == (PrefillServer(P, EngineUrl("http", "p", 8998)),)
     config = of_flags(
         connector="mooncake",
         prefill=["http://p:1", "http://p:2"],
         bootstrap=["http://p:11", "http://p:12"],
     )
-    assert [server.bootstrap for server in config.fleet.prefill] == [
+    assert [server.bootstrap for server in config.prefillers] == [
         EngineUrl("http", "p", 11),
         EngineUrl("http", "p", 12),
     ]
     engines = f'{ENGINES}[[prefill]]\nurl = "http://q"\nbootstrap = "http://q:9"'
     config = of_file(tmp_path, engines=engines, top='connector = "mooncake"')
-    assert [str(server.bootstrap) for server in config.fleet.prefill] == [
+    assert [str(server.bootstrap) for server in config.prefillers] == [
         "http://p:8998",
         "http://q:9",
     ]
@@ -612,9 +629,9 @@ def test_the_shipped_emulated_topology_is_a_configuration_once_its_engines_run()
     decode = [f"http://127.0.0.1:{port}" for port in range(8200, 8208)]
     config = make_config(topology, {"prefill": prefill, "decode": decode})
     assert config.topology == "emulated-2p8d"
-    assert (len(config.fleet.prefill), len(config.fleet.decode)) == (2, 8)
-    assert (config.scheduling.policy, config.scheduling.batch_limit) == ("br-h", 16)
-    assert config.fleet.models == ("emulated",)
+    assert (len(config.prefillers), len(config.decoders)) == (2, 8)
+    assert (config.scheduling.policy, config.scheduling.batch) == ("br-h", 16)
+    assert config.engines.model == ("emulated",)
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
@@ -622,13 +639,13 @@ def test_every_connector_is_served_with_its_own_lease(name: str, tmp_path: Path)
     # A file can name every connector that is served.
     assert name in NAMEABLE
     config = of_file(tmp_path, top=f'connector = "{name}"')
-    assert config.fleet.lease_s == CONNECTORS[name].lease_s
+    assert config.lease_s == CONNECTORS[name].lease_s
 
 
 def test_a_lease_that_is_told_goes_before_the_connectors() -> None:
-    assert of_flags(lease_s=12).fleet.lease_s == 12.0
-    assert of_flags(lease_s=inf).fleet.lease_s is None
-    assert of_flags(lease_s="auto").fleet.lease_s == 30.0
+    assert of_flags(lease_s=12).lease_s == 12.0
+    assert of_flags(lease_s=inf).lease_s is None
+    assert of_flags(lease_s="auto").lease_s == 30.0
 
 
 @pytest.mark.parametrize(
@@ -646,7 +663,7 @@ def test_a_lease_that_is_told_goes_before_the_connectors() -> None:
 def test_an_entry_goes_first_before_its_lease_runs_out(
     flags: dict[str, object], deadline_s: float | None
 ) -> None:
-    assert of_flags(**flags).scheduling.pool_deadline_s == deadline_s
+    assert of_flags(**flags).pool_deadline_s == deadline_s
 
 
 @pytest.mark.parametrize(
@@ -672,9 +689,9 @@ def test_never_is_none_for_the_scheduler() -> None:
 
 def test_the_key_for_engines_comes_from_a_file_before_the_environment(tmp_path: Path) -> None:
     environment = {ENGINE_KEY_VARIABLE: "of-environment"}
-    assert of_flags(environment).fleet.key == Secret(b"of-environment")
+    assert of_flags(environment).credentials.engine_key == Secret(b"of-environment")
     path = secret_file(tmp_path, "engine", "of-file\n")
-    assert of_flags(environment, engine_key_file=path).fleet.key == Secret(b"of-file")
+    assert of_flags(environment, engine_key_file=path).credentials.engine_key == Secret(b"of-file")
     with pytest.raises(ConfigError, match=rf"^{ENGINE_KEY_VARIABLE}: a key has") as refused:
         of_flags({ENGINE_KEY_VARIABLE: "hunter2 hunter2"})
     assert "hunter2" not in str(refused.value)
@@ -690,11 +707,11 @@ def test_clients_keys_reach_engines_only_if_nobody_else_has_keys(tmp_path: Path)
 def test_files_named_in_a_topology_are_beside_it(tmp_path: Path) -> None:
     secret_file(tmp_path, "keys", "sk-one\nsk-two\n")
     config = of_file(tmp_path, 'api_key_file = "keys"\nlog = "proxy.log"\nload_log = "loads"')
-    assert config.listen.api_keys == (Secret(b"sk-one"), Secret(b"sk-two"))
-    assert config.log.to == str(tmp_path / "proxy.log")
-    assert config.log.loads == tmp_path / "loads"
-    assert of_file(tmp_path, 'log = "none"').log.to == "none"
-    assert of_file(tmp_path, 'log = "-"').log.to == "-"
+    assert config.credentials.api_keys == (Secret(b"sk-one"), Secret(b"sk-two"))
+    assert config.log.log == str(tmp_path / "proxy.log")
+    assert config.log.load_log == tmp_path / "loads"
+    assert of_file(tmp_path, 'log = "none"').log.log == "none"
+    assert of_file(tmp_path, 'log = "-"').log.log == "-"
 
 
 def test_a_flags_files_are_where_the_process_is(
@@ -702,23 +719,26 @@ def test_a_flags_files_are_where_the_process_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     secret_file(tmp_path, "keys", "sk-one\n")
-    assert of_flags(api_key_file="keys", log="proxy.log").log.to == "proxy.log"
+    assert of_flags(api_key_file="keys", log="proxy.log").log.log == "proxy.log"
 
 
 def test_an_administrator_may_come_from_afar_with_a_token(tmp_path: Path) -> None:
     path = secret_file(tmp_path, "token", "let-me-in\n")
     config = of_flags(admin_host="::", admin_token_file=path)
-    assert config.admin == AdminConfig("::", 9000, Secret(b"let-me-in"))
+    assert config.listening.admin_host == "::"
+    assert config.credentials.admin_token == Secret(b"let-me-in")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_an_administrator_on_the_machine_needs_no_token(host: str) -> None:
-    assert of_flags(admin_host=host).admin == AdminConfig(host, 9000, None)
+    config = of_flags(admin_host=host)
+    assert (config.listening.admin_host, config.credentials.admin_token) == (host, None)
 
 
 def test_the_admin_pages_can_be_left_out() -> None:
-    assert of_flags(admin=False, admin_host="0.0.0.0", admin_port=8000).admin is None  # noqa: S104
-    assert of_flags(port=0, admin_port=0).admin == AdminConfig("127.0.0.1", 0, None)
+    config = of_flags(admin=False, admin_host="0.0.0.0", admin_port=8000)  # noqa: S104
+    assert not config.listening.admin
+    assert of_flags(port=0, admin_port=0).listening.admin_port == 0
 
 
 def secrets_everywhere(folder: Path) -> ProxyConfig:
@@ -742,26 +762,17 @@ def test_a_configuration_shows_no_secret(
 
 def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> None:
     config = secrets_everywhere(tmp_path).redacted()
-    assert config["listen"] == {
-        "host": "127.0.0.1",
-        "port": 8000,
-        "tls_cert": None,
-        "tls_key": None,
+    assert config["credentials"] == {
         "api_keys": ["***", "***"],
-        "limits": of_flags(prefill=["http://x"]).redacted()["listen"]["limits"],  # type: ignore[index]
-        "public_metrics": True,
-        "cors_origins": [],
+        "engine_key": "***",
+        "admin_token": "***",
     }
-    assert config["admin"] == {
-        "host": "127.0.0.1",
-        "port": 9000,
-        "token": "***",
-        "names": [],
-    }
+    listening = config["listening"]
+    assert isinstance(listening, dict)
+    assert listening.keys() == {one.name for one in settings_of(ListeningSettings)}
+    assert listening["api_key_file"] == str(tmp_path / "a")
     patient = of_flags(patience=inf, decode=["http://d@1", "http://d@2"]).redacted()
-    assert patient["fleet"]["decode"] == [  # type: ignore[index]
-        {"url": "http://d:80", "rank_ids": [1, 2], "discover": False}
-    ]
-    assert patient["scheduling"]["settings"]["patience"] == "inf"  # type: ignore[index]
-    assert patient["scrape"]["interval_s"] == {"prefill": 1.0, "decode": 1.0}  # type: ignore[index]
-    assert patient["fleet"]["key"] is None  # type: ignore[index]
+    assert patient["decoders"] == [{"url": "http://d:80", "rank_ids": [1, 2], "discover": False}]
+    assert patient["policies"]["patience"] == "inf"  # type: ignore[index]
+    assert patient["direct"] == "decode"
+    assert patient["credentials"]["engine_key"] is None  # type: ignore[index]

@@ -1,0 +1,469 @@
+"""Every setting of the live proxy: its name, default, range and what it means.
+
+Each class is a part of `balanceroute serve --help`. Times are in seconds. `none` asks for no limit,
+`auto` for what a rule gives, `inf` for never.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import chain
+from math import inf
+from pathlib import Path
+
+from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.policies import (
+    BETA_PER_RANK,
+    PATIENCE_PER_SLOT,
+    POLICIES,
+    PolicySettings,
+)
+from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.live.connectors import CONNECTORS
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+from balanceroute.proxy.live.prediction.names import PREDICTORS
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.settings.setting import (
+    choice,
+    file,
+    file_or_word,
+    files_or_words,
+    integer,
+    number,
+    optional_integer,
+    optional_number,
+    part,
+    seconds,
+    switch,
+    text,
+    texts,
+    words,
+)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_WORDS = ("-", "none")
+DISCOVER = "discover"
+_KNOBS = PolicySettings()
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
+_MODEL = re.compile(r"[!-~]{1,256}")
+_KIB = 1 << 10
+_MIB = 1 << 20
+
+
+def decode_address(word: str) -> tuple[EngineUrl, bool]:
+    """Read `URL`, `URL@RANK` or `URL@discover`: the address, and whether to ask it for its ranks.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if word.endswith(f"@{DISCOVER}"):
+        return EngineUrl.parse(word.removesuffix(f"@{DISCOVER}")), True
+    return EngineUrl.parse(word), False
+
+
+def _own_address(word: str) -> EngineUrl:
+    url = EngineUrl.parse(word)
+    if url.rank is not None:
+        raise ConfigError(f"is {url.name!r}: only decode engines are addressed by rank")
+    return url
+
+
+def _base(word: str) -> str:
+    return _own_address(word).base
+
+
+def _model(word: str) -> str:
+    if not _MODEL.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
+    return word
+
+
+def _origin(word: str) -> str:
+    if word != "*" and not _ORIGIN.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be *, or http:// or https:// and a host")
+    return word
+
+
+def _host(word: str) -> str:
+    try:
+        return valid_host(word)
+    except ConfigError as error:
+        raise ConfigError(f"is {shown(word)}: it {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddresses:
+    """The engines that flags name, in place of a topology's."""
+
+    prefill: tuple[EngineUrl, ...] = texts("the prefillers", _own_address, metavar="URL")
+    decode: tuple[tuple[EngineUrl, bool], ...] = texts(
+        "the decode ranks: a URL each, or URL@RANK for one of the data-parallel ranks behind a "
+        "URL, or URL@discover for all of them",
+        decode_address,
+        metavar="URL[@RANK]",
+    )
+    bootstrap: tuple[EngineUrl, ...] = texts(
+        "with mooncake, each prefiller's bootstrap server, in the order of --prefill",
+        _own_address,
+        metavar="URL",
+        shown_default="port 8998 of its host",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How to talk to the engines."""
+
+    metaserver_url: str = text(
+        "",
+        "with mooncake-layerwise, where the decode engines reach this proxy, http://HOST:PORT "
+        "(default: the address it listens on)",
+        _base,
+        metavar="URL",
+    )
+    connector: str = choice(
+        "nixl", "how the engines move KV caches", words(CONNECTORS), at_top=True
+    )
+    model: tuple[str, ...] = texts(
+        "the model names to serve",
+        _model,
+        metavar="NAME",
+        shown_default="those that the engines serve",
+    )
+    engine_key_file: Path | None = file(
+        "holds the key to send to the engines; else BALANCEROUTE_ENGINE_KEY is the key"
+    )
+    engine_ca_file: Path | None = file("certificates to trust from https engines")
+    insecure_engines: bool = switch(False, "do not verify the certificates of https engines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListeningSettings:
+    """Where clients and administrators come in, and what they may do."""
+
+    host: str = text(
+        "127.0.0.1",
+        "address to serve clients on; 0.0.0.0 or :: for every interface",
+        _host,
+        metavar="ADDRESS",
+    )
+    port: int = integer(8000, "port to serve clients on; 0 for a free one", 0, 65_535)
+    tls_cert: Path | None = file("serve https with this certificate chain (PEM)")
+    tls_key: Path | None = file("the certificate's private key (PEM)")
+    api_key_file: Path | None = file(
+        "holds the keys that clients may present, one a line; without it all may come"
+    )
+    cors_origin: tuple[str, ...] = texts(
+        "sites whose pages may use the API from a browser, such as https://chat.example; * for all",
+        _origin,
+        metavar="ORIGIN",
+        at_top=False,
+    )
+    public_metrics: bool = switch(
+        True, "serve /metrics to clients too, with an API key if they need one"
+    )
+    admin: bool = switch(True, "serve health, metrics and administration")
+    admin_host: str = text("127.0.0.1", "address to serve them on", _host, metavar="ADDRESS")
+    admin_port: int = integer(9000, "port to serve them on; 0 for a free one", 0, 65_535)
+    admin_token_file: Path | None = file(
+        "holds the token that administrators present; required unless --admin-host is loopback"
+    )
+    admin_name: tuple[str, ...] = texts(
+        "names, beside its addresses and localhost, under which the admin listener is called "
+        "without a token",
+        _host,
+        metavar="NAME",
+        at_top=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingSettings:
+    """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
+
+    policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
+    predictor: str = file_or_word(
+        "survival",
+        "for br-h: none, survival, exact-match, or a file made by `balanceroute train`",
+        PREDICTORS,
+    )
+    predictor_state: Path | None = file(
+        "keeps what the predictor learns: read at start if it is there, saved every minute and at "
+        "the end"
+    )
+    shadow_predictor: tuple[str, ...] = files_or_words(
+        "predictors, as for --predictor, that are scored on the traffic and decide nothing",
+        PREDICTORS,
+    )
+    seed: int = integer(0, "of random policies", 0, (1 << 63) - 1)
+    # vLLM's own default of --max-num-seqs on most devices.
+    batch: int = integer(
+        256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
+    )
+    rank_kv_tokens: int | None = optional_integer(
+        "KV tokens that fit on a rank", 1, 10**9, word="none"
+    )
+    probe_limit: int | None = optional_integer(
+        "prefills at a time on one prefiller", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = optional_integer(
+        "KV tokens that one prefiller may hold for the pool",
+        1,
+        10**9,
+        word="none",
+    )
+    prefiller_utilisation_limit: float = number(
+        0.95, "KV cache use of a prefiller above which it gets no further prefill", 0.01, 1
+    )
+    # It is shallow because what it holds has leases.
+    pool_limit: int | None = optional_integer(
+        "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
+        "cache",
+        1,
+        10**6,
+        shown_default="4 K, G or 2 P, whichever is most, for window K, G ranks and P prefillers",
+        word="auto",
+    )
+    queue_limit: int = integer(
+        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
+    )
+    single_engine_limit: int = integer(
+        64,
+        "requests that one prefiller answers alone at a time (embeddings, scores, tokens, lists of "
+        "models); further ones wait, up to the queue limit",
+        1,
+        10**6,
+    )
+    # What an engine says of a single request goes first.
+    lease_s: float | None = optional_number(
+        "how long a prefiller keeps a KV cache that no decoder has asked for; inf for ever",
+        0.1,
+        inf,
+        shown_default="the connector's",
+        word="auto",
+        metavar="S",
+    )
+    lease_margin_s: float = seconds(
+        5.0, "how long before the end of its lease a KV cache counts as lost", 0
+    )
+    direct: Direct | None = choice(
+        None,
+        "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
+        "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
+        {"auto": None, **{one.value: one for one in Direct}},
+        shown_default="prefill with the connectors of vllm-ascend, else decode",
+    )
+    # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
+    direct_limit: int = integer(
+        4,
+        "with --direct prefill, sequences at a time of such requests on one prefiller; a request "
+        "of more waits for one that has none",
+        1,
+        10**6,
+    )
+    on_missing_kv: str = choice(
+        "recompute",
+        "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
+        "count it as a failed try",
+        words(("recompute", "fail")),
+    )
+    pass_priority: bool = switch(
+        False,
+        "let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
+        "default policy answers 400 to any but 0",
+    )
+    count_tokens: str = choice(
+        "usage",
+        "how the tokens of a stream are counted: by the usage that engines are asked for in every "
+        "event (and that clients do not see unless they ask), or an event is one token",
+        words(("usage", "events")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyKnobs:
+    """The policies' own; see `PolicySettings`."""
+
+    projection: Form | None = choice(
+        None,
+        "how br-h uses a prediction",
+        {"auto": None, **{one.value: one for one in Form}},
+        shown_default="expected; point with --paper",
+    )
+    horizon: int = integer(
+        _KNOBS.horizon_steps, "steps that br-h looks ahead", 0, 10_000, metavar="H"
+    )
+    gamma: float = number(
+        _KNOBS.gamma, "br-h's discount of each step ahead, at most", 1e-9, 1, metavar="γ"
+    )
+    alpha: float = number(
+        _KNOBS.alpha, "br-h's reward per token that fills a margin", 1e-9, 1e9, metavar="α"
+    )
+    beta: float | None = optional_number(
+        "br-h's penalty per token beyond a margin",
+        1e-9,
+        1e9,
+        shown_default=f"{BETA_PER_RANK:g} G",
+        word="auto",
+        metavar="β",
+    )
+    theta: int | None = optional_integer(
+        "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
+    )
+    window: int = integer(
+        _KNOBS.window, "candidates that stage 2 chooses from", 1, 10**9, metavar="K"
+    )
+    patience: float | None = optional_number(
+        "overtakings that forgive a request one mean prompt of overflow; inf for never",
+        1e-9,
+        inf,
+        shown_default=f"{PATIENCE_PER_SLOT:g} G B",
+        word="auto",
+    )
+    refresh_tokens: int = integer(
+        _KNOBS.refresh_tokens,
+        "tokens between two predictions of a request",
+        1,
+        10**9,
+        metavar="M",
+    )
+    bypass_slots: int = integer(
+        _KNOBS.bypass_slots,
+        "requests beyond its batch that br-0-bypass may send to a rank",
+        0,
+        10**9,
+    )
+    paper: bool = switch(False, "the paper's exact two-stage rule")
+
+    @property
+    def settings(self) -> PolicySettings:
+        """The same under the policies' own names."""
+        return part(PolicySettings, self, horizon_steps=self.horizon, form=self.projection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """How long things may take, from the queue to the end."""
+
+    queue_ttl_s: float = seconds(600.0, "wait before prefill after which a request gets 503")
+    pool_ttl_s: float = number(
+        600.0,
+        "wait after prefill after which a request gets 503; inf for never",
+        0.001,
+        inf,
+        metavar="S",
+    )
+    pool_deadline_s: float | None = optional_number(
+        "wait after prefill after which a request goes first; inf for never",
+        0.001,
+        inf,
+        shown_default="three quarters of lease minus margin",
+        word="auto",
+        metavar="S",
+    )
+    connect_timeout_s: float = seconds(5.0, "for a connection to an engine")
+    tcp_timeout_s: float = seconds(
+        30.0,
+        "silence of an engine's host, to TCP's own probes too, after which its connections end",
+        2,
+        10_000,
+    )
+    prefill_timeout_s: float = seconds(300.0, "for a prefill's whole answer")
+    first_token_timeout_s: float = seconds(
+        60.0, "from dispatch to a decode rank to its first token"
+    )
+    idle_stream_timeout_s: float = seconds(300.0, "between two pieces of a decode rank's answer")
+    answer_timeout_s: float = seconds(
+        1800.0, "for a decode rank's whole answer, if it is not streamed"
+    )
+    drain_timeout_s: float = seconds(120.0, "for running requests to end after SIGTERM", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureSettings:
+    """What is done about engines that fail."""
+
+    retry_attempts: int = integer(
+        3, "tries of each leg (prefill, decode), the first one too", 1, 100
+    )
+    retry_backoff_s: float = seconds(0.05, "wait before the first retry; doubles with each one", 0)
+    retry_backoff_limit_s: float = seconds(1.0, "longest wait before a retry", 0)
+    health_interval_s: float = seconds(2.0, "between two health checks of an engine")
+    health_timeout_s: float = seconds(2.0, "for such a check")
+    scrape_interval_s: float = seconds(1.0, "between two readings of an engine's metrics")
+    scrape_timeout_s: float = seconds(1.0, "for such a reading")
+    quarantine_failures: int = integer(
+        3,
+        "failures in a row after which an engine gets nothing until it is healthy",
+        1,
+        10**6,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeLimits:
+    """What is accepted from a client and from an engine, and how long a client is waited for."""
+
+    connection_limit: int | None = optional_integer(
+        "connections of clients; beyond it idle ones are closed for newcomers, and then newcomers "
+        "get 503",
+        1,
+        10**6,
+        shown_default="a third of the file descriptors left",
+        word="auto",
+    )
+    peer_connection_limit: int | None = optional_integer(
+        "connections of one client address; beyond it newcomers get 429",
+        1,
+        10**6,
+        word="none",
+    )
+    body_limit_bytes: int = integer(16 * _MIB, "size of a request's body", 1, 1 << 40)
+    body_budget_bytes: int = integer(
+        512 * _MIB,
+        "all bodies of requests that are being received or wait; beyond it newcomers get 503",
+        1,
+        1 << 40,
+    )
+    header_limit_bytes: int = integer(32 * _KIB, "size of a request's header", 256, _MIB)
+    header_limit: int = integer(100, "fields in a request's header", 1, 10_000)
+    target_limit_bytes: int = integer(8 * _KIB, "size of a request's target", 64, _MIB)
+    header_timeout_s: float = seconds(10.0, "for a client to send a whole header")
+    body_timeout_s: float = seconds(60.0, "for a client to send a whole body")
+    keep_alive_timeout_s: float = seconds(
+        75.0, "that a client's connection may stay open without a request"
+    )
+    write_timeout_s: float = seconds(
+        60.0, "that a client may leave its answer unread before it is cut off"
+    )
+    write_buffer_bytes: int = integer(
+        64 * _KIB, "unread answer kept for a client before its engine is paused", 1, 1 << 30
+    )
+    answer_limit_bytes: int = integer(
+        256 * _MIB, "size of an answer that is not streamed", _KIB, 1 << 40
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """Where and what to log."""
+
+    log: str = file_or_word("-", "where to log: a file, - for standard error, or none", LOG_WORDS)
+    log_level: str = choice("info", "the least level to log", words(LOG_LEVELS))
+    load_log: Path | None = file(
+        "takes samples of every rank's load as mirrored here, for `balanceroute validate`"
+    )
+    load_log_interval_s: float = seconds(0.1, "between two such samples", 0.01)
+
+
+# By heading, as `balanceroute serve --help` shows them.
+HEADINGS: dict[str, tuple[type, ...]] = {
+    "engines": (EngineAddresses, EngineSettings),
+    "listening": (ListeningSettings,),
+    "scheduling": (SchedulingSettings,),
+    "policies": (PolicyKnobs,),
+    "time limits": (TimeLimits,),
+    "failures": (FailureSettings,),
+    "limits of an exchange": (ExchangeLimits,),
+    "log": (LogSettings,),
+}
+SECTIONS: tuple[type, ...] = tuple(chain.from_iterable(HEADINGS.values()))

@@ -1,0 +1,126 @@
+"""Settings as they are given: the flag before the file before the default."""
+
+import argparse
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.setting import Setting, flag_of, settings_of
+from balanceroute.topologies import did_you_mean
+
+T = TypeVar("T")
+
+
+class Given:
+    """What is given of some sections. Every value is checked at once, also one that nothing asks for.
+
+    Args:
+        sections: All that can be given.
+        flags: Values by name; None for a flag that was not given.
+        top: Values at the top of the file, likewise.
+        table: The file's `[proxy]` table.
+        file: The file, for messages and relative paths.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is not allowed. The message begins with the flag
+            or the file and key.
+    """
+
+    def __init__(
+        self,
+        sections: Iterable[type],
+        *,
+        flags: Mapping[str, object],
+        top: Mapping[str, object] = MappingProxyType({}),
+        table: Mapping[str, object] = MappingProxyType({}),
+        file: Path = Path(),
+    ) -> None:
+        self._file = file
+        self._flags = {name: value for name, value in flags.items() if value is not None}
+        self._filed = {
+            name: value for name, value in (*top.items(), *table.items()) if value is not None
+        }
+        self._known = {one.name: one for section in sections for one in settings_of(section)}
+        for name in self._flags:
+            if name not in self._known:
+                raise ConfigError(f"unknown flag {name!r}{did_you_mean(name, self._known)}")
+        for name in table:
+            place = f"{file}: [proxy].{name}"
+            if name not in self._known:
+                raise ConfigError(f"{place}: unknown key{did_you_mean(name, self._known)}")
+            if self._known[name].at_top:
+                raise ConfigError(f"{place}: belongs at the top of the file")
+        self._values = {one.name: self._value(one) for one in self._known.values()}
+
+    def read(self, section: type[T]) -> T:
+        """Return a section."""
+        return section(**{one.name: self._values[one.name] for one in settings_of(section)})
+
+    def where(self, name: str) -> str:
+        """Return what to call a setting: the flag, or the file and key if that is where it is."""
+        if name in self._flags or name not in self._filed:
+            return flag_of(name)
+        return f"{self._file}: {name if self._known[name].at_top else f'[proxy].{name}'}"
+
+    def _value(self, setting: Setting) -> object:
+        if setting.name in self._flags:
+            value = self._flags[setting.name]
+        elif setting.name in self._filed:
+            value = self._filed[setting.name]
+            if setting.is_path:
+                value = self._from_folder(value, setting.not_paths)
+        else:
+            return setting.default
+        try:
+            return setting.check(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where(setting.name)} {error}") from None
+
+    def _from_folder(self, value: object, words: tuple[str, ...]) -> object:
+        """Return a file's value with its relative paths starting at the file's folder."""
+        if isinstance(value, list | tuple):
+            return [self._from_folder(item, words) for item in value]
+        if isinstance(value, str) and value and value not in words:
+            return str(self._file.parent / value)
+        return value
+
+
+def add_flags(
+    group: "argparse._ActionsContainer", section: type, *, without: Collection[str] = ()
+) -> None:
+    """Add the flags of a section's settings, but of those named.
+
+    A flag that is not given stays None, so that what a file says can stand in for it. Values are
+    checked with those of the file, not while the command line is parsed.
+    """
+    for setting in settings_of(section):
+        if setting.name not in without:
+            _add_flag(group, setting)
+
+
+def given_by_flags(arguments: argparse.Namespace, sections: Iterable[type]) -> dict[str, object]:
+    """Return the values of the settings' flags by name; None for those that were not given."""
+    names = [one.name for section in sections for one in settings_of(section)]
+    return {name: getattr(arguments, name, None) for name in names}
+
+
+def _add_flag(group: "argparse._ActionsContainer", setting: Setting) -> None:
+    default = f" (default: {setting.shown_default})" if setting.shown_default else ""
+    text = f"{setting.help}{default}".replace("%", "%%")
+    if isinstance(setting.default, bool):
+        switch = argparse.BooleanOptionalAction
+        group.add_argument(setting.flag, action=switch, default=None, help=text)
+    elif setting.many:
+        group.add_argument(
+            setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text
+        )
+    else:
+        group.add_argument(
+            setting.flag,
+            type=setting.parse,
+            choices=setting.choices or None,
+            metavar=setting.metavar,
+            help=text,
+        )

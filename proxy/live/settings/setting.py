@@ -1,0 +1,298 @@
+"""How a setting is declared: as a field of a frozen dataclass, its section.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class LogSettings:
+        load_log_interval_s: float = seconds(0.1, "between two samples", least=0.01)
+
+The field is a flag (`--load-log-interval-s`) and a key of a file at once. A declaration has the
+default first, then the help without the default, then the range.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from balanceroute.proxy.core.errors import ConfigError, shown
+
+T = TypeVar("T")
+_KEY = "setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: With underscores, as in a file.
+        default: What it is if nobody says.
+        check: Turns a value, as TOML or the command line gives it, into the setting. Raises
+            ConfigError with a reason that reads on from the name ("is 0, must be ..").
+        parse: Turns a word of the command line into a value for `check`; leaves what it cannot
+            turn to `check`.
+        help: For the command line, without the default.
+        shown_default: The default in words; "" to leave it out.
+        metavar: What stands for the value in the help; None for choices and switches.
+        choices: The words allowed, if they can be listed.
+        many: Whether the setting is a list.
+        is_path: Whether a relative value in a file starts at the file's folder.
+        not_paths: Values of a path setting that are words.
+        at_top: Whether a file has it at its top, not in a table.
+    """
+
+    name: str = ""
+    default: object
+    check: Callable[[object], object]
+    parse: Callable[[str], object] = str
+    help: str
+    shown_default: str
+    metavar: str | None
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    is_path: bool = False
+    not_paths: tuple[str, ...] = ()
+    at_top: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag, as in `--pool-limit`."""
+        return flag_of(self.name)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def settings_of(section: type) -> tuple[Setting, ...]:
+    """Return the settings of a section, as it declares them."""
+    return tuple(
+        replace(cast("Setting", one.metadata[_KEY]), name=one.name)
+        for one in fields(section)
+        if _KEY in one.metadata
+    )
+
+
+def part(component: Callable[..., T], *sections: object, **others: object) -> T:
+    """Return what a component is told: each of its fields that a section has, by its name.
+
+    Args:
+        component: A dataclass.
+        sections: Settings.
+        others: Fields that no section has, or not so.
+    """
+    wanted = {one.name for one in fields(component)}  # type: ignore[arg-type]
+    found = {
+        one.name: getattr(section, one.name)
+        for section in sections
+        for one in fields(section)  # type: ignore[arg-type]
+        if one.name in wanted
+    }
+    return component(**found | others)
+
+
+# Kinds of settings. To a type checker each returns its default, as `field` does.
+
+
+def integer(default: int, text: str, least: int, most: int, *, metavar: str = "N") -> int:
+    """Declare an integer from `least` to `most`."""
+    check = partial(_integer, least=least, most=most)
+    return _declare(default, text, check, f"{default}", metavar, parse=_parse_integer)
+
+
+def optional_integer(
+    text: str,
+    least: int,
+    most: int,
+    *,
+    shown_default: str = "",
+    word: str = "",
+    metavar: str = "N",
+) -> int | None:
+    """Declare an integer that is None by default, or if `word` is given; "" is no such word."""
+    check = _optional(partial(_integer, least=least, most=most, word=word), word)
+    return _declare(None, text, check, shown_default or word, metavar, parse=_parse_integer)
+
+
+def number(default: float, text: str, least: float, most: float, *, metavar: str = "X") -> float:
+    """Declare a number from `least` to `most`."""
+    check = partial(_number, least=least, most=most)
+    return _declare(default, text, check, f"{default:g}", metavar, parse=_parse_number)
+
+
+def optional_number(
+    text: str,
+    least: float,
+    most: float,
+    *,
+    shown_default: str = "",
+    word: str = "",
+    metavar: str = "X",
+) -> float | None:
+    """Declare a number that is None by default, or if `word` is given; "" is no such word."""
+    check = _optional(partial(_number, least=least, most=most, word=word), word)
+    return _declare(None, text, check, shown_default or word, metavar, parse=_parse_number)
+
+
+def seconds(default: float, text: str, least: float = 0.001, most: float = 1e6) -> float:
+    """Declare a time in seconds."""
+    return number(default, text, least, most, metavar="S")
+
+
+def choice(
+    default: T,
+    text: str,
+    values: Mapping[str, T],
+    *,
+    shown_default: str = "",
+    at_top: bool = False,
+) -> T:
+    """Declare one of some values, each with its word."""
+
+    def check(value: object) -> T:
+        if not isinstance(value, str) or value not in values:
+            raise ConfigError(f"is {shown(value)}, must be one of {', '.join(values)}")
+        return values[value]
+
+    shown_default = shown_default or next(word for word in values if values[word] == default)
+    choices = tuple(values)
+    return _declare(default, text, check, shown_default, None, choices=choices, at_top=at_top)
+
+
+def words(names: Iterable[str]) -> dict[str, str]:
+    """Return words that stand for themselves, for `choice`."""
+    return {name: name for name in names}
+
+
+def text(default: str, text: str, check: Callable[[str], str], *, metavar: str) -> str:
+    """Declare a text which `check` accepts."""
+    return _declare(default, text, lambda value: check(_text(value)), default, metavar)
+
+
+def texts(
+    text: str,
+    check: Callable[[str], T],
+    *,
+    metavar: str,
+    shown_default: str = "",
+    at_top: bool = True,
+) -> tuple[T, ...]:
+    """Declare a list of texts, each of which `check` turns into an item."""
+
+    def checked(value: object) -> tuple[T, ...]:
+        return tuple(map(check, _texts(value)))
+
+    nothing: tuple[T, ...] = ()
+    return _declare(nothing, text, checked, shown_default, metavar, many=True, at_top=at_top)
+
+
+def file(text: str) -> Path | None:
+    """Declare the name of a file."""
+    return _declare(None, text, lambda value: Path(_text(value)), "", "FILE", is_path=True)
+
+
+def file_or_word(default: str, text: str, words: tuple[str, ...]) -> str:
+    """Declare the name of a file, or one of some words."""
+    return _declare(default, text, _text, default, "FILE", is_path=True, not_paths=words)
+
+
+def files_or_words(text: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Declare a list of files, or some of some words among them."""
+    nothing: tuple[str, ...] = ()
+    traits = {"many": True, "is_path": True, "not_paths": words}
+    return _declare(
+        nothing, text, lambda value: tuple(map(_text, _texts(value))), "", "FILE", **traits
+    )
+
+
+def switch(default: bool, text: str) -> bool:
+    """Declare what is on or off: `--name` or `--no-name`."""
+
+    def check(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"is {shown(value)}, must be true or false")
+        return value
+
+    return _declare(default, text, check, "on" if default else "off", None)
+
+
+def _declare(
+    default: T,
+    text: str,
+    check: Callable[[object], object],
+    shown_default: str,
+    metavar: str | None,
+    **traits: Any,
+) -> T:
+    setting = Setting(
+        default=default,
+        check=check,
+        help=text,
+        shown_default=shown_default,
+        metavar=metavar,
+        **traits,
+    )
+    return field(default=default, metadata={_KEY: setting})
+
+
+# Checks.
+
+
+def _optional(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
+    return lambda value: None if word and value == word else check(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"is {shown(value)}, must be a text")
+    return value
+
+
+def _texts(value: object) -> list[str]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ConfigError(f"is {shown(value)}, must be a list of texts")
+    for item in items:
+        if not isinstance(item, str):
+            raise ConfigError(f"has {shown(item)}, must be a list of texts")
+    return list(items)
+
+
+def _integer(value: object, *, least: int, most: int, word: str = "") -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"is {shown(value)}, must be an integer{_or(word)}")
+    if not least <= value <= most:
+        raise ConfigError(f"is {shown(value)}, must be {_range(least, most)}{_or(word)}")
+    return value
+
+
+def _number(value: object, *, least: float, most: float, word: str = "") -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"is {shown(value)}, must be a number{_or(word)}")
+    if not least <= value <= most:  # Not a number is in no range.
+        raise ConfigError(f"is {shown(value)}, must be {_range(least, most)}{_or(word)}")
+    return float(value)
+
+
+def _range(least: float, most: float) -> str:
+    bounds = (f"{end:g}" if float(f"{end:g}") == end else str(end) for end in (least, most))
+    return "from {} to {}".format(*bounds)
+
+
+def _or(word: str) -> str:
+    return f", or {word!r}" if word else ""
+
+
+def _parse_integer(word: str) -> object:
+    try:
+        return int(word)
+    except ValueError:
+        return word
+
+
+def _parse_number(word: str) -> object:
+    try:
+        return float(word)
+    except ValueError:
+        return word
