@@ -31,11 +31,10 @@ class Eligible:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestArrived:
-    """A client request was accepted.
+class Ticket:
+    """What is known of a request when it comes. It never changes.
 
     Attributes:
-        request: A number above all earlier ones.
         prompt_tokens: May be an estimate until prefill is done.
         slots: Sequences it will run.
         prefill: False if the decode engine computes the prompt itself: the request then goes to
@@ -43,14 +42,35 @@ class RequestArrived:
         decode: False if a prefiller answers the whole request: it then holds that prefiller until
             it ends, and is never in the pool or on a rank.
         eligible: Who can serve it; None for all, also those that are added later.
+        max_tokens: The most tokens that one sequence may emit; None if the client set no limit.
+        keys: Hashes of ever longer prefixes of the prompt; empty if nobody asked for them.
+        model: The model that it names.
+        tenant: Whose request it is, for admission rules and queue orders; so are the next three.
+        level: Its class of service; lower goes first.
+        weight: Its share among equals.
+        deadline_ns: When it should have its first token; None for no matter.
     """
 
-    request: RequestId
     prompt_tokens: int
     slots: int = 1
     prefill: bool = True
     decode: bool = True
     eligible: Eligible | None = None
+    max_tokens: int | None = None
+    keys: tuple[int, ...] = ()
+    model: str = ""
+    tenant: str = ""
+    level: int = 0
+    weight: float = 1.0
+    deadline_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A client request was accepted; `request` is a number above all earlier ones."""
+
+    request: RequestId
+    ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)

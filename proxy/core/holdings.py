@@ -18,17 +18,17 @@ def check_holdings(scheduler: "Scheduler") -> None:
     for request in scheduler.requests.values():
         state, decodes = request.state, request.decode
         if request.prefiller is not None:
-            assert request.prefill
+            assert request.ticket.prefill
             held[request.prefiller] += request.held_tokens
             probes[request.prefiller] += request.probing
-            direct[request.prefiller] += 0 if decodes else request.slots
+            direct[request.prefiller] += 0 if decodes else request.ticket.slots
         if request.rank is not None:
-            slots[request.rank] += request.slots
+            slots[request.rank] += request.ticket.slots
         assert request.probing == (state is State.PREFILLING and decodes)
         assert (request.rank is not None) == (state is State.DECODING)
         assert (request.request in scheduler.pool) == (state is State.POOLED)
         assert (request in scheduler.line) == (state is State.QUEUED)
-        assert request.prefill or state in {State.POOLED, State.DECODING}
+        assert request.ticket.prefill or state in {State.POOLED, State.DECODING}
         assert decodes or state in {State.QUEUED, State.PREFILLING}
     assert direct == scheduler.prefillers.direct, f"{direct} != {scheduler.prefillers.direct}"
     assert held == scheduler.prefillers.held_tokens, f"{held} != {scheduler.prefillers.held_tokens}"

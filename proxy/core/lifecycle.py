@@ -13,11 +13,11 @@ Rules:
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId, Ticket
 
 
 class State(Enum):
@@ -82,13 +82,11 @@ class Request:
 
     Attributes:
         request: Arrival number.
+        ticket: What was known of it when it came.
+        waiting_since_ns: When it arrived, or else came back from being served.
         prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
             (of several sequences: their mean, rounded up).
-        waiting_since_ns: When it arrived, or else came back from being served.
-        slots: Sequences that it runs.
-        prefill: Whether a prefiller computes its prompt.
         decode: Whether a rank decodes it; else a prefiller answers all of it.
-        eligible: The only instances that can serve it; None for all.
         emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
@@ -104,12 +102,10 @@ class Request:
     """
 
     request: RequestId
-    prompt_tokens: int
+    ticket: Ticket
     waiting_since_ns: int
-    slots: int = 1
-    prefill: bool = True
-    decode: bool = True
-    eligible: Eligible | None = None
+    prompt_tokens: int = field(init=False)
+    decode: bool = field(init=False)
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
@@ -123,10 +119,14 @@ class Request:
     started: bool = False
     lost_on_ranks: tuple[RankId, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.ticket.prompt_tokens
+        self.decode = self.ticket.decode
+
     @property
     def kv_tokens(self) -> int:
         """What it adds to the load of a rank that takes it now."""
-        return self.prompt_tokens * self.slots
+        return self.prompt_tokens * self.ticket.slots
 
     @property
     def held_tokens(self) -> int:

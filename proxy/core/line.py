@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.prefill import Prefillers
-from balanceroute.proxy.core.queue_order import FirstCome, QueueOrder
+from balanceroute.proxy.core.queueing import MakeQueueOrder, QueueOrder
 from balanceroute.proxy.core.timers import Timers
 
 
@@ -20,19 +20,19 @@ class Line:
     Args:
         requests: The scheduler's.
         prefillers: Charged with what starts.
-        order: Of the requests that will be decoded; None for `FirstCome`.
+        make_order: Makes each line.
     """
 
     def __init__(
         self,
         requests: Mapping[RequestId, Request],
         prefillers: Prefillers,
-        order: QueueOrder | None,
+        make_order: MakeQueueOrder,
     ) -> None:
         self._requests = requests
         self._prefillers = prefillers
-        self._queue: QueueOrder = FirstCome() if order is None else order
-        self._direct: QueueOrder = FirstCome()
+        self._make_order = make_order
+        self._queue, self._direct = make_order(), make_order()
         # By the only prefillers that can serve them: the same two lines. None is empty.
         self._apart: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
         self._expiries = Timers()
@@ -44,13 +44,13 @@ class Line:
 
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the line that it belongs to."""
-        if request.eligible is not None and request.eligible.prefillers not in self._apart:
+        if request.ticket.eligible is not None and request.ticket.eligible.prefillers not in self._apart:
             return False
         return request.request in self._queue_of(request)
 
-    def add(self, request: Request, expires_ns: int | None, *, returned: bool) -> None:
-        """Take a request in; `returned` says that it has been probed before and came back."""
-        self._queue_of(request).add(request.request, request.prompt_tokens, returned=returned)
+    def add(self, request: Request, expires_ns: int | None) -> None:
+        """Take a request in, or in again."""
+        self._queue_of(request).add(request.request, request.ticket)
         self._waiting += 1
         self._expiries.set(request.request, expires_ns)
 
@@ -80,17 +80,17 @@ class Line:
         if self._apart:
             yield from self._start_apart(room)
             return
-        while (number := self._direct.first()) is not None:
-            request = self._requests[number]
+        while first := self._direct.first(1):
+            request = self._requests[first[0]]
             prefiller = self._begin(request, self._direct)
             if prefiller is not None:
                 yield request, prefiller
-            elif self._prefillers.waits_for_memory(request.slots):
+            elif self._prefillers.waits_for_memory(request.ticket.slots):
                 return  # Smaller prompts would pass it over for ever.
             else:
                 break
-        while room > 0 and (number := self._queue.first()) is not None:
-            request = self._requests[number]
+        while room > 0 and (first := self._queue.first(1)):
+            request = self._requests[first[0]]
             prefiller = self._begin(request, self._queue)
             if prefiller is None:
                 return
@@ -111,37 +111,37 @@ class Line:
                     room -= not direct
                     yield head, prefiller
                     continue
-                among = None if head.eligible is None else head.eligible.prefillers
+                among = None if head.ticket.eligible is None else head.ticket.eligible.prefillers
                 stuck.append(among)
                 awaited = everyone if among is None else among
                 withheld |= awaited
-                if direct and self._prefillers.waits_for_memory(head.slots, among):
+                if direct and self._prefillers.waits_for_memory(head.ticket.slots, among):
                     starved |= awaited
 
     def _head(
         self, stuck: Collection[frozenset[PrefillerId] | None], *, direct: bool
     ) -> Request | None:
         """Return the earliest arrival of the first ones of all lines but some."""
-        heads = [pair[direct].first() for among, pair in self._apart.items() if among not in stuck]
+        queues = [pair[direct] for among, pair in self._apart.items() if among not in stuck]
         if None not in stuck:
-            heads.append((self._queue, self._direct)[direct].first())
-        number = min((number for number in heads if number is not None), default=None)
+            queues.append((self._queue, self._direct)[direct])
+        number = min((first for queue in queues for first in queue.first(1)), default=None)
         return None if number is None else self._requests[number]
 
     def _forget_empty(self, request: Request) -> None:
-        if request.eligible is not None and not any(map(len, self._lines_of(request.eligible))):
-            del self._apart[request.eligible.prefillers]
+        if request.ticket.eligible is not None and not any(map(len, self._lines_of(request.ticket.eligible))):
+            del self._apart[request.ticket.eligible.prefillers]
 
     def _begin(
         self, request: Request, queue: QueueOrder, withheld: Collection[PrefillerId] = ()
     ) -> PrefillerId | None:
-        tokens, sequences = request.held_tokens, 0 if request.decode else request.slots
+        tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(
             request.request,
             tokens,
             request.lost_on_prefillers,
             sequences=sequences,
-            among=None if request.eligible is None else request.eligible.prefillers,
+            among=None if request.ticket.eligible is None else request.ticket.eligible.prefillers,
             withheld=withheld,
         )
         if prefiller is not None:
@@ -158,12 +158,13 @@ class Line:
         self._expiries.clear(number)
 
     def _queue_of(self, request: Request) -> QueueOrder:
-        if request.eligible is not None:
-            return self._lines_of(request.eligible)[not request.decode]
+        if request.ticket.eligible is not None:
+            return self._lines_of(request.ticket.eligible)[not request.decode]
         return self._queue if request.decode else self._direct
 
     def _lines_of(self, eligible: Eligible) -> tuple[QueueOrder, QueueOrder]:
         lines = self._apart.get(eligible.prefillers)
         if lines is None:
-            lines = self._apart[eligible.prefillers] = (FirstCome(), FirstCome())
+            lines = self._make_order(), self._make_order()
+            self._apart[eligible.prefillers] = lines
         return lines

@@ -1,15 +1,15 @@
-"""The prompt pool: requests that wait for a decode slot, in order of arrival.
+"""The prompt pool: requests that wait for a decode slot, in a queue order.
 
-The pool keeps for each entry how often it was **overtaken**, that is, how many later arrivals were
+The pool keeps for each entry how often it was **overtaken**, that is, how many entries behind it were
 admitted while it waited. Unlike a waiting time this does not depend on the load: it is what a
 free choice among the pooled requests costs this one request compared with first come, first served.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.events import RankId, RequestId, Ticket
+from balanceroute.proxy.core.queueing import QueueOrder
 from balanceroute.proxy.core.timers import Timers
 
 # Weight of one more arrival in the running mean of prompt lengths: remembers about 128 arrivals.
@@ -22,50 +22,55 @@ class PoolEntry:
 
     Attributes:
         request: Its number.
+        ticket: What was known of it when it came.
         prompt_tokens: Tokens of its prompt, and of what it emitted before a recompute.
         age: Tokens that a sequence of it emitted before a recompute.
         deadline_ns: When it goes first; None for never.
         expires_ns: When it is given up; None for never.
         lease_ends_ns: When its KV cache counts as lost; None for never.
-        slots: Sequences that it runs. One free slot is enough for it to go to a rank.
         lost_on: Ranks that it must not go to while others are open, the earliest loss first.
+        overtaken: Entries behind it that were admitted while it waited.
+        slots: Sequences that it runs. One free slot is enough for it to go to a rank.
         ranks: The only ranks that can serve it; None for all.
-        overtaken: Later arrivals that were admitted while it waited.
         choosy: Whether it may not go to every open rank.
         kv_tokens: What it adds to the load of the rank that takes it.
     """
 
     request: RequestId
+    ticket: Ticket
     prompt_tokens: int
     age: int
     deadline_ns: int | None
     expires_ns: int | None
     lease_ends_ns: int | None
-    slots: int = 1
     lost_on: tuple[RankId, ...] = ()
-    ranks: frozenset[RankId] | None = None
     overtaken: int = 0
+    slots: int = field(init=False)
+    ranks: frozenset[RankId] | None = field(init=False)
     choosy: bool = field(init=False)
     kv_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        eligible = self.ticket.eligible
+        self.slots = self.ticket.slots
+        self.ranks = None if eligible is None else eligible.ranks
         self.choosy = bool(self.lost_on) or self.ranks is not None
         self.kv_tokens = self.prompt_tokens * self.slots
 
 
 class Pool:
-    """Arrival-ordered entries with deadlines (serve first), expiry and KV leases (both remove).
+    """Entries with deadlines (serve first), expiry and KV leases (both remove).
 
-    Admissions come from the front in practice, so removal costs O(distance from the front) plus one
-    memory move.
+    Args:
+        order: Empty.
 
     Attributes:
         slots: Slots that the waiting requests want.
         mean_prompt_tokens: Running mean over the entries that were added.
     """
 
-    def __init__(self) -> None:
-        self._order: list[RequestId] = []
+    def __init__(self, order: QueueOrder) -> None:
+        self._order = order
         self._entries: dict[RequestId, PoolEntry] = {}
         self._deadlines = Timers()
         self._expiries = Timers()
@@ -78,23 +83,20 @@ class Pool:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return len(self._order)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[PoolEntry]:
-        """Iterate in order of arrival."""
-        return (self._entries[request] for request in self._order)
+        """Iterate in order."""
+        return iter(self.first(len(self)))
 
     def __contains__(self, request: RequestId) -> bool:
         """Return whether `request` waits here."""
         return request in self._entries
 
     def add(self, entry: PoolEntry) -> None:
-        """Insert `entry` at its place in the order of arrival (a recomputed one goes far ahead)."""
+        """Insert `entry` at its place in the order."""
         assert entry.request not in self._entries, f"request {entry.request} is pooled twice"
-        if self._order and entry.request < self._order[-1]:
-            self._order.insert(bisect_left(self._order, entry.request), entry.request)
-        else:
-            self._order.append(entry.request)
+        self._order.add(entry.request, entry.ticket)
         self._entries[entry.request] = entry
         self._set_timers(entry)
         self.slots += entry.slots
@@ -111,25 +113,24 @@ class Pool:
         self._entries[entry.request] = entry
         self._set_timers(entry)
 
-    def oldest(self, count: int) -> list[PoolEntry]:
-        """Return the first `count` entries in order of arrival."""
+    def first(self, count: int) -> list[PoolEntry]:
+        """Return the first `count` entries in order."""
         entries = self._entries
-        return [entries[request] for request in self._order[:count]]
+        return [entries[request] for request in self._order.first(count)]
 
     def at(self, place: int) -> PoolEntry:
-        """Return an entry by its place in the order of arrival."""
-        return self._entries[self._order[place]]
+        """Return an entry by its place in the order."""
+        return self._entries[self._order.first(place + 1)[place]]
 
     def admit(self, request: RequestId) -> PoolEntry:
-        """Remove an entry that goes to decode; every older entry was overtaken once more."""
-        place = self._place(request)
-        for older in self._order[:place]:
-            self._entries[older].overtaken += 1
-        return self._take_out(place)
+        """Remove an entry that goes to decode; every entry ahead was overtaken once more."""
+        for ahead in self._order.ahead_of(request):
+            self._entries[ahead].overtaken += 1
+        return self._take_out(request)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""
-        entry = self._take_out(self._place(request))
+        entry = self._take_out(request)
         if self._round is not None:
             self._removed.append(request)
         return entry
@@ -154,14 +155,13 @@ class Pool:
         left, self._round = self._round, None
         assert left is not None, "there is no round to undo"
         for request, entry in reversed(left.items()):
-            place = bisect_left(self._order, request)
-            self._order.insert(place, request)
+            self._order.add(request, entry.ticket)
             self._entries[request] = entry
             self._set_timers(entry)
             self.slots += entry.slots
             if request not in self._removed:
-                for older in self._order[:place]:
-                    self._entries[older].overtaken -= 1
+                for ahead in self._order.ahead_of(request):
+                    self._entries[ahead].overtaken -= 1
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
@@ -187,8 +187,8 @@ class Pool:
         self._expiries.set(entry.request, entry.expires_ns)
         self._leases.set(entry.request, entry.lease_ends_ns)
 
-    def _take_out(self, place: int) -> PoolEntry:
-        request = self._order.pop(place)
+    def _take_out(self, request: RequestId) -> PoolEntry:
+        self._order.remove(request)
         self._deadlines.clear(request)
         self._expiries.clear(request)
         self._leases.clear(request)
@@ -197,9 +197,3 @@ class Pool:
         if self._round is not None:
             self._round[request] = entry
         return entry
-
-    def _place(self, request: RequestId) -> int:
-        place = bisect_left(self._order, request)
-        assert place < len(self._order), f"request {request} is not pooled"
-        assert self._order[place] == request, f"request {request} is not pooled"
-        return place

@@ -51,7 +51,7 @@ from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import PrefillChoice, Prefillers
-from balanceroute.proxy.core.queue_order import QueueOrder
+from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class Scheduler:
     Args:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. One scheduler's alone, as it may keep a projection.
-        queue_order: What waits before prefill; None for `FirstCome`.
+        queue_order: Makes the lines before prefill, and what a policy may choose among.
         prefill_choice: Who takes a probe; None for `FewestHeldTokens`.
         on_failure: Told when the policy or its projection fails; a round that failed is decided
             oldest first, and the projection is built anew for the next. None lets the exception
@@ -86,14 +86,14 @@ class Scheduler:
         config: SchedulerConfig,
         policy: Policy,
         *,
-        queue_order: QueueOrder | None = None,
+        queue_order: MakeQueueOrder = Arrival,
         prefill_choice: PrefillChoice | None = None,
         on_failure: OnFailure | None = None,
     ) -> None:
         _check_ranks(config, policy)
         self.config = config
         self.policy = policy
-        self.pool = Pool()
+        self.pool = Pool(queue_order())
         self._on_failure = on_failure
         self.ledger = Ledger(config.ranks, policy.projection, on_failure=on_failure)
         self.prefillers = Prefillers(
@@ -217,33 +217,25 @@ class Scheduler:
         number = event.request
         if number in self.requests:
             raise LifecycleError(f"request {number} has arrived already")
-        for name, value in (("prompt tokens", event.prompt_tokens), ("slots", event.slots)):
+        ticket = event.ticket
+        for name, value in (("prompt tokens", ticket.prompt_tokens), ("slots", ticket.slots)):
             if value < 1:
                 raise LifecycleError(f"request {number} arrived with {value} {name}")
-        if not (event.prefill or event.decode):
+        if not (ticket.prefill or ticket.decode):
             raise LifecycleError(f"request {number} arrived with nobody to compute its prompt")
-        request = Request(
-            number,
-            event.prompt_tokens,
-            waiting_since_ns=now_ns,
-            slots=event.slots,
-            prefill=event.prefill,
-            decode=event.decode,
-            eligible=event.eligible,
-        )
-        self.requests[number] = request
-        if not request.prefill:
+        request = self.requests[number] = Request(number, ticket, waiting_since_ns=now_ns)
+        if not ticket.prefill:
             self._skip_prefill(request, now_ns)
             return []
-        self._enqueue(request, returned=False)
+        self._enqueue(request)
         return self._probe()
 
     def _skip_prefill(self, request: Request, now_ns: int) -> None:
         request.move(Trigger.SKIP_PREFILL)
         self._to_pool(request, now_ns)
 
-    def _enqueue(self, request: Request, *, returned: bool) -> None:
-        self.line.add(request, self._queue_end_ns(request), returned=returned)
+    def _enqueue(self, request: Request) -> None:
+        self.line.add(request, self._queue_end_ns(request))
 
     def _queue_end_ns(self, request: Request) -> int | None:
         ttl_ns = self.config.queue_ttl_ns
@@ -301,20 +293,19 @@ class Scheduler:
             lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
         return PoolEntry(
             request.request,
+            request.ticket,
             request.prompt_tokens,
             age=request.emitted_before,
             deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
             expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
             lease_ends_ns=lease_ends_ns,
-            slots=request.slots,
             lost_on=request.lost_on_ranks,
-            ranks=None if request.eligible is None else request.eligible.ranks,
         )
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         if request.started:
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
-        if not request.prefill:
+        if not request.ticket.prefill:
             raise LifecycleError(f"request {request.request} has no prefill to lose")
         state, prefiller, rank = request.state, request.prefiller, request.rank
         request.move(Trigger.PREFILL_LOST)
@@ -325,7 +316,7 @@ class Scheduler:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
         request.decode = request.decode and event.decode
-        self._enqueue(request, returned=True)
+        self._enqueue(request)
         return actions
 
     # In decode.
@@ -375,8 +366,8 @@ class Scheduler:
         # It was served in between; this is a wait of its own.
         request.waiting_since_ns = now_ns
         request.pooled_ns = None
-        if request.prefill:
-            self._enqueue(request, returned=True)
+        if request.ticket.prefill:
+            self._enqueue(request)
         else:
             self._skip_prefill(request, now_ns)
         return actions
@@ -384,7 +375,7 @@ class Scheduler:
     def _unbind(self, request: Request) -> None:
         held = self.ledger.unbind(request.request)
         # If it is decoded again, what it emitted has to be prefilled with the prompt.
-        emitted = -((request.kv_tokens - held) // request.slots)  # Rounded up.
+        emitted = -((request.kv_tokens - held) // request.ticket.slots)  # Rounded up.
         request.emitted_before += emitted
         request.prompt_tokens += emitted
         request.rank = None
@@ -407,7 +398,7 @@ class Scheduler:
             request.rank,
             request.kv_tokens,
             age=request.emitted_before,
-            slots=request.slots,
+            slots=request.ticket.slots,
         )
         ledger.emit(number, self.ledger.kv_tokens(number) - request.kv_tokens)
         if request.started:
@@ -437,7 +428,7 @@ class Scheduler:
                 if request.decode:
                     self._end_probe(request)
                 else:
-                    self.prefillers.end_direct(request.prefiller, request.slots)
+                    self.prefillers.end_direct(request.prefiller, request.ticket.slots)
                 if not gone:
                     actions.append(AbortPrefill(request.request, request.prefiller))
             case State.POOLED:
@@ -512,7 +503,7 @@ class Scheduler:
             request.move(Trigger.ADMIT)
             request.rank = rank
             self.ledger.bind(
-                number, rank, request.kv_tokens, age=request.emitted_before, slots=request.slots
+                number, rank, request.kv_tokens, age=request.emitted_before, slots=request.ticket.slots
             )
             actions.append(Admit(number, rank))
         return actions

@@ -141,7 +141,7 @@ class _Round:
         if projection is None:
             persistence = np.ones(1)
         else:
-            candidates = pool.oldest(settings.window)
+            candidates = pool.first(settings.window)
             persistence = projection.persistence(
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
             )
@@ -165,7 +165,7 @@ class _Round:
     def _oldest(self, slots: int) -> list[PoolEntry]:
         """Return the oldest entries that want no more than so many slots."""
         entries: list[PoolEntry] = []
-        for entry in self._pool.oldest(slots):
+        for entry in self._pool.first(slots):
             slots -= entry.slots
             if slots < 0:
                 break
@@ -211,7 +211,7 @@ class _Round:
         if self._settings.paper:
             by_size = sorted(self._allowed(rank), key=lambda e: (-e.kv_tokens, e.request))
             return by_size[:window]
-        entries = self._pool.oldest(window)
+        entries = self._pool.first(window)
         if any(map(_CHOOSY, entries)):
             return list(islice(self._allowed(rank), window))
         return entries

@@ -153,7 +153,7 @@ def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
 
 
 def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
-    oldest = driver.scheduler.pool.oldest(1)
+    oldest = driver.scheduler.pool.first(1)
     if not oldest:
         return 0.0
     pooled_ns = driver.scheduler.requests[oldest[0].request].pooled_ns
