@@ -30,6 +30,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     StepCompleted,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -115,7 +116,7 @@ class Bench:
         request = RequestId(self._arrived)
         self._arrived += 1
         self._waiting[request] = output_tokens
-        self._scheduler.handle(RequestArrived(request, prompt_tokens), now_ns=0)
+        self._scheduler.handle(RequestArrived(request, Ticket(prompt_tokens)), now_ns=0)
         self._scheduler.handle(PrefillDone(request, prompt_tokens), now_ns=0)
 
     def _decide(self) -> list[RequestId]:

@@ -44,7 +44,10 @@ class Line:
 
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the line that it belongs to."""
-        if request.ticket.eligible is not None and request.ticket.eligible.prefillers not in self._apart:
+        if (
+            request.ticket.eligible is not None
+            and request.ticket.eligible.prefillers not in self._apart
+        ):
             return False
         return request.request in self._queue_of(request)
 
@@ -129,7 +132,9 @@ class Line:
         return None if number is None else self._requests[number]
 
     def _forget_empty(self, request: Request) -> None:
-        if request.ticket.eligible is not None and not any(map(len, self._lines_of(request.ticket.eligible))):
+        if request.ticket.eligible is not None and not any(
+            map(len, self._lines_of(request.ticket.eligible))
+        ):
             del self._apart[request.ticket.eligible.prefillers]
 
     def _begin(

@@ -503,7 +503,11 @@ class Scheduler:
             request.move(Trigger.ADMIT)
             request.rank = rank
             self.ledger.bind(
-                number, rank, request.kv_tokens, age=request.emitted_before, slots=request.ticket.slots
+                number,
+                rank,
+                request.kv_tokens,
+                age=request.emitted_before,
+                slots=request.ticket.slots,
             )
             actions.append(Admit(number, rank))
         return actions

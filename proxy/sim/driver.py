@@ -27,6 +27,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -189,7 +190,7 @@ class Simulation:
         self._arrived += 1
         traced = self._workload.requests[request]
         self._predictor.begin(request, features_of(traced))
-        self._feed(RequestArrived(request, traced.prompt_tokens))
+        self._feed(RequestArrived(request, Ticket(traced.prompt_tokens)))
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival()
 

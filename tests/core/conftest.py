@@ -14,10 +14,11 @@ from balanceroute.proxy.core.events import (
     RequestArrived,
     RequestId,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PrefillChoice
-from balanceroute.proxy.core.queue_order import QueueOrder
+from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 RANK0 = RankId(0)
@@ -30,7 +31,7 @@ class Driver:
         self,
         policy: str = "fifo",
         *,
-        queue_order: QueueOrder | None = None,
+        queue_order: MakeQueueOrder = Arrival,
         prefill_choice: PrefillChoice | None = None,
         **limits: int | None,
     ) -> None:
@@ -64,7 +65,9 @@ class Driver:
 
     def to_pool(self, *requests: RequestId, prompt_tokens: int = 10) -> None:
         for request in requests:
-            self(RequestArrived(request, prompt_tokens), PrefillDone(request, prompt_tokens))
+            self(
+                RequestArrived(request, Ticket(prompt_tokens)), PrefillDone(request, prompt_tokens)
+            )
 
     def to_decode(self, request: RequestId, prompt_tokens: int = 10) -> None:
         self.to_pool(request, prompt_tokens=prompt_tokens)

@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import (
@@ -106,11 +107,11 @@ class Seat:
 
     def pool(self, *prompts: int) -> None:
         for number, tokens in enumerate(prompts):
-            self(RequestArrived(RequestId(number), tokens, prefill=False))
+            self(RequestArrived(RequestId(number), Ticket(tokens, prefill=False)))
 
 
 def admit_and_raise(fleet: Fleet, pool: Pool) -> list[Assignment]:
-    first, second, third = pool.oldest(3)
+    first, second, third = pool.first(3)
     pool.admit(third.request)
     pool.admit(first.request)
     pool.remove(second.request)
@@ -159,7 +160,7 @@ def test_a_failure_nobody_is_told_of_comes_out_and_changes_nothing(name: str) ->
     scheduler = Scheduler(SchedulerConfig(RANKS, BATCH), Scripted(NONSENSE[name]))
     scheduler.handle(RankClosed(RankId(2)), now_ns=0)
     for number in range(7):
-        scheduler.handle(RequestArrived(RequestId(number), 10, prefill=False), now_ns=0)
+        scheduler.handle(RequestArrived(RequestId(number), Ticket(10, prefill=False)), now_ns=0)
     with pytest.raises((PolicyError, BrokenError, TypeError)):
         scheduler.handle(Tick(), now_ns=0)
     scheduler.check()
@@ -180,10 +181,10 @@ def test_what_a_choice_took_comes_back_with_its_timers() -> None:
 def test_expiries_are_told_though_the_policy_fails() -> None:
     """Finding C1: what a tick had decided before the exception was lost with it."""
     seat = Seat(Scripted(admit_and_raise), ttl_ns=10)
-    seat(RequestArrived(RequestId(0), 10, prefill=False))
+    seat(RequestArrived(RequestId(0), Ticket(10, prefill=False)))
     seat.now_ns = 10
     for number in (1, 2, 3):
-        seat(RequestArrived(RequestId(number), 10, prefill=False))
+        seat(RequestArrived(RequestId(number), Ticket(10, prefill=False)))
     actions = seat(Tick())
     assert actions[0] == Expire(RequestId(0))
     assert [type(action) for action in actions[1:]] == [Admit] * 3
@@ -205,7 +206,7 @@ def test_random_runs_with_failing_predictions_end_with_nothing_held(name: str, p
             if arrived < 60 and rng.random() < 0.6:
                 seat(
                     RequestArrived(
-                        RequestId(arrived), rng.randint(1, 90), slots=rng.choice([1, 1, 3])
+                        RequestId(arrived), Ticket(rng.randint(1, 90), slots=rng.choice([1, 1, 3]))
                     ),
                     PrefillDone(RequestId(arrived), rng.randint(1, 90)),
                 )
@@ -241,7 +242,7 @@ def test_a_projection_that_failed_is_built_anew() -> None:
         # Without a check in between, which asks the predictor before the step does.
         for event in (TokensEmitted(RequestId(0), 3), StepCompleted(), StepCompleted()):
             seat.scheduler.handle(event, now_ns=0)
-        seat(RequestArrived(RequestId(3), 7, prefill=False))
+        seat(RequestArrived(RequestId(3), Ticket(7, prefill=False)))
     predictor.fails = lambda: False
     for seat in (failed, well):
         seat(Tick(), DecodeStarted(RequestId(3)), StepCompleted())
@@ -258,8 +259,8 @@ def test_a_projection_that_failed_is_built_anew() -> None:
 def test_a_load_beyond_32_bits_does_not_overflow_the_projection() -> None:
     """Finding L10: deposits are made of 32 bits."""
     seat = Seat(policy_of("br-h", NoPrediction(), horizon_steps=4))
-    seat(RequestArrived(RequestId(0), 2**26, slots=128, prefill=False), Tick())
-    seat(RequestArrived(RequestId(1), 5, prefill=False), Tick(), StepCompleted())
+    seat(RequestArrived(RequestId(0), Ticket(2**26, slots=128, prefill=False)), Tick())
+    seat(RequestArrived(RequestId(1), Ticket(5, prefill=False)), Tick(), StepCompleted())
     projection = seat.scheduler.policy.projection
     assert projection is not None
     ahead = projection.loads_ahead(seat.scheduler.ledger.loads)

@@ -31,6 +31,7 @@ from balanceroute.proxy.core.events import (
     RequestRecomputed,
     StartPrefill,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import (
@@ -41,6 +42,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.queueing import Arrival
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ ALPHA, BETA = only([0], [0]), only([1], [1])
 
 
 def arrive(number: RequestId, eligible: Eligible | None, tokens: int = 10) -> RequestArrived:
-    return RequestArrived(number, tokens, eligible=eligible)
+    return RequestArrived(number, Ticket(tokens, eligible=eligible))
 
 
 def test_a_full_prefiller_holds_up_only_those_that_need_it(new_driver: "type[Driver]") -> None:
@@ -111,8 +113,9 @@ def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
         return Fleet(np.ones(2, np.bool_), zeros, zeros.copy(), free, free * UNLIMITED)
 
     told: list[Exception] = []
-    pool = Pool()
-    pool.add(PoolEntry(A, 10, 0, None, None, None, ranks=frozenset([RankId(1)])))
+    pool = Pool(Arrival())
+    ticket = Ticket(10, eligible=Eligible(frozenset(), frozenset([RankId(1)])))
+    pool.add(PoolEntry(A, ticket, 10, 0, None, None, None))
     made = decide(Wrong(), make_fleet, pool, 0, on_failure=lambda _, error: told.append(error))
     assert made == [Assignment(A, RankId(1))]
     (error,) = told
@@ -187,7 +190,7 @@ class _World:
     def arrive(self, who: Eligible | None, tokens: int) -> None:
         number = RequestId(len(self.who))
         self.who.append(who)
-        self.feed(RequestArrived(number, tokens, decode=tokens % 7 > 0, eligible=who))
+        self.feed(RequestArrived(number, Ticket(tokens, decode=tokens % 7 > 0, eligible=who)))
 
     def some(self, index: int, *states: State, decode: bool = True) -> RequestId | None:
         found = [

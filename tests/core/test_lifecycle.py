@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from balanceroute.proxy.core.errors import BalanceRouteError, LifecycleError
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.lifecycle import TRANSITIONS, Request, State, Trigger
 
 # A row is a state, a column a trigger; "." is not allowed.
@@ -42,7 +42,7 @@ def test_the_golden_table_names_every_pair() -> None:
     ("state", "trigger"), PAIRS, ids=[f"{state.name}-{trigger.name}" for state, trigger in PAIRS]
 )
 def test_a_trigger_moves_as_the_golden_table_says_or_raises(state: State, trigger: Trigger) -> None:
-    request = Request(RequestId(7), prompt_tokens=1, waiting_since_ns=0, state=state)
+    request = Request(RequestId(7), Ticket(1), waiting_since_ns=0, state=state)
     end = golden()[state, trigger]
     if end is None:
         with pytest.raises(LifecycleError, match=rf"request 7: {trigger.name} .* {state.name}"):
@@ -75,7 +75,7 @@ def test_a_terminal_state_has_no_exit(state: State) -> None:
 
 
 def test_a_new_request_waits_and_holds_nothing() -> None:
-    request = Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0)
+    request = Request(RequestId(0), Ticket(3), waiting_since_ns=0)
     assert request.state is State.QUEUED
     assert (request.prefiller, request.rank) == (None, None)
     assert not request.probing
@@ -85,8 +85,8 @@ def test_a_new_request_waits_and_holds_nothing() -> None:
 
 
 def test_the_load_of_a_request_is_its_prompt_once_per_slot() -> None:
-    assert Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0).kv_tokens == 3
-    assert Request(RequestId(0), prompt_tokens=3, waiting_since_ns=0, slots=4).kv_tokens == 12
+    assert Request(RequestId(0), Ticket(3), waiting_since_ns=0).kv_tokens == 3
+    assert Request(RequestId(0), Ticket(3, slots=4), waiting_since_ns=0).kv_tokens == 12
 
 
 def test_a_lifecycle_error_is_one_of_ours() -> None:

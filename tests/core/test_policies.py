@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
@@ -26,6 +26,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.queueing import Arrival
 
 EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv"]
 LATE = ["fifo", "br-0", "br-h"]
@@ -100,18 +101,18 @@ def entry(
 ) -> PoolEntry:
     return PoolEntry(
         RequestId(number),
+        Ticket(prompt_tokens, slots),
         prompt_tokens,
         age=0,
         deadline_ns=deadline_ns,
         expires_ns=None,
         lease_ends_ns=None,
-        slots=slots,
         lost_on=tuple(map(RankId, lost_on)),
     )
 
 
 def pool_of(prompts: Sequence[int]) -> Pool:
-    pool = Pool()
+    pool = Pool(Arrival())
     for number, prompt_tokens in enumerate(prompts):
         pool.add(entry(number, prompt_tokens))
     return pool
@@ -125,7 +126,7 @@ def decide(policy: Policy, ranks: Ranks, prompts: Sequence[int]) -> list[Assignm
 
 
 def decide_on(policy: Policy, ranks: Ranks, *entries: PoolEntry) -> list[Assignment]:
-    pool = Pool()
+    pool = Pool(Arrival())
     for one in entries:
         pool.add(one)
     ranks.fill(policy)
@@ -491,7 +492,7 @@ def test_no_round_goes_past_slots_or_memory_or_admits_twice_or_to_a_closed_rank(
     policy = build(name, len(bound), paper=paper, window=window, theta=theta)
     ranks = Ranks(bound, kv_limit=kv_limit, closed=closed)
     ranks.fill(policy)
-    pool = Pool()
+    pool = Pool(Arrival())
     for number, (tokens, wanted) in enumerate(prompts):
         pool.add(entry(number, tokens, slots=wanted))
     slots = ranks.fleet(policy).free_slots.tolist()
@@ -609,7 +610,7 @@ def rounds_until_admitted(policy: Policy, *, deadline_ns: int | None, limit: int
     """Offer the one free slot to a prompt that never fits and a small new one, round by round."""
     ranks = Ranks([[600, 400], [950]], batch_limit=2)
     ranks.fill(policy)
-    pool = Pool()
+    pool = Pool(Arrival())
     pool.add(entry(0, 10_000, deadline_ns))
     for number in range(1, limit + 1):
         pool.add(entry(number, 40))
@@ -617,7 +618,7 @@ def rounds_until_admitted(policy: Policy, *, deadline_ns: int | None, limit: int
         assert rank == 1
         if request == 0:
             return number
-        assert pool.oldest(1)[0].overtaken == number
+        assert pool.first(1)[0].overtaken == number
     return None
 
 

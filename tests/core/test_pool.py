@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.queueing import Arrival
 
 
 def entry(
@@ -18,6 +19,7 @@ def entry(
 ) -> PoolEntry:
     return PoolEntry(
         RequestId(number),
+        Ticket(prompt_tokens),
         prompt_tokens,
         age=0,
         deadline_ns=deadline_ns,
@@ -27,7 +29,7 @@ def entry(
 
 
 def pool_of(*numbers: int) -> Pool:
-    pool = Pool()
+    pool = Pool(Arrival())
     for number in numbers:
         pool.add(entry(number))
     return pool
@@ -40,8 +42,8 @@ def numbers_of(pool: Pool) -> list[int]:
 def test_entries_keep_the_order_of_arrival() -> None:
     pool = pool_of(2, 3, 7, 9)
     assert numbers_of(pool) == [2, 3, 7, 9]
-    assert [waiting.request for waiting in pool.oldest(2)] == [2, 3]
-    assert [waiting.request for waiting in pool.oldest(9)] == [2, 3, 7, 9]
+    assert [waiting.request for waiting in pool.first(2)] == [2, 3]
+    assert [waiting.request for waiting in pool.first(9)] == [2, 3, 7, 9]
     assert len(pool) == 4
 
 
@@ -64,7 +66,7 @@ def test_a_second_add_asserts() -> None:
 def test_taking_out_what_is_not_there_asserts(number: int) -> None:
     pool = pool_of(2, 7)
     for take in (pool.admit, pool.remove):
-        with pytest.raises(AssertionError, match=f"request {number} is not pooled"):
+        with pytest.raises(AssertionError, match=f"request {number} does not wait here"):
             take(RequestId(number))
     assert numbers_of(pool) == [2, 7]
 
@@ -98,7 +100,7 @@ def test_a_request_that_comes_back_is_counted_anew() -> None:
     )
 )
 def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str, int]]) -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     log: list[tuple[str, int]] = []
     for name, number in operations:
         present = RequestId(number) in pool
@@ -127,7 +129,7 @@ def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str,
 
 
 def test_overdue_entries_come_oldest_first_and_stay() -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     for number, deadline_ns in ((1, 30), (2, 10), (3, None), (4, 20)):
         pool.add(entry(number, deadline_ns=deadline_ns))
     assert pool.overdue(9) == []
@@ -157,7 +159,7 @@ def timed(number: int, clock: str, time_ns: int | None) -> PoolEntry:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_time_counts_from_the_very_nanosecond(clock: str) -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     pool.add(timed(1, clock, 10))
     assert due(pool, clock, 9) == []
     assert due(pool, clock, 10) == [1]
@@ -165,7 +167,7 @@ def test_a_time_counts_from_the_very_nanosecond(clock: str) -> None:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_times_of_entries_that_left_are_forgotten(clock: str) -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     for number in (1, 2, 3):
         pool.add(timed(number, clock, 10))
     pool.admit(RequestId(1))
@@ -175,7 +177,7 @@ def test_the_times_of_entries_that_left_are_forgotten(clock: str) -> None:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_has_its_new_time_only(clock: str) -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     pool.add(timed(1, clock, 10))
     pool.remove(RequestId(1))
     pool.add(timed(1, clock, 20))
@@ -186,7 +188,7 @@ def test_a_request_that_comes_back_has_its_new_time_only(clock: str) -> None:
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_with_the_same_time_is_due_once(clock: str) -> None:
     # A prefill that takes no time ends at the instant of the one that was lost.
-    pool = Pool()
+    pool = Pool(Arrival())
     for _ in range(3):
         pool.add(timed(1, clock, 10))
         pool.remove(RequestId(1))
@@ -196,7 +198,7 @@ def test_a_request_that_comes_back_with_the_same_time_is_due_once(clock: str) ->
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_without_a_time_is_never_due(clock: str) -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     pool.add(timed(1, clock, 10))
     pool.remove(RequestId(1))
     pool.add(timed(1, clock, None))
@@ -217,7 +219,7 @@ def test_a_request_that_comes_back_without_a_time_is_never_due(clock: str) -> No
 def test_the_queues_agree_with_a_look_at_every_entry(
     clock: str, operations: list[tuple[str, int, int | None]]
 ) -> None:
-    pool, now_ns = Pool(), 0
+    pool, now_ns = Pool(Arrival()), 0
     for name, number, amount in operations:
         if name == "add" and RequestId(number) not in pool:
             # Some are late already: a lease may end before its entry is pooled.
@@ -236,7 +238,7 @@ def test_the_queues_agree_with_a_look_at_every_entry(
 
 
 def test_the_next_removal_is_the_earliest_expiry_or_lapse() -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     assert pool.next_removal_ns() is None
     pool.add(entry(1, deadline_ns=1, expires_ns=50))
     assert pool.next_removal_ns() == 50
@@ -267,7 +269,7 @@ def test_replacing_an_entry_changes_its_times_and_nothing_else(clock: str) -> No
 def test_the_slots_of_those_that_wait_are_counted() -> None:
     pool = pool_of(1)
     for number, slots in ((2, 4), (3, 2)):
-        wide = PoolEntry(RequestId(number), 10, 0, None, None, None, slots=slots)
+        wide = PoolEntry(RequestId(number), Ticket(10, slots), 10, 0, None, None, None)
         assert wide.kv_tokens == 10 * slots
         pool.add(wide)
     assert pool.slots == 7
@@ -277,7 +279,7 @@ def test_the_slots_of_those_that_wait_are_counted() -> None:
 
 
 def test_the_mean_prompt_starts_at_the_first_and_leans_towards_the_later_ones() -> None:
-    pool = Pool()
+    pool = Pool(Arrival())
     pool.add(entry(0, prompt_tokens=100))
     assert pool.mean_prompt_tokens == 100.0
     for number in range(1, 2_000):

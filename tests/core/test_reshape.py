@@ -31,6 +31,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import (
@@ -105,7 +106,7 @@ def test_a_new_prefiller_takes_the_probes_that_wait_at_the_next_tick(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     reshape(driver, prefillers=2)
     assert driver(Tick()) == [StartPrefill(B, P1, 10)]
     assert driver.held()["probes"] == [1, 1]
@@ -113,7 +114,7 @@ def test_a_new_prefiller_takes_the_probes_that_wait_at_the_next_tick(
 
 def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
     driver = new_driver(pool_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     reshape(driver, pool_limit=2, batch_limit=2)
     assert driver(Tick()) == [StartPrefill(B, P0, 10)]
     driver(PrefillDone(A, 10), PrefillDone(B, 10))
@@ -129,23 +130,27 @@ def test_closed_ones_stay_closed_and_new_ones_are_open(new_driver: "type[Driver]
     driver = new_driver()
     driver(RankClosed(RANK0), PrefillerClosed(P0))
     reshape(driver, ranks=2, prefillers=2, batch_limit=2)
-    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P1, 10)]
+    assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK1)]
 
 
 def test_times_to_live_and_leases_count_by_the_new_settings(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1, lease_margin_ns=5)
     driver.to_decode(A)
-    driver.at(10, RequestArrived(B, 10), PrefillDone(B, 10, lease_expires_ns=100))
+    driver.at(10, RequestArrived(B, Ticket(10)), PrefillDone(B, 10, lease_expires_ns=100))
     driver.to_pool(C)
-    driver(RequestArrived(D, 10), RequestArrived(RequestId(4), 10))
+    driver(RequestArrived(D, Ticket(10)), RequestArrived(RequestId(4), Ticket(10)))
     assert driver.scheduler.next_deadline_ns() == 95
     reshape(driver, ttl_ns=70, queue_ttl_ns=60, lease_margin_ns=40)
     assert driver.scheduler.next_deadline_ns() == 60
     assert driver.at(60, Tick()) == [ReleasePrefill(B, P0)]
     assert driver.at(70, Tick()) == [Expire(B), Expire(RequestId(4))]
     assert driver.at(80, Tick()) == [ReleasePrefill(C, P0), Expire(C)]
-    driver(PrefillDone(D, 10), RequestArrived(RequestId(5), 10), RequestArrived(RequestId(6), 10))
+    driver(
+        PrefillDone(D, 10),
+        RequestArrived(RequestId(5), Ticket(10)),
+        RequestArrived(RequestId(6), Ticket(10)),
+    )
     assert driver.scheduler.next_deadline_ns() == 140
     reshape(driver, ttl_ns=None, queue_ttl_ns=None)
     assert driver.scheduler.next_deadline_ns() is None
@@ -183,11 +188,11 @@ def test_a_new_projection_knows_how_much_each_request_has_emitted() -> None:
         for event in events:
             scheduler.handle(event, now_ns=0)
 
-    feed(RequestArrived(A, 10), PrefillDone(A, 10), Tick(), DecodeStarted(A))
+    feed(RequestArrived(A, Ticket(10)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     feed(StepCompleted(), StepCompleted(), RequestRecomputed(A), PrefillDone(A, 12), Tick())
     scheduler.ledger.check()
     assert spies[0].asked[-1] == (A, 2)
-    feed(RequestArrived(B, 10, slots=3), PrefillDone(B, 10), Tick())
+    feed(RequestArrived(B, Ticket(10, slots=3)), PrefillDone(B, 10), Tick())
     feed(DecodeStarted(A), DecodeStarted(B), StepCompleted(), TokensEmitted(B, 2))
     scheduler.reshape(config, policy_for("br-h", config, spies[1]))
     scheduler.ledger.check()
@@ -288,7 +293,9 @@ class Life:
                 self._arrived += 1
                 number = RequestId(self._arrived)
                 prompt_tokens, slots = rng.randint(1, 60), rng.choice([1, 1, 1, 3])
-                return RequestArrived(number, prompt_tokens, slots, prefill=rng.random() < 0.8)
+                return RequestArrived(
+                    number, Ticket(prompt_tokens, slots, prefill=rng.random() < 0.8)
+                )
             case 2 | 3 if probing := [one for one in requests if one.probing]:
                 lease_ns = rng.choice([None, self.now_ns + rng.randint(1, 60)])
                 return PrefillDone(rng.choice(probing).request, rng.randint(1, 60), lease_ns)

@@ -29,6 +29,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
 from balanceroute.proxy.core.scheduler import SchedulerConfig
@@ -44,7 +45,7 @@ NOTHING = {"tokens": [0], "probes": [0], "loads": [0], "bound": [0]}
 
 def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]") -> None:
     driver = new_driver()
-    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P0, 10)]
+    assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P0, 10)]
     assert driver(Tick()) == []
     assert driver(PrefillDone(A, 12)) == []
     assert driver(Tick()) == [Admit(A, RANK0)]
@@ -59,7 +60,7 @@ def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]
 def test_the_first_token_releases_the_prefiller(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefiller_kv_tokens=10)
     driver.to_decode(A)
-    assert driver(RequestArrived(B, 5)) == []
+    assert driver(RequestArrived(B, Ticket(5))) == []
     assert driver.held()["tokens"] == [10]
     assert driver(DecodeStarted(A)) == [StartPrefill(B, P0, 5)]
     assert driver.held()["tokens"] == [5]
@@ -67,7 +68,7 @@ def test_the_first_token_releases_the_prefiller(new_driver: "type[Driver]") -> N
 
 def test_the_realised_prompt_replaces_the_estimate(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefiller_kv_tokens=20)
-    driver(RequestArrived(A, 18), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(18)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillDone(A, 9)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [19]
     assert driver(Tick()) == [Admit(A, RANK0)]
@@ -76,10 +77,10 @@ def test_the_realised_prompt_replaces_the_estimate(new_driver: "type[Driver]") -
 
 def test_a_lost_prefill_is_tried_again_ahead_of_the_queue(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillDone(A, 10)) == [StartPrefill(B, P0, 10)]
-    driver(RequestArrived(C, 10))
+    driver(RequestArrived(C, Ticket(10)))
     # Its blocks are of no use to a decoder any more; it waits for B's probe, but not behind C.
     assert driver(PrefillLost(A)) == [ReleasePrefill(A, P0)]
     assert driver(PrefillDone(B, 10)) == [StartPrefill(A, P0, 10)]
@@ -129,7 +130,7 @@ def test_a_lease_that_lapses_before_dispatch_leads_to_another_prefill(
 ) -> None:
     driver = new_driver(lease_margin_ns=5)
     driver.to_decode(A)
-    driver(RequestArrived(B, 10), PrefillDone(B, 10, lease_expires_ns=100))
+    driver(RequestArrived(B, Ticket(10)), PrefillDone(B, 10, lease_expires_ns=100))
     assert driver.at(94, Tick()) == []
     assert driver.at(95, Tick()) == [ReleasePrefill(B, P0), StartPrefill(B, P0, 10)]
     driver(PrefillDone(B, 10, lease_expires_ns=200), RequestFinished(A))
@@ -140,13 +141,13 @@ def test_a_lapsed_lease_is_never_dispatched_though_a_slot_is_free(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(lease_margin_ns=5)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver.at(95, Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
 
 
 def test_a_lease_shorter_than_the_margin_can_still_be_used(new_driver: "type[Driver]") -> None:
     driver = new_driver(lease_margin_ns=5)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=4))
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=4))
     assert driver.at(1, Tick()) == [Admit(A, RANK0)]
 
 
@@ -170,7 +171,7 @@ def test_a_recomputed_request_has_its_whole_time_to_live(new_driver: "type[Drive
 
 def test_a_dispatched_request_has_no_lease_to_lapse(new_driver: "type[Driver]") -> None:
     driver = new_driver(lease_margin_ns=5)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100))
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=100))
     assert driver(Tick()) == [Admit(A, RANK0)]
     assert driver.at(1_000, Tick()) == []
 
@@ -188,7 +189,7 @@ def test_a_request_that_outlives_the_pool_expires(new_driver: "type[Driver]") ->
 
 def test_expiry_beats_a_lapsed_lease_and_a_free_slot(new_driver: "type[Driver]") -> None:
     driver = new_driver(ttl_ns=50, lease_margin_ns=1)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=40))
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=40))
     assert driver.at(60, Tick()) == [ReleasePrefill(A, P0), Expire(A)]
 
 
@@ -197,7 +198,7 @@ def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once(
 ) -> None:
     driver = new_driver(ttl_ns=50, lease_margin_ns=1, batch_limit=1)
     driver.to_decode(A)
-    driver(RequestArrived(B, 10), RequestArrived(C, 10))
+    driver(RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10)))
     for request in (B, C):
         lease_ns = 31 if request == B else None
         driver(PrefillDone(request, 10, lease_ns), PrefillLost(request))
@@ -206,7 +207,7 @@ def test_a_second_prefill_of_the_same_instant_lapses_and_expires_once(
     assert driver.at(50, Tick()) == [ReleasePrefill(C, P0), Expire(C)]
 
 
-ARRIVED, PREFILLED = RequestArrived(A, 10), PrefillDone(A, 10)
+ARRIVED, PREFILLED = RequestArrived(A, Ticket(10)), PrefillDone(A, 10)
 LIVES: dict[str, tuple[list[Event], list[Action]]] = {
     "prefilling": ([ARRIVED], [AbortPrefill(A, P0)]),
     "pooled": ([ARRIVED, PREFILLED], [ReleasePrefill(A, P0)]),
@@ -241,7 +242,9 @@ def test_giving_up_in_the_queue_leaves_the_others_their_turn(
     event: Callable[[RequestId], Event],
 ) -> None:
     driver = new_driver(probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10), RequestArrived(C, 10))
+    driver(
+        RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10))
+    )
     assert driver(event(B)) == []
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
 
@@ -251,7 +254,7 @@ def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible(
 ) -> None:
     driver = new_driver(probe_limit=1)
     driver.to_decode(A)
-    driver(DecodeStarted(A), RequestArrived(B, 10))
+    driver(DecodeStarted(A), RequestArrived(B, Ticket(10)))
     assert driver(RequestRecomputed(A)) == []
     assert driver(RequestCancelled(A)) == []
     assert driver(RequestCancelled(B)) == [AbortPrefill(B, P0)]
@@ -260,23 +263,23 @@ def test_giving_up_while_it_waits_to_be_prefilled_again_is_possible(
 
 def test_a_request_that_the_prefiller_answered_in_full_is_done(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(RequestFinished(A)) == [StartPrefill(B, P0, 10)]
     assert driver.held()["tokens"] == [10]
 
 
 def test_a_cancelled_request_makes_room_at_once(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(RequestCancelled(A)) == [AbortPrefill(A, P0), StartPrefill(B, P0, 10)]
 
 
 def test_the_pool_limit_holds_requests_before_prefill(new_driver: "type[Driver]") -> None:
     driver = new_driver(pool_limit=2)
     driver.to_decode(A)
-    assert driver(RequestArrived(B, 10)) == [StartPrefill(B, P0, 10)]
-    assert driver(RequestArrived(C, 10)) == [StartPrefill(C, P0, 10)]
-    assert driver(RequestArrived(D, 10)) == []
+    assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]
+    assert driver(RequestArrived(C, Ticket(10))) == [StartPrefill(C, P0, 10)]
+    assert driver(RequestArrived(D, Ticket(10))) == []
     assert driver(PrefillDone(B, 10)) == []
     assert driver(PrefillDone(C, 10), Tick()) == []
     driver(RequestFinished(A))
@@ -287,9 +290,9 @@ def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefiller_kv_tokens=20)
-    driver(RequestArrived(A, 15))
-    assert driver(RequestArrived(B, 10)) == []
-    assert driver(RequestArrived(C, 1)) == []
+    driver(RequestArrived(A, Ticket(15)))
+    assert driver(RequestArrived(B, Ticket(10))) == []
+    assert driver(RequestArrived(C, Ticket(1))) == []
     assert driver(RequestCancelled(B)) == [StartPrefill(C, P0, 1)]
 
 
@@ -321,7 +324,7 @@ def test_an_overdue_request_goes_first(
 
 def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence(new_driver: "type[Driver]") -> None:
     driver = new_driver(batch_limit=4)
-    assert driver(RequestArrived(A, 10, slots=3)) == [StartPrefill(A, P0, 10)]
+    assert driver(RequestArrived(A, Ticket(10, slots=3))) == [StartPrefill(A, P0, 10)]
     # The prompt is computed once.
     assert driver.held()["tokens"] == [10]
     driver(PrefillDone(A, 12))
@@ -339,7 +342,7 @@ def test_one_free_slot_is_enough_and_the_rank_is_full_until_all_are_free(
 ) -> None:
     driver = new_driver(batch_limit=3)
     driver.to_decode(A)
-    driver(RequestArrived(B, 10, slots=4), PrefillDone(B, 10))
+    driver(RequestArrived(B, Ticket(10, slots=4)), PrefillDone(B, 10))
     driver.to_pool(C, D)
     assert driver(Tick()) == [Admit(B, RANK0)]
     assert driver.held()["bound"] == [5]
@@ -354,7 +357,7 @@ def test_what_several_sequences_emitted_is_prefilled_again_as_their_mean(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(batch_limit=4)
-    driver(RequestArrived(A, 10, slots=3), PrefillDone(A, 10), Tick(), DecodeStarted(A))
+    driver(RequestArrived(A, Ticket(10, slots=3)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     driver(StepCompleted(), TokensEmitted(A, 2))
     assert driver.held()["loads"] == [35]
     assert driver(RequestRecomputed(A)) == [StartPrefill(A, P0, 12)]
@@ -372,7 +375,7 @@ def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller(
 ) -> None:
     driver = new_driver(pool_limit=1, probe_limit=1)
     driver.to_pool(A)
-    assert driver(RequestArrived(B, 10, prefill=False)) == []
+    assert driver(RequestArrived(B, Ticket(10, prefill=False))) == []
     assert driver.held()["tokens"] == [10]
     assert [entry.request for entry in driver.scheduler.pool] == [A, B]
     assert driver(RequestFailed(A)) == [ReleasePrefill(A, P0)]
@@ -387,8 +390,8 @@ def test_a_request_without_prefill_counts_towards_the_pool_limit(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(pool_limit=1)
-    driver(RequestArrived(A, 10, prefill=False))
-    assert driver(RequestArrived(B, 10)) == []
+    driver(RequestArrived(A, Ticket(10, prefill=False)))
+    assert driver(RequestArrived(B, Ticket(10))) == []
     assert driver(Tick()) == [Admit(A, RANK0), StartPrefill(B, P0, 10)]
 
 
@@ -397,7 +400,7 @@ def test_a_request_without_prefill_has_its_times_from_its_arrival(
 ) -> None:
     driver = new_driver(ttl_ns=50)
     driver.to_decode(A)
-    driver.at(10, RequestArrived(B, 10, prefill=False))
+    driver.at(10, RequestArrived(B, Ticket(10, prefill=False)))
     assert driver.at(59, Tick()) == []
     assert driver.at(60, Tick()) == [Expire(B)]
 
@@ -406,7 +409,7 @@ def test_a_recomputed_request_without_prefill_goes_straight_back_to_the_pool(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(ttl_ns=50)
-    driver(RequestArrived(A, 10, prefill=False), Tick(), DecodeStarted(A), StepCompleted())
+    driver(RequestArrived(A, Ticket(10, prefill=False)), Tick(), DecodeStarted(A), StepCompleted())
     assert driver.at(100, RequestRecomputed(A)) == []
     (entry,) = driver.scheduler.pool
     assert (entry.prompt_tokens, entry.age, entry.expires_ns) == (11, 1, 150)
@@ -417,7 +420,7 @@ def test_a_request_without_prefill_goes_back_to_the_pool_when_the_rank_never_too
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver()
-    driver(RequestArrived(A, 10, prefill=False), Tick())
+    driver(RequestArrived(A, Ticket(10, prefill=False)), Tick())
     assert driver(DecodeLost(A)) == []
     assert driver.held() == NOTHING
     assert driver(Tick()) == [Admit(A, RANK0)]
@@ -428,7 +431,7 @@ def test_a_request_without_prefill_has_none_to_lose(
     new_driver: "type[Driver]", events: tuple[Event, ...]
 ) -> None:
     driver = new_driver()
-    driver(RequestArrived(A, 10, prefill=False), *events)
+    driver(RequestArrived(A, Ticket(10, prefill=False)), *events)
     before = driver.held()
     with pytest.raises(LifecycleError, match="request 0 has no prefill to lose"):
         driver(PrefillLost(A))
@@ -453,7 +456,7 @@ def test_an_unknown_request_is_refused_and_nothing_changes(
     new_driver: "type[Driver]", event: Event
 ) -> None:
     driver = new_driver()
-    driver(RequestArrived(A, 10))
+    driver(RequestArrived(A, Ticket(10)))
     with pytest.raises(LifecycleError, match="request 1 is unknown or has ended"):
         driver(event)
     assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
@@ -462,18 +465,18 @@ def test_an_unknown_request_is_refused_and_nothing_changes(
 
 def test_a_second_arrival_of_a_live_request_is_refused(new_driver: "type[Driver]") -> None:
     driver = new_driver()
-    driver(RequestArrived(A, 10))
+    driver(RequestArrived(A, Ticket(10)))
     with pytest.raises(LifecycleError, match="request 0 has arrived already"):
-        driver(RequestArrived(A, 10))
+        driver(RequestArrived(A, Ticket(10)))
     assert driver.held()["tokens"] == [10]
 
 
 def test_a_prompt_without_tokens_is_refused(new_driver: "type[Driver]") -> None:
     driver = new_driver()
     with pytest.raises(LifecycleError, match="0 prompt tokens"):
-        driver(RequestArrived(A, 0))
+        driver(RequestArrived(A, Ticket(0)))
     with pytest.raises(LifecycleError, match="0 slots"):
-        driver(RequestArrived(A, 1, slots=0))
+        driver(RequestArrived(A, Ticket(1, slots=0)))
     assert driver.scheduler.requests == {}
 
 
@@ -489,7 +492,7 @@ def test_tokens_are_taken_back_down_to_the_prompt_and_no_further(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver("br-h", batch_limit=2)
-    driver(RequestArrived(A, 10, slots=2), PrefillDone(A, 10), Tick(), DecodeStarted(A))
+    driver(RequestArrived(A, Ticket(10, slots=2)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     driver(StepCompleted(), StepCompleted(), TokensEmitted(A, -3))
     assert driver.held()["loads"] == [21]
     with pytest.raises(LifecycleError, match="has not emitted the 2 tokens to take back"):

@@ -21,6 +21,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     StartPrefill,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -52,7 +53,7 @@ def feed(scheduler: Scheduler, event: Event, now_ns: int = 0) -> list[Action]:
 
 
 def direct(number: RequestId, tokens: int = 10, slots: int = 1) -> RequestArrived:
-    return RequestArrived(number, tokens, slots, decode=False)
+    return RequestArrived(number, Ticket(tokens, slots, decode=False))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_full_house_of_them_holds_up_nobody_else() -> None:
     scheduler = make(direct_limit=2, pool_limit=1, probe_limit=1)
     assert feed(scheduler, direct(A, slots=2)) == [StartPrefill(A, FIRST, 10)]
     assert feed(scheduler, direct(B)) == []
-    assert feed(scheduler, RequestArrived(C, 7)) == [StartPrefill(C, FIRST, 7)]
+    assert feed(scheduler, RequestArrived(C, Ticket(7))) == [StartPrefill(C, FIRST, 7)]
     assert scheduler.waiting == 2
     assert feed(scheduler, RequestFinished(A)) == [StartPrefill(B, FIRST, 10)]
 
@@ -95,9 +96,9 @@ def test_more_sequences_than_the_limit_run_where_there_is_no_other() -> None:
 
 def test_what_waits_for_memory_is_not_passed_over() -> None:
     scheduler = make(prefiller_kv_tokens=100)
-    assert feed(scheduler, RequestArrived(A, 60)) == [StartPrefill(A, FIRST, 60)]
+    assert feed(scheduler, RequestArrived(A, Ticket(60))) == [StartPrefill(A, FIRST, 60)]
     assert feed(scheduler, direct(B, 20, 4)) == []
-    assert feed(scheduler, RequestArrived(C, 10)) == []
+    assert feed(scheduler, RequestArrived(C, Ticket(10))) == []
     assert feed(scheduler, RequestFinished(A)) == [
         StartPrefill(B, FIRST, 20),
         StartPrefill(C, FIRST, 10),
@@ -109,7 +110,7 @@ def test_a_lost_one_goes_to_another_prefiller_and_so_does_one_without_a_kv_cache
     feed(scheduler, direct(A, 10, 2))
     assert feed(scheduler, PrefillLost(A, elsewhere=True)) == [StartPrefill(A, SECOND, 10)]
     assert scheduler.prefillers.held_tokens == [0, 20]
-    assert feed(scheduler, RequestArrived(B, 7)) == [StartPrefill(B, FIRST, 7)]
+    assert feed(scheduler, RequestArrived(B, Ticket(7))) == [StartPrefill(B, FIRST, 7)]
     assert scheduler.prefillers.probes == [1, 0]
     lost = PrefillLost(B, elsewhere=True, decode=False)
     assert feed(scheduler, lost) == [StartPrefill(B, SECOND, 7)]
@@ -122,7 +123,7 @@ def test_a_lost_one_goes_to_another_prefiller_and_so_does_one_without_a_kv_cache
 
 def test_a_prefilled_request_in_the_pool_can_turn_into_one() -> None:
     scheduler = make(prefillers=1)
-    feed(scheduler, RequestArrived(A, 7))
+    feed(scheduler, RequestArrived(A, Ticket(7)))
     feed(scheduler, PrefillDone(A, 8))
     assert feed(scheduler, PrefillLost(A, decode=False)) == [
         ReleasePrefill(A, FIRST),
@@ -146,7 +147,7 @@ def test_its_prefill_is_never_done_and_somebody_must_compute_its_prompt() -> Non
     with pytest.raises(LifecycleError, match="is answered by its prefiller"):
         feed(scheduler, PrefillDone(A, 10))
     with pytest.raises(LifecycleError, match="nobody to compute its prompt"):
-        feed(scheduler, RequestArrived(B, 1, prefill=False, decode=False))
+        feed(scheduler, RequestArrived(B, Ticket(1, prefill=False, decode=False)))
 
 
 def test_a_new_limit_holds_for_what_comes() -> None:

@@ -26,6 +26,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.policies import POLICIES, Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool
@@ -46,7 +47,7 @@ def test_a_request_that_its_rank_never_took_goes_to_another_with_the_same_kv_cac
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(ranks=2, deadline_ns=20, ttl_ns=90, lease_margin_ns=5)
-    driver.at(7, RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=60))
+    driver.at(7, RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=60))
     (before,) = driver.scheduler.pool
     assert driver.at(30, Tick()) == [Admit(A, RANK0)]
     assert driver.at(40, DecodeLost(A)) == []
@@ -100,7 +101,7 @@ def test_a_rank_that_lost_a_request_once_may_have_it_when_it_was_served_in_betwe
 
 def test_a_lease_that_lapsed_in_decode_leads_to_another_prefill(new_driver: "type[Driver]") -> None:
     driver = new_driver(ranks=2, lease_margin_ns=5)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=100), Tick())
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=100), Tick())
     assert driver.at(200, DecodeLost(A)) == []
     assert driver(Tick()) == [ReleasePrefill(A, P0), StartPrefill(A, P0, 10)]
     # It still avoids the rank.
@@ -108,9 +109,9 @@ def test_a_lease_that_lapsed_in_decode_leads_to_another_prefill(new_driver: "typ
     assert driver(Tick()) == [Admit(A, RANK1)]
 
 
-STARTED: list[Event] = [RequestArrived(A, 10), PrefillDone(A, 10), Tick(), DecodeStarted(A)]
+STARTED: list[Event] = [RequestArrived(A, Ticket(10)), PrefillDone(A, 10), Tick(), DecodeStarted(A)]
 LIVES: dict[str, list[Event]] = {
-    "queued": [RequestArrived(B, 1), RequestArrived(A, 10)],
+    "queued": [RequestArrived(B, Ticket(1)), RequestArrived(A, Ticket(10))],
     "prefilling": STARTED[:1],
     "pooled": STARTED[:2],
     "started": STARTED,
@@ -133,10 +134,10 @@ def test_a_lost_prefill_is_tried_elsewhere_though_it_has_to_wait(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2, probe_limit=1)
-    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P0, 10)]
+    assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillLost(A, elsewhere=True)) == [StartPrefill(A, P1, 10)]
     driver = new_driver(prefillers=2, probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillLost(A, elsewhere=True)) == []
     assert driver(PrefillDone(B, 10)) == [StartPrefill(A, P1, 10)]
 
@@ -145,7 +146,9 @@ def test_a_lost_prefill_is_tried_on_the_same_prefiller_when_the_others_are_close
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2, probe_limit=1)
-    driver(RequestArrived(A, 10), RequestArrived(B, 10), PrefillLost(A, elsewhere=True))
+    driver(
+        RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)), PrefillLost(A, elsewhere=True)
+    )
     assert driver(PrefillerClosed(P1)) == [StartPrefill(A, P0, 10)]
 
 
@@ -153,13 +156,13 @@ def test_a_lost_prefill_is_tried_where_there_is_room_unless_told_to_go_elsewhere
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2)
-    driver(RequestArrived(A, 10))
+    driver(RequestArrived(A, Ticket(10)))
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
 
 
 def test_a_prefiller_is_avoided_until_another_one_did_it(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefillers=2)
-    driver(RequestArrived(A, 10), PrefillLost(A, elsewhere=True), PrefillDone(A, 10))
+    driver(RequestArrived(A, Ticket(10)), PrefillLost(A, elsewhere=True), PrefillDone(A, 10))
     # Lost at the decoder; no fault of the prefiller's.
     assert driver(PrefillLost(A)) == [ReleasePrefill(A, P1), StartPrefill(A, P0, 10)]
 
@@ -203,10 +206,10 @@ def scripted() -> tuple[Scripted, Scheduler]:
 def test_a_policy_is_shown_no_free_slots_on_overbooked_and_closed_ranks() -> None:
     policy, scheduler = scripted()
     for event in (
-        RequestArrived(A, 10, slots=7, prefill=False),
+        RequestArrived(A, Ticket(10, slots=7, prefill=False)),
         Tick(),
         RankClosed(RANK0),
-        RequestArrived(B, 10, prefill=False),
+        RequestArrived(B, Ticket(10, prefill=False)),
     ):
         scheduler.handle(event, now_ns=0)
     with pytest.raises(PolicyError, match="has no slot for request 1"):
@@ -217,7 +220,7 @@ def test_a_policy_is_shown_no_free_slots_on_overbooked_and_closed_ranks() -> Non
 def test_a_policy_that_names_a_closed_rank_is_not_obeyed() -> None:
     _, scheduler = scripted()
     scheduler.handle(RankClosed(RANK1), now_ns=0)
-    scheduler.handle(RequestArrived(A, 10, prefill=False), now_ns=0)
+    scheduler.handle(RequestArrived(A, Ticket(10, prefill=False)), now_ns=0)
     with pytest.raises(PolicyError, match="rank 1 is closed"):
         scheduler.handle(Tick(), now_ns=0)
     scheduler.check()
@@ -249,18 +252,18 @@ def test_a_closed_prefiller_takes_no_probe_and_keeps_what_it_has(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2)
-    driver(RequestArrived(A, 10))
+    driver(RequestArrived(A, Ticket(10)))
     assert driver(PrefillerClosed(P0)) == []
-    assert driver(RequestArrived(B, 50)) == [StartPrefill(B, P1, 50)]
-    assert driver(RequestArrived(C, 10)) == [StartPrefill(C, P1, 10)]
+    assert driver(RequestArrived(B, Ticket(50))) == [StartPrefill(B, P1, 50)]
+    assert driver(RequestArrived(C, Ticket(10))) == [StartPrefill(C, P1, 10)]
     driver(PrefillDone(A, 10))
     assert driver(Tick()) == [Admit(A, RANK0)]
 
 
 def test_a_prefiller_that_opens_starts_the_probes_that_wait(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1)
-    assert driver(PrefillerClosed(P0), PrefillerClosed(P0), RequestArrived(A, 10)) == []
-    assert driver(RequestArrived(B, 10)) == []
+    assert driver(PrefillerClosed(P0), PrefillerClosed(P0), RequestArrived(A, Ticket(10))) == []
+    assert driver(RequestArrived(B, Ticket(10))) == []
     assert driver(PrefillerOpened(P0)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillerOpened(P0)) == []
 

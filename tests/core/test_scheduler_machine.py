@@ -7,6 +7,7 @@ whether the scheduler was free to ask for it.
 
 import math
 import random
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -53,6 +54,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
@@ -121,10 +123,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived = 0
         self.live: dict[RequestId, Known] = {}
         self.ended: dict[RequestId, str] = {}
-        # Who came first, and who came back; of those that are decoded and of the others.
-        self.lines: dict[tuple[bool, bool], list[RequestId]] = {
-            (decode, returned): [] for decode in (False, True) for returned in (True, False)
-        }
+        # In order of arrival: those that are decoded and the others.
+        self.lines: dict[bool, list[RequestId]] = {False: [], True: []}
         self.build(SchedulerConfig(ranks=1, batch_limit=1), {})
 
     @initialize(config=CONFIGS, knobs=KNOBS)
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def next_probe(self) -> StartPrefill | None:
         """Return the one probe that may start now."""
-        if line := self.lines[False, True] or self.lines[False, False]:
+        if line := self.lines[False]:
             known = self.live[line[0]]
             if probe := self.probe_of(known):
                 return probe
@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if any(self.has_place(prefiller, known) for prefiller in opened):
                 return None
         limit, busy = self.config.pool_limit, len(self.probing()) + len(self.phase("pooled"))
-        line = self.lines[True, True] or self.lines[True, False]
+        line = self.lines[True]
         if not line or (limit is not None and busy >= limit):
             return None
         return self.probe_of(self.live[line[0]])
@@ -261,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert action == self.next_probe()
         assert isinstance(action, StartPrefill)
         known = self.live[action.request]
-        (self.lines[known.decode, True] or self.lines[known.decode, False]).pop(0)
+        self.lines[known.decode].pop(0)
         known.phase, known.prefiller = "prefilling", action.prefiller
 
     def drop(self, known: Known) -> None:
@@ -282,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drop(known)
         if known.prefill:
             known.phase = "queued"
-            self.lines[known.decode, True].append(known.number)
+            insort(self.lines[known.decode], known.number)
         else:
             self.to_pool(known)
 
@@ -328,10 +328,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = Known(number, prompt_tokens, slots, prefill, decode, self.now_ns)
         self.live[number] = known
         if prefill:
-            self.lines[decode, False].append(number)
+            self.lines[decode].append(number)
         else:
             self.to_pool(known)
-        self.feed(RequestArrived(number, prompt_tokens, slots, prefill, decode))
+        self.feed(RequestArrived(number, Ticket(prompt_tokens, slots, prefill, decode)))
 
     @precondition(lambda self: self.probing())
     @rule(index=INDEX, error=st.integers(-2, 3), lease=st.none() | st.integers(-3, 60))
@@ -559,8 +559,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = numbers[index // 2 % len(numbers)]
         if kind is RequestArrived and request not in self.live:
             new = RequestId(self.arrived)
-            self.refuse(RequestArrived(new, index % 2, slots=(index + 1) % 2))
-            self.refuse(RequestArrived(new, 1, prefill=False, decode=False))
+            self.refuse(RequestArrived(new, Ticket(index % 2, slots=(index + 1) % 2)))
+            self.refuse(RequestArrived(new, Ticket(1, prefill=False, decode=False)))
         elif kind is TokensEmitted and kind in self.allowed(request):
             known = self.live[request]
             self.refuse(TokensEmitted(request, known.floor_tokens - known.kv_tokens - 1))

@@ -1,5 +1,6 @@
 """What waits before prefill: in which order, for how long, and who is told."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from balanceroute.proxy.core.events import (
     RequestRecomputed,
     StartPrefill,
     Tick,
+    Ticket,
 )
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(probe_limit=1, queue_ttl_ns=50)
-    driver(RequestArrived(A, 10))
-    driver.at(10, RequestArrived(B, 10), RequestArrived(C, 10))
+    driver(RequestArrived(A, Ticket(10)))
+    driver.at(10, RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10)))
     assert driver.at(59, Tick()) == []
     # Its own wait ended with its probe.
     assert driver.at(60, Tick()) == [Expire(B), Expire(C)]
@@ -49,14 +51,14 @@ def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
 
 def test_who_is_given_up_makes_way_for_the_next_one(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefiller_kv_tokens=20, queue_ttl_ns=50)
-    driver(RequestArrived(A, 10), RequestArrived(B, 15))
-    driver.at(10, RequestArrived(C, 10))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(15)))
+    driver.at(10, RequestArrived(C, Ticket(10)))
     assert driver.at(50, Tick()) == [Expire(B), StartPrefill(C, P0, 10)]
 
 
 def test_a_lost_prefill_gains_no_time_in_the_queue(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1, queue_ttl_ns=50)
-    driver(RequestArrived(A, 10), PrefillDone(A, 10), RequestArrived(B, 10))
+    driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10), RequestArrived(B, Ticket(10)))
     driver.at(80, PrefillLost(A))
     assert driver(Tick()) == [Expire(A)]
 
@@ -67,9 +69,9 @@ def test_a_lapsed_lease_has_one_chance_of_a_probe_though_its_time_in_the_queue_i
     for busy in (False, True):
         driver = new_driver(probe_limit=1, queue_ttl_ns=50)
         driver.to_decode(C)
-        driver(RequestArrived(A, 10), PrefillDone(A, 10, lease_expires_ns=70))
+        driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=70))
         if busy:
-            driver.at(60, RequestArrived(B, 10))
+            driver.at(60, RequestArrived(B, Ticket(10)))
         probes = [] if busy else [StartPrefill(A, P0, 10)]
         assert driver.at(70, Tick()) == [ReleasePrefill(A, P0), *probes]
         assert driver(Tick()) == ([Expire(A)] if busy else [])
@@ -79,7 +81,7 @@ def test_a_recomputed_request_has_its_whole_time_in_the_queue(new_driver: "type[
     driver = new_driver(probe_limit=1, queue_ttl_ns=50)
     driver.to_decode(A)
     driver(DecodeStarted(A))
-    driver.at(100, RequestArrived(B, 10), RequestRecomputed(A))
+    driver.at(100, RequestArrived(B, Ticket(10)), RequestRecomputed(A))
     assert driver.at(149, Tick()) == []
     assert driver.at(150, Tick()) == [Expire(A)]
 
@@ -94,9 +96,9 @@ def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord(
     assert deadline_ns() is None
     driver.to_decode(A)
     assert deadline_ns() is None
-    driver(RequestArrived(B, 10))
+    driver(RequestArrived(B, Ticket(10)))
     assert deadline_ns() is None
-    driver.at(10, RequestArrived(C, 10))
+    driver.at(10, RequestArrived(C, Ticket(10)))
     assert deadline_ns() == 110
     driver.at(20, PrefillDone(B, 10, lease_expires_ns=60))
     assert deadline_ns() == 55
@@ -115,10 +117,10 @@ def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> No
     driver = new_driver(probe_limit=1)
     counts = []
     for event in (
-        RequestArrived(A, 10),
-        RequestArrived(B, 10),
+        RequestArrived(A, Ticket(10)),
+        RequestArrived(B, Ticket(10)),
         PrefillDone(A, 10),
-        RequestArrived(C, 10, prefill=False),
+        RequestArrived(C, Ticket(10, prefill=False)),
         Tick(),
         RequestCancelled(C),
         RequestFinished(A),
@@ -129,42 +131,61 @@ def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> No
     assert counts == [1, 2, 2, 3, 2, 1, 1, 0]
 
 
-class LargestFirst:
-    """A queue that takes the largest prompt first."""
+class MostUrgent:
+    """The lowest level first, then the earliest deadline, then the earliest arrival."""
 
     def __init__(self) -> None:
-        self.prompts: dict[RequestId, int] = {}
-        self.returned: list[RequestId] = []
+        self.tickets: dict[RequestId, Ticket] = {}
 
-    def add(self, request: RequestId, prompt_tokens: int, *, returned: bool) -> None:
-        self.prompts[request] = prompt_tokens
-        if returned:
-            self.returned.append(request)
+    def add(self, request: RequestId, ticket: Ticket) -> None:
+        self.tickets[request] = ticket
 
     def remove(self, request: RequestId) -> None:
-        del self.prompts[request]
+        del self.tickets[request]
 
-    def first(self) -> RequestId | None:
-        return max(self.prompts, key=self.prompts.__getitem__, default=None)
+    def first(self, count: int) -> list[RequestId]:
+        return sorted(self.tickets, key=self._urgency)[:count]
+
+    def ahead_of(self, request: RequestId) -> list[RequestId]:
+        mine = self._urgency(request)
+        return [other for other in self.tickets if self._urgency(other) < mine]
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.tickets)
 
     def __contains__(self, request: RequestId, /) -> bool:
-        return request in self.prompts
+        return request in self.tickets
+
+    def _urgency(self, request: RequestId) -> tuple[int, float, RequestId]:
+        ticket = self.tickets[request]
+        return ticket.level, math.inf if ticket.deadline_ns is None else ticket.deadline_ns, request
 
 
 def test_another_queue_order_says_who_is_probed_next(new_driver: "type[Driver]") -> None:
-    order = LargestFirst()
-    driver = new_driver(probe_limit=1, queue_order=order)
+    driver = new_driver(probe_limit=1, queue_order=MostUrgent)
     driver(
-        RequestArrived(A, 10), RequestArrived(B, 20), RequestArrived(C, 30), RequestArrived(D, 5)
+        RequestArrived(A, Ticket(10)),
+        RequestArrived(B, Ticket(20, deadline_ns=70)),
+        RequestArrived(C, Ticket(30, deadline_ns=60)),
+        RequestArrived(D, Ticket(5, level=1, deadline_ns=1)),
     )
     assert driver(PrefillLost(A)) == [StartPrefill(C, P0, 30)]
-    assert order.returned == [A]
     assert driver(PrefillDone(C, 30)) == [StartPrefill(B, P0, 20)]
     assert driver(PrefillDone(B, 20)) == [StartPrefill(A, P0, 10)]
     assert driver.scheduler.waiting == 4
+
+
+@pytest.mark.parametrize("policy", ["fifo", "br-0"])
+def test_another_queue_order_says_who_leaves_the_pool_next(
+    new_driver: "type[Driver]", policy: str
+) -> None:
+    driver = new_driver(policy, queue_order=MostUrgent)
+    for request, level in ((A, 1), (B, 1), (C, 0)):
+        driver(RequestArrived(request, Ticket(10, level=level)), PrefillDone(request, 10))
+    assert driver(Tick()) == [Admit(C, RANK0)]
+    assert [entry.overtaken for entry in driver.scheduler.pool] == [0, 0]
+    driver(RequestFinished(C))
+    assert driver(Tick()) == [Admit(A, RANK0)]
 
 
 class TheLast:
@@ -183,5 +204,5 @@ class TheLast:
 
 def test_another_prefill_choice_says_who_takes_the_probe(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast())
-    assert driver(RequestArrived(A, 10)) == [StartPrefill(A, P1, 10)]
-    assert driver(RequestArrived(B, 10)) == [StartPrefill(B, P0, 10)]
+    assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
+    assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]

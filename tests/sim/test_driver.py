@@ -28,6 +28,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
 )
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import (
@@ -335,9 +336,9 @@ P0 = PrefillerId(0)
 
 def test_a_run_of_two_ranks_goes_as_worked_out_by_hand() -> None:
     assert record("fifo", TWO_RANKS, THREE_REQUESTS) == [
-        (0, RequestArrived(R0, 100)),
+        (0, RequestArrived(R0, Ticket(100))),
         (0, StartPrefill(R0, P0, 100)),
-        (0, RequestArrived(R1, 50)),
+        (0, RequestArrived(R1, Ticket(50))),
         (0, StartPrefill(R1, P0, 50)),
         (0, PrefillDone(R0, 100)),
         (0, PrefillDone(R1, 50)),
@@ -346,7 +347,7 @@ def test_a_run_of_two_ranks_goes_as_worked_out_by_hand() -> None:
         (0, Admit(R1, G1)),
         (0, DecodeStarted(R0)),
         (0, DecodeStarted(R1)),  # Loads 100 and 50: the step takes 2,000 ns.
-        (500, RequestArrived(R2, 20)),
+        (500, RequestArrived(R2, Ticket(20))),
         (500, StartPrefill(R2, P0, 20)),
         (500, PrefillDone(R2, 20)),
         (500, Tick()),  # Both ranks are full.
@@ -376,15 +377,15 @@ def test_a_prefill_server_takes_one_probe_at_a_time() -> None:
     # Probes take 100 ns + 2 ns a token.
     deployment = replace(TWO_RANKS, prefill=PrefillModel(1, 100, 2.0))
     assert record("fifo", deployment, THREE_REQUESTS) == [
-        (0, RequestArrived(R0, 100)),
+        (0, RequestArrived(R0, Ticket(100))),
         (0, StartPrefill(R0, P0, 100)),
-        (0, RequestArrived(R1, 50)),
+        (0, RequestArrived(R1, Ticket(50))),
         (300, PrefillDone(R0, 100)),
         (300, StartPrefill(R1, P0, 50)),
         (300, Tick()),
         (300, Admit(R0, G0)),
         (300, DecodeStarted(R0)),  # 2,000 ns.
-        (500, RequestArrived(R2, 20)),
+        (500, RequestArrived(R2, Ticket(20))),
         (500, PrefillDone(R1, 50)),
         (500, StartPrefill(R2, P0, 20)),
         (500, Tick()),

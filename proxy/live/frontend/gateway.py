@@ -262,20 +262,21 @@ class Gateway:
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        refusal = driver.refuse()
+        ticket = driver.ticket(shape, body, eligible)
+        refusal = driver.refuse(ticket)
         if refusal is not None:
-            status = 503 if driver.draining else 429
-            self._refuse(reply, record, status, refusal.reason, retry_s=refusal.retry_after_s)
+            retry_s = refusal.retry_after_s
+            self._refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
         elif not self._instances.ready:
             self._refuse(reply, record, 503, "no engine of each role is up", retry_s=1)
         else:
             driver.submit(
+                ticket,
                 shape=shape,
                 body=body,
                 headers=self._headers(headers, driver.engine_id(record.request_id)),
                 reply=reply,
                 record=record,
-                eligible=eligible,
             )
             body.forget_values()
 

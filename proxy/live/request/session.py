@@ -75,6 +75,7 @@ class Session:
     Args:
         number: Its arrival number.
         host: The driver.
+        ticket: What the scheduler knows of it.
         shape: What it asks for.
         body: What it sent.
         headers: For every engine leg.
@@ -109,6 +110,7 @@ class Session:
         "offset",
         "record",
         "shape",
+        "ticket",
     )
 
     def __init__(
@@ -116,6 +118,7 @@ class Session:
         number: events.RequestId,
         host: Host,
         *,
+        ticket: events.Ticket,
         shape: Shape,
         body: "RequestBody",
         headers: "Headers",
@@ -123,11 +126,12 @@ class Session:
         record: RequestRecord,
     ) -> None:
         self.number = number
+        self.ticket = ticket
         self.shape = shape
         self.record = record
         self.offset = 0  # The step clock's.
         # Whether a rank decodes it; else a prefiller does the whole request.
-        self.decodes = not (shape.direct and host.legs.direct is Direct.PREFILL)
+        self.decodes = ticket.decode
         self._host = host
         self._body: RequestBody | None = body
         self._headers = headers
@@ -171,12 +175,6 @@ class Session:
             return None
         started = self._leg is not None and self._leg.started
         return None if started else (self._prefiller, self._rank)
-
-    @property
-    def has_prefill_leg(self) -> bool:
-        """Whether a prefiller comes first: to a rank it is bound later, or never."""
-        split = not self.shape.direct and not self._host.connector.decode_first
-        return split or not self.decodes
 
     @property
     def _engine(self) -> "Prefiller | Rank":
@@ -630,7 +628,7 @@ class Session:
         # Else the client has no word of the answer: the next one starts afresh.
         self._leg = None
         self.forget_kv()
-        if not self.has_prefill_leg:
+        if not self.ticket.prefill:
             self.pooled()
         self._rank = None
         # A rank that did nothing for it would do so again.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.predictors import RequestFeatures
-from balanceroute.proxy.core.admission import Admission, Refusal
+from balanceroute.proxy.core.admission import Admission, Ending, Load, Refusal
 from balanceroute.proxy.core.events import (
     AbortDecode,
     AbortPrefill,
@@ -41,6 +41,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
 from balanceroute.proxy.core.fscore import idle_tokens
@@ -51,6 +52,7 @@ from balanceroute.proxy.live.engines.target import Fault, Target
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.openai.token_estimate import TokenEstimate
+from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.lost_engines import LostEngines
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
@@ -212,28 +214,53 @@ class Driver:
 
     # What the gateway does.
 
-    def refuse(self) -> Refusal | None:
+    def ticket(self, shape: Shape, body: "RequestBody", eligible: Eligible | None) -> Ticket:
+        """Return what is known of a request; `eligible` are the engines of its model."""
+        legs = self.legs
+        decode = not (shape.direct and legs.direct is Direct.PREFILL)
+        split = not shape.direct and not self.connector.decode_first
+        return Ticket(
+            prompt_tokens=self._estimate.tokens(shape),
+            slots=shape.sequences,
+            prefill=split or not decode,
+            decode=decode,
+            eligible=eligible,
+            max_tokens=shape.max_tokens,
+            keys=prompt_keys(shape.api, body) if self._predictors.uses_keys else (),
+            model=shape.model,
+        )
+
+    def refuse(self, ticket: Ticket) -> Refusal | None:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
-            return Refusal("the proxy is shutting down", 1)
-        return self._admission.refuse(self.scheduler.waiting, self._now_ns())
+            return Refusal(503, "the proxy is shutting down", 1)
+        return self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
 
     def submit(
         self,
+        ticket: Ticket,
         *,
         shape: Shape,
         body: "RequestBody",
         headers: "Headers",
         reply: "Reply",
         record: RequestRecord,
-        eligible: Eligible | None = None,
     ) -> None:
-        """Take a request that was not refused; `eligible` are the engines of its model."""
+        """Take a request that was not refused."""
         number = RequestId(self._arrived)
         self._arrived += 1
         self._retries.earn()
+        record.prompt_estimate = ticket.prompt_tokens
+        record.keys = ticket.keys
         session = Session(
-            number, self, shape=shape, body=body, headers=headers, reply=reply, record=record
+            number,
+            self,
+            ticket=ticket,
+            shape=shape,
+            body=body,
+            headers=headers,
+            reply=reply,
+            record=record,
         )
         self.sessions[number] = session
         self._ids[record.request_id] += 1
@@ -242,20 +269,15 @@ class Driver:
             self._unready_since_s.clear()  # Nobody looked meanwhile.
             self.stalls.begin()
             self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, self.clock() + _SWEEP_S)
-        self.isolation.run_for(session, "arrival", self._take, session, body, eligible)
+        self.isolation.run_for(session, "arrival", self._take, session)
 
-    def _take(self, session: Session, body: "RequestBody", eligible: Eligible | None) -> None:
-        number, shape, record = session.number, session.shape, session.record
-        tokens = self._estimate.tokens(shape)
-        record.prompt_estimate = tokens
-        if self._predictors.uses_keys:
-            record.keys = prompt_keys(shape.api, body)
-        features = RequestFeatures(tokens, shape.max_tokens, record.keys)
+    def _take(self, session: Session) -> None:
+        number, ticket = session.number, session.ticket
+        features = RequestFeatures(ticket.prompt_tokens, ticket.max_tokens, ticket.keys)
         self._predictors.begin(number, features)
-        prefill, slots = session.has_prefill_leg, shape.sequences
-        if not prefill:
+        if not ticket.prefill:
             session.pooled()
-        self.feed(RequestArrived(number, tokens, slots, prefill, session.decodes, eligible))
+        self.feed(RequestArrived(number, ticket))
 
     @property
     def uses_keys(self) -> bool:
@@ -373,7 +395,7 @@ class Driver:
 
         If none is open, crowded ones are: the decode rank waits with its blocks taken.
         """
-        eligible = self.scheduler.requests[number].eligible
+        eligible = self.scheduler.requests[number].ticket.eligible
         up = self.instances.up(None if eligible is None else eligible.prefillers)
         able = [prefiller for prefiller in up if prefiller.open] or up
         able = [prefiller for prefiller in able if prefiller is not other_than] or able
@@ -442,6 +464,7 @@ class Driver:
                 self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
+        self._admission.ended(session.ticket, _ending(record), self._now_ns())
         self._metrics.request_ended(record)
         self._log.request_ended(record)
 
@@ -543,7 +566,9 @@ class Driver:
 
     def _give_up_stranded(self, now_s: float) -> None:
         """Refuse what has waited long enough for engines that are not there."""
-        kinds = dict.fromkeys(request.eligible for request in self.scheduler.requests.values())
+        kinds = dict.fromkeys(
+            request.ticket.eligible for request in self.scheduler.requests.values()
+        )
         unready = [kind for kind in kinds if self.instances.missing_for(kind)]
         before = self._unready_since_s
         self._unready_since_s = {kind: before.get(kind, now_s) for kind in unready}
@@ -557,7 +582,7 @@ class Driver:
         # In this order: who leaves the pool makes room for the queue.
         for state in (State.QUEUED, State.POOLED):
             waiting = [one for one in requests.values() if one.state is state]
-            for number in [one.request for one in waiting if one.eligible == kind]:
+            for number in [one.request for one in waiting if one.ticket.eligible == kind]:
                 session = self.sessions[number]
                 self.isolation.run_for(
                     session, "timer", session.give_up, "no engine of each role is up"
@@ -586,3 +611,12 @@ class Driver:
             self._tick()
         else:
             self.follow()
+
+
+def _ending(record: RequestRecord) -> Ending:
+    first_ns = record.first_token_ns
+    return Ending(
+        served=record.outcome is Outcome.OK,
+        first_token_ns=None if first_ns is None else first_ns - record.arrived_ns,
+        output_tokens=record.output_tokens,
+    )

@@ -1,86 +1,88 @@
-"""First come, first probed; and whoever came back goes first."""
+"""First come, first served; and whoever comes back takes its old place."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.queue_order import FirstCome
+from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Arrival, QueueOrder
 
 A, B, C, D = (RequestId(number) for number in range(4))
+TICKET = Ticket(10)
 
 
-def drain(queue: FirstCome) -> list[RequestId]:
+def queue_of(*requests: RequestId) -> QueueOrder:
+    queue = QUEUE_ORDERS["arrival"]()
+    for request in requests:
+        queue.add(request, TICKET)
+    return queue
+
+
+def drain(queue: QueueOrder) -> list[RequestId]:
     order: list[RequestId] = []
-    while (request := queue.first()) is not None:
-        order.append(request)
-        queue.remove(request)
+    while first := queue.first(1):
+        order.append(first[0])
+        queue.remove(first[0])
     return order
 
 
 def test_the_order_is_that_of_arrival() -> None:
-    queue = FirstCome()
-    for request in (A, B, C):
-        queue.add(request, 10, returned=False)
-    assert (len(queue), queue.first()) == (3, A)
+    queue = queue_of(A, B, C)
+    assert (len(queue), list(queue.first(2))) == (3, [A, B])
     queue.remove(B)
     assert B not in queue
     assert drain(queue) == [A, C]
     assert len(queue) == 0
 
 
-def test_those_that_came_back_go_first_in_the_order_they_came_back() -> None:
-    queue = FirstCome()
-    for request, returned in ((B, False), (D, True), (C, False), (A, True)):
-        queue.add(request, 10, returned=returned)
-    assert drain(queue) == [D, A, B, C]
+def test_those_that_come_back_take_their_old_places() -> None:
+    assert drain(queue_of(C, D, B, A)) == [A, B, C, D]
 
 
-def test_being_asked_who_is_first_takes_no_one_out() -> None:
-    queue = FirstCome()
-    assert queue.first() is None
-    queue.add(A, 10, returned=True)
-    assert (queue.first(), queue.first(), len(queue)) == (A, A, 1)
+def test_being_asked_takes_no_one_out() -> None:
+    queue = queue_of()
+    assert list(queue.first(3)) == []
+    queue = queue_of(A, B)
+    assert (list(queue.first(3)), list(queue.ahead_of(B))) == ([A, B], [A])
+    assert len(queue) == 2
     assert A in queue
 
 
-@pytest.mark.parametrize("returned", [False, True])
-def test_a_second_place_asserts(returned: bool) -> None:
-    queue = FirstCome()
-    queue.add(A, 10, returned=not returned)
+def test_a_second_place_asserts() -> None:
+    queue = queue_of(A, B)
     with pytest.raises(AssertionError, match="request 0 is queued twice"):
-        queue.add(A, 10, returned=returned)
-    assert len(queue) == 1
+        queue.add(A, TICKET)
+    assert len(queue) == 2
 
 
-def test_taking_out_who_does_not_wait_fails() -> None:
-    queue = FirstCome()
-    queue.add(A, 10, returned=False)
-    with pytest.raises(KeyError):
+def test_taking_out_who_does_not_wait_asserts() -> None:
+    queue = queue_of(A)
+    with pytest.raises(AssertionError, match="request 1 does not wait here"):
         queue.remove(B)
+    with pytest.raises(AssertionError, match="request 1 does not wait here"):
+        queue.ahead_of(B)
     assert len(queue) == 1
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "return", "remove"]), st.integers(0, 9)), max_size=60
-    )
+    st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 9)), max_size=60),
+    st.integers(0, 9),
 )
-def test_it_agrees_with_two_lists(operations: list[tuple[str, int]]) -> None:
-    queue = FirstCome()
-    arrived: list[RequestId] = []
-    returned: list[RequestId] = []
+def test_it_agrees_with_a_sorted_list(operations: list[tuple[str, int]], asked: int) -> None:
+    queue = Arrival()
+    there: set[RequestId] = set()
     for name, number in operations:
         request = RequestId(number)
-        line = next((one for one in (arrived, returned) if request in one), None)
-        if line is not None and name == "remove":
-            line.remove(request)
+        if name == "remove" and request in there:
+            there.remove(request)
             queue.remove(request)
-        elif line is None and name != "remove":
-            (returned if name == "return" else arrived).append(request)
-            queue.add(request, 1, returned=name == "return")
-        order = returned + arrived
-        assert queue.first() == (order[0] if order else None)
+        elif name == "add" and request not in there:
+            there.add(request)
+            queue.add(request, TICKET)
+        order = sorted(there)
+        assert list(queue.first(asked)) == order[:asked]
         assert len(queue) == len(order)
         assert all((RequestId(one) in queue) == (one in order) for one in range(10))
-    assert drain(queue) == returned + arrived
+        if asked in there:
+            assert list(queue.ahead_of(RequestId(asked))) == [one for one in order if one < asked]
+    assert drain(queue) == sorted(there)
