@@ -4,7 +4,6 @@ What the head of a request rules out is rejected before its body is read.
 """
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
 
-_log = logging.getLogger(__name__)
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Of a hand-off: ids and addresses of the blocks of one prompt.
@@ -187,7 +185,7 @@ class Gateway:
             return
         go_on = partial(self._pass_through, route, request, reply, record)
         if route.generates or (self._routes.differ and route.media is Media.JSON):
-            self._bodies.read(request.body, reply, partial(_guarded, go_on, reply))
+            self._bodies.read(request.body, reply, partial(self._go_on, go_on, reply, record))
         else:
             go_on(None)
 
@@ -224,8 +222,26 @@ class Gateway:
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.
         take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
-        done = partial(_guarded, take, reply)
+        done = partial(self._go_on, take, reply, record)
         self._bodies.read(request.body, reply, done, hashed=self._driver.uses_keys)
+
+    def _go_on(
+        self,
+        take: Callable[[RequestBody | BodyError], None],
+        reply: "Reply",
+        record: RequestRecord,
+        body: RequestBody | BodyError,
+    ) -> None:
+        """Go on with a request whose body was read. If that fails, this request alone ends."""
+        try:
+            take(body)
+        except Exception as error:
+            failures = self._driver.isolation.failures
+            failures.report("arrival", error, request_id=record.request_id)
+            if reply.started:
+                reply.abort()
+            else:
+                self._refuse(reply, record, 500, "internal error; the proxy's log says more")
 
     def _take(
         self,
@@ -400,20 +416,6 @@ class Gateway:
             reply.send(200, headers, self._page_of_metrics())
         else:
             self._reject(request, reply, _NOT_FOUND)
-
-
-def _guarded(
-    take: Callable[[RequestBody | BodyError], None], reply: "Reply", body: RequestBody | BodyError
-) -> None:
-    """Go on with a request whose body was read: not within the server, which would answer a 500."""
-    try:
-        take(body)
-    except Exception:
-        _log.exception("a request failed when its body was read")
-        if reply.started:
-            reply.abort()
-        else:
-            _error(reply, 500, "internal error")
 
 
 def _error(
