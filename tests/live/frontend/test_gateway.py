@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute import __version__
 from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Seen, Site
@@ -648,6 +649,8 @@ def test_a_request_that_fails_here_is_answered_all_the_same(
 
     async def scenario(site: "Site") -> None:
         monkeypatch.setattr(site.world.proxy.driver, "submit", fail)
-        assert is_error(await site.post(COMPLETIONS, body), 500) == "internal error"
+        message = is_error(await site.post(COMPLETIONS, body), 500)
+        assert message == "internal error; the proxy's log says more"
+        assert [record.outcome for record in site.world.ended] == [Outcome.INTERNAL_ERROR]
 
     play(scenario)
