@@ -50,6 +50,9 @@ _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
 class Api(Enum):
     """The generation endpoints, by the text that their answers carry."""
 
+    # Enum's own hash is Python code, and every request looks its endpoint up.
+    __hash__ = object.__hash__
+
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"

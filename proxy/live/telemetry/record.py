@@ -19,6 +19,9 @@ class Outcome(Enum):
 class Leg(Enum):
     """An exchange of a request with an engine, as metrics and failures name it."""
 
+    # Enum's own hash is Python code, and every request counts by leg.
+    __hash__ = object.__hash__
+
     PREFILL = "prefill"
     DECODE = "decode"
     DIRECT = "direct"  # A prefiller does the whole request.
