@@ -6,6 +6,7 @@ that reaches the prompt is touched.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.token_counts import CountsAsked
 
 _PREFILL_ALONE = frozenset({"stream_options", "best_of"})
+
+
+@cache
+def _prefill_drop(drop: frozenset[str]) -> frozenset[str]:
+    return drop | _PREFILL_ALONE
 
 
 def prefill_body(
@@ -42,7 +48,7 @@ def prefill_body(
     }
     if "max_completion_tokens" in body.values:
         overrides["max_completion_tokens"] = 1
-    return body.encode(overrides, drop=drop | _PREFILL_ALONE)
+    return body.encode(overrides, drop=_prefill_drop(drop))
 
 
 def decode_body(
