@@ -226,7 +226,7 @@ def _engine(pipe: Connection, hold: bool) -> None:
             reply.send(400, [(b"content-type", b"application/json")], b'{"error":{}}')
 
     async def run() -> None:
-        servers = [Server(answer, limits=ServerLimits(body_bytes=64 * MIB)) for _ in range(2)]
+        servers = [Server(answer, limits=ServerLimits(body_limit_bytes=64 * MIB)) for _ in range(2)]
         for server in servers:
             await server.start(HOST, 0)
         pipe.send([server.port for server in servers])

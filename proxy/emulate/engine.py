@@ -194,7 +194,9 @@ class Engine:
         self.held.clear()
 
     async def _serve(self, application: Application, port: int) -> Server:
-        limits = ServerLimits(idle_timeout_s=self._hub.settings.keep_alive_s)
+        limits = ServerLimits(
+            body_limit_bytes=64 << 20, keep_alive_timeout_s=self._hub.settings.keep_alive_s
+        )
         server = Server(application, limits=limits)
         await server.start(self.host, port)
         self._servers.append(server)

@@ -369,9 +369,9 @@ class Proxy:
             # Few and its own: it answers when the public listener is full.
             limits = replace(
                 config.server_limits,
-                body_bytes=MAX_BODY_BYTES,
-                connections=_ADMIN_CONNECTIONS,
-                connections_per_peer=None,
+                body_limit_bytes=MAX_BODY_BYTES,
+                connection_limit=_ADMIN_CONNECTIONS,
+                peer_connection_limit=None,
             )
             self.admin = Server(self.pages, limits=limits, refuse=_refuse)
             place = "--admin-host {} --admin-port {}"

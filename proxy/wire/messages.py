@@ -76,14 +76,14 @@ class ServerLimits:
     each may end that much later.
 
     Attributes:
-        header_bytes: A request's head, from the request line to the blank line; past it 431.
-        headers: Header lines; past it 431.
-        target_bytes: The request target; past it 414.
-        body_bytes: A body without its framing; past it 413.
+        header_limit_bytes: A request's head, from the request line to the blank line; past it 431.
+        header_limit: Header lines; past it 431.
+        target_limit_bytes: The request target; past it 414.
+        body_limit_bytes: A body without its framing; past it 413.
         header_timeout_s: From a connection's or a further request's first byte to the end of the head.
         body_timeout_s: From the end of the head to the end of the body, and as much longer as what
             came would take at `body_bytes_per_s`: a large upload passes, a trickle does not.
-        idle_timeout_s: Between an answer and the next request.
+        keep_alive_timeout_s: Between an answer and the next request.
         write_timeout_s: A client that reads nothing of what waits for it this long is cut.
         write_buffer_bytes: Past it a reply is told to pause.
         half_close: Whether a client that shuts its sending side down still gets its answer. On a
@@ -91,26 +91,26 @@ class ServerLimits:
             client that cancels closes its socket, which arrives as the same FIN, and the engine must
             stop at once. So by default a FIN during a request counts as leaving, as in nginx
             (`proxy_ignore_client_abort off`) and in every ASGI server.
-        connections: At a time; see `ConnectionLimit` for those beyond. With TLS a connection counts
+        connection_limit: At a time; see `ConnectionLimit` for those beyond. With TLS a connection counts
             when its handshake is over. None for no bound.
-        connections_per_peer: The same, of one address.
+        peer_connection_limit: The same, of one address.
         body_budget_bytes: All bodies that are being received or whose requests are not answered yet;
             a request beyond it gets 503. None for no bound.
     """
 
-    header_bytes: int = 32_768
-    headers: int = 100
-    target_bytes: int = 8_192
-    body_bytes: int = 64 << 20
+    header_limit_bytes: int = 32_768
+    header_limit: int = 100
+    target_limit_bytes: int = 8_192
+    body_limit_bytes: int = 16 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     body_bytes_per_s: int = 65_536
-    idle_timeout_s: float = 75.0
+    keep_alive_timeout_s: float = 75.0
     write_timeout_s: float = 60.0
     write_buffer_bytes: int = 65_536
     half_close: bool = False
-    connections: int | None = None
-    connections_per_peer: int | None = None
+    connection_limit: int | None = None
+    peer_connection_limit: int | None = None
     body_budget_bytes: int | None = None
 
 

@@ -82,8 +82,8 @@ class Server:
             admit=self._admit,
             common=self._common,
         )
-        if self._limits.connections is not None:
-            backlog = min(backlog, self._limits.connections)
+        if self._limits.connection_limit is not None:
+            backlog = min(backlog, self._limits.connection_limit)
         # A handshake is to the sweep what a head is, but asyncio keeps its time.
         handshake_s = None if ssl is None else self._limits.header_timeout_s
         self._listener = await loop.create_server(

@@ -103,7 +103,7 @@ class ServerConnection(asyncio.Protocol):
         self._checked = 0
         self._skip_blank = True
         self._head: RequestHead | None = None
-        self._body = IncomingBody(service.bodies, service.limits.body_bytes)
+        self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
         self._body_since_s = 0.0
         # The present answer.
         self._reply: Reply | None = None
@@ -146,7 +146,7 @@ class ServerConnection(asyncio.Protocol):
                 self._advance()
             case _Stage.ANSWER:
                 self._buffer += data
-                if len(self._buffer) > self._service.limits.header_bytes:
+                if len(self._buffer) > self._service.limits.header_limit_bytes:
                     self._transport.pause_reading()
                     self._reading = False
             case _Stage.REJECTED:
@@ -205,7 +205,7 @@ class ServerConnection(asyncio.Protocol):
         self._in_head = False
         self._idle_since_s = self._service.loop.time()
         self.deadline_s = self._idle_since_s + min(
-            self._service.limits.idle_timeout_s, self._service.limits.write_timeout_s / 4
+            self._service.limits.keep_alive_timeout_s, self._service.limits.write_timeout_s / 4
         )
         # Not at once: the application may be in the middle of something.
         if (self._buffer or self._eof) and not self._advancing:
@@ -274,7 +274,7 @@ class ServerConnection(asyncio.Protocol):
                 self._idle_since_s = now_s
                 self._check_stall(now_s)
             case _Stage.HEAD:
-                self.deadline_s = self._idle_since_s + limits.idle_timeout_s
+                self.deadline_s = self._idle_since_s + limits.keep_alive_timeout_s
                 if self._in_head or self.deadline_s <= now_s:
                     self._close()
             case _Stage.BODY:
@@ -313,7 +313,7 @@ class ServerConnection(asyncio.Protocol):
             self._advancing = False
         if self._eof and self._stage in (_Stage.HEAD, _Stage.BODY) and not self.paused:
             self._close()
-        elif not self._reading and len(self._buffer) <= self._service.limits.header_bytes:
+        elif not self._reading and len(self._buffer) <= self._service.limits.header_limit_bytes:
             self._resume_reading()
 
     def _read_head(self) -> bool:
@@ -326,16 +326,21 @@ class ServerConnection(asyncio.Protocol):
         end = buffer.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
         if end < 4:
             check_partial_head(buffer, self._checked)
-            if len(buffer) > limits.target_bytes + _REQUEST_LINE_SLACK and b"\r\n" not in buffer:
+            if (
+                len(buffer) > limits.target_limit_bytes + _REQUEST_LINE_SLACK
+                and b"\r\n" not in buffer
+            ):
                 raise MalformedError("the request target is too long", 414)
-            if len(buffer) > limits.header_bytes:
+            if len(buffer) > limits.header_limit_bytes:
                 raise MalformedError("the request's head is too long", 431)
             self._checked = len(buffer)
             return False
-        if end > limits.header_bytes:
+        if end > limits.header_limit_bytes:
             raise MalformedError("the request's head is too long", 431)
         self._head = head = parse_request_head(
-            buffer[:end], max_target_bytes=limits.target_bytes, max_headers=limits.headers
+            buffer[:end],
+            max_target_bytes=limits.target_limit_bytes,
+            max_headers=limits.header_limit,
         )
         self._buffer = b""
         self._begin_body(head, buffer[end:])

@@ -71,7 +71,7 @@ class Service:
         self.limits = limits
         self.refuse = refuse
         self.limit = ConnectionLimit(
-            limits.connections, limits.connections_per_peer, clock=loop.time
+            limits.connection_limit, limits.peer_connection_limit, clock=loop.time
         )
         self.bodies = BodyBudget(limits.body_budget_bytes)
         self.connections: dict[Member, None] = {}
@@ -80,7 +80,7 @@ class Service:
         shortest_s = min(
             limits.header_timeout_s,
             limits.body_timeout_s,
-            limits.idle_timeout_s,
+            limits.keep_alive_timeout_s,
             limits.write_timeout_s,
         )
         self._sweep_s = min(1.0, shortest_s / 4)

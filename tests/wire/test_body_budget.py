@@ -42,7 +42,7 @@ def test_bodies_count_as_they_come_and_until_they_are_answered(
     async def main() -> None:
         desk = Desk()
         async with (
-            serving(desk, body_budget_bytes=1000, body_bytes=900) as server,
+            serving(desk, body_budget_bytes=1000, body_limit_bytes=900) as server,
             connect(server.port) as first,
             connect(server.port) as second,
             connect(server.port) as third,
@@ -76,7 +76,7 @@ def test_a_chunked_body_counts_as_it_comes(
     async def main() -> None:
         desk = Desk()
         async with (
-            serving(desk, body_budget_bytes=1000, body_bytes=900) as server,
+            serving(desk, body_budget_bytes=1000, body_limit_bytes=900) as server,
             connect(server.port) as first,
             connect(server.port) as second,
         ):

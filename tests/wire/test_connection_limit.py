@@ -108,7 +108,7 @@ def test_beyond_the_limit_a_newcomer_is_told_to_come_again() -> None:
         assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
         assert server.limit.rejected == {"limit": 2, "peer": 0}
 
-    play(scenario, connections=8)
+    play(scenario, connection_limit=8)
 
 
 def test_a_rejected_newcomer_that_asks_nothing_is_answered_and_closed() -> None:
@@ -124,7 +124,7 @@ def test_a_rejected_newcomer_that_asks_nothing_is_answered_and_closed() -> None:
         await asyncio.sleep(5.0)
         assert server.connections == 4
 
-    play(scenario, connections=4)
+    play(scenario, connection_limit=4)
 
 
 def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut() -> None:
@@ -141,7 +141,7 @@ def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut() -> None
             assert (await client.ask()).startswith(b"HTTP/1.1 503 ")
         assert server.limit.rejected == {"limit": 102, "peer": 0}
 
-    play(scenario, connections=8)
+    play(scenario, connection_limit=8)
 
 
 def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
@@ -171,7 +171,7 @@ def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
         assert (await half.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
         assert len(desk.kept) == 3
 
-    play(scenario, connections=4)
+    play(scenario, connection_limit=4)
 
 
 def test_an_address_may_be_bounded_by_itself() -> None:
@@ -187,7 +187,7 @@ def test_an_address_may_be_bounded_by_itself() -> None:
         assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
         assert server.limit.rejected == {"limit": 0, "peer": 1}
 
-    play(scenario, connections_per_peer=2)
+    play(scenario, peer_connection_limit=2)
 
 
 def test_rejections_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +198,7 @@ def test_rejections_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFi
             await asyncio.sleep(3.0)
 
     with caplog.at_level(logging.WARNING):
-        play(scenario, connections=1)
+        play(scenario, connection_limit=1)
     fields = [record.__dict__["fields"] for record in caplog.records]
     assert [one["count"] for one in fields] == [1, 20]
     assert fields[0] == {"reason": "limit", "count": 1, "open": 1, "peer": "127.0.0.1"}
@@ -208,7 +208,7 @@ def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_same(
     run: "Run", contexts: "tuple[SSLContext, SSLContext]"
 ) -> None:
     async def main() -> None:
-        server = Server(Desk(), limits=ServerLimits(connections=1))
+        server = Server(Desk(), limits=ServerLimits(connection_limit=1))
         await server.start("127.0.0.1", 0, ssl=contexts[0])
 
         async def connect() -> Client:

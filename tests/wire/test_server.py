@@ -271,7 +271,7 @@ def test_it_is_refused_and_the_connection_closed(
 ) -> None:
     async def main() -> None:
         recorder = Recorder()
-        async with serving(recorder, body_bytes=1000) as server:
+        async with serving(recorder, body_limit_bytes=1000) as server:
             pieces = [raw[i : i + 1] for i in range(len(raw))] if len(raw) < 300 else [raw]
             for attempt in ([raw], pieces):
                 async with connect(server.port) as client:
@@ -364,7 +364,7 @@ def test_a_refused_client_reads_its_answer_while_it_still_sends(
     run: "Run", serving: "Serving", connect: "Connect"
 ) -> None:
     async def main() -> None:
-        async with serving(echo, body_bytes=1000) as server, connect(server.port) as client:
+        async with serving(echo, body_limit_bytes=1000) as server, connect(server.port) as client:
             client.send(post(bytes(4 << 20)))
             assert (await client.answer()).status == 413
             await client.writer.drain()

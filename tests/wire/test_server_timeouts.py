@@ -166,7 +166,7 @@ def test_a_body_that_trickles_is_refused_though_it_never_stops(coding: bytes) ->
 
 def test_a_large_body_may_take_longer_than_a_small_one() -> None:
     async def main(loop: VirtualLoop) -> None:
-        scene = Scene(loop)
+        scene = Scene(loop, ServerLimits(body_limit_bytes=20_000_000))
         _, writer = await scene.open()
         writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n\r\n")
         for _ in range(200):

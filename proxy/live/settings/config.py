@@ -75,21 +75,7 @@ class ProxyConfig:
     @property
     def server_limits(self) -> ServerLimits:
         """What is accepted from a client."""
-        limits = self.limits
-        return ServerLimits(
-            header_bytes=limits.header_limit_bytes,
-            headers=limits.header_limit,
-            target_bytes=limits.target_limit_bytes,
-            body_bytes=limits.body_limit_bytes,
-            body_budget_bytes=limits.body_budget_bytes,
-            header_timeout_s=limits.header_timeout_s,
-            body_timeout_s=limits.body_timeout_s,
-            idle_timeout_s=limits.keep_alive_timeout_s,
-            write_timeout_s=limits.write_timeout_s,
-            write_buffer_bytes=limits.write_buffer_bytes,
-            connections=limits.connection_limit,
-            connections_per_peer=limits.peer_connection_limit,
-        )
+        return part(ServerLimits, self.limits)
 
     @property
     def legs(self) -> LegSettings:

@@ -38,11 +38,14 @@ from balanceroute.proxy.live.settings.setting import (
     texts,
     words,
 )
+from balanceroute.proxy.wire.messages import ServerLimits
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_WORDS = ("-", "none")
 DISCOVER = "discover"
+# What has defaults of its own without settings.
 _KNOBS = PolicySettings()
+_LIMITS = ServerLimits()
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
 _MODEL = re.compile(r"[!-~]{1,256}")
 _KIB = 1 << 10
@@ -417,26 +420,37 @@ class ExchangeLimits:
         10**6,
         word="none",
     )
-    body_limit_bytes: int = integer(16 * _MIB, "size of a request's body", 1, 1 << 40)
+    body_limit_bytes: int = integer(
+        _LIMITS.body_limit_bytes, "size of a request's body", 1, 1 << 40
+    )
     body_budget_bytes: int = integer(
         512 * _MIB,
         "all bodies of requests that are being received or wait; beyond it newcomers get 503",
         1,
         1 << 40,
     )
-    header_limit_bytes: int = integer(32 * _KIB, "size of a request's header", 256, _MIB)
-    header_limit: int = integer(100, "fields in a request's header", 1, 10_000)
-    target_limit_bytes: int = integer(8 * _KIB, "size of a request's target", 64, _MIB)
-    header_timeout_s: float = seconds(10.0, "for a client to send a whole header")
-    body_timeout_s: float = seconds(60.0, "for a client to send a whole body")
+    header_limit_bytes: int = integer(
+        _LIMITS.header_limit_bytes, "size of a request's header", 256, _MIB
+    )
+    header_limit: int = integer(_LIMITS.header_limit, "fields in a request's header", 1, 10_000)
+    target_limit_bytes: int = integer(
+        _LIMITS.target_limit_bytes, "size of a request's target", 64, _MIB
+    )
+    header_timeout_s: float = seconds(
+        _LIMITS.header_timeout_s, "for a client to send a whole header"
+    )
+    body_timeout_s: float = seconds(_LIMITS.body_timeout_s, "for a client to send a whole body")
     keep_alive_timeout_s: float = seconds(
-        75.0, "that a client's connection may stay open without a request"
+        _LIMITS.keep_alive_timeout_s, "that a client's connection may stay open without a request"
     )
     write_timeout_s: float = seconds(
-        60.0, "that a client may leave its answer unread before it is cut off"
+        _LIMITS.write_timeout_s, "that a client may leave its answer unread before it is cut off"
     )
     write_buffer_bytes: int = integer(
-        64 * _KIB, "unread answer kept for a client before its engine is paused", 1, 1 << 30
+        _LIMITS.write_buffer_bytes,
+        "unread answer kept for a client before its engine is paused",
+        1,
+        1 << 30,
     )
     answer_limit_bytes: int = integer(
         256 * _MIB, "size of an answer that is not streamed", _KIB, 1 << 40

@@ -75,7 +75,7 @@ def test_the_defaults_are_these() -> None:
     assert (listening.tls_cert, listening.tls_key) == (None, None)
     assert (listening.admin_host, listening.admin_port) == ("127.0.0.1", 9000)
     assert config.credentials == Credentials((), None, None)
-    assert config.server_limits == ServerLimits(body_bytes=16 << 20, body_budget_bytes=512 << 20)
+    assert config.server_limits == ServerLimits(body_budget_bytes=512 << 20)
     assert config.prefillers == (PrefillServer(P),)
     assert config.decoders == (DecodeServer(D),)
     assert config.engines.connector == "nixl"
@@ -263,18 +263,18 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
 def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
     config = of_samples(tmp_path)
     assert config.server_limits == ServerLimits(
-        header_bytes=2_000,
-        headers=30,
-        target_bytes=400,
-        body_bytes=1_000,
+        header_limit_bytes=2_000,
+        header_limit=30,
+        target_limit_bytes=400,
+        body_limit_bytes=1_000,
         body_budget_bytes=20_000_000,
         header_timeout_s=1.25,
         body_timeout_s=2.25,
-        idle_timeout_s=3.75,
+        keep_alive_timeout_s=3.75,
         write_timeout_s=4.75,
         write_buffer_bytes=5_000,
-        connections=70,
-        connections_per_peer=7,
+        connection_limit=70,
+        peer_connection_limit=7,
     )
     assert config.policies == PolicySettings(
         horizon_steps=7,
