@@ -204,7 +204,7 @@ def test_a_resolver_that_fails_quarantines_nobody(monkeypatch: pytest.MonkeyPatc
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
         health = Health(
-            HealthSettings(),
+            HealthSettings(2.0, 2.0, quarantine_failures=3),
             fetch=lambda _: asyncio.sleep(0, 200),
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             on_change=lambda *_: None,

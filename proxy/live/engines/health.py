@@ -40,8 +40,8 @@ class HealthSettings:
     """How instances are watched.
 
     Attributes:
-        interval_s: Time between two probes of an instance that is up.
-        timeout_s: Limit of a probe.
+        health_interval_s: Time between two probes of an instance that is up.
+        health_timeout_s: Limit of a probe.
         quarantine_failures: Faults in a row that quarantine.
         backoff_s: Time in quarantine before the first probe.
         backoff_max_s: Limit of that time, which doubles with every failure. An instance that stays
@@ -49,9 +49,9 @@ class HealthSettings:
         stall_s: A timer this late means that the process itself stood still.
     """
 
-    interval_s: float = 2.0
-    timeout_s: float = 2.0
-    quarantine_failures: int = 3
+    health_interval_s: float
+    health_timeout_s: float
+    quarantine_failures: int
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     stall_s: float = 1.0
@@ -146,7 +146,7 @@ class Health:
     def add(self, target: Target) -> None:
         """Watch an instance, up until something says otherwise; the first probe comes soon."""
         assert target not in self._watches
-        first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.interval_s))
+        first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.health_interval_s))
         self._watches[target] = _Watch(target, first_s, self._settings.backoff_s)
 
     def remove(self, target: Target) -> None:
@@ -252,7 +252,7 @@ class Health:
         fault: Fault | None = None
         reason = ""
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._settings.health_timeout_s):
                 status = await self._fetch(f"{target.url}/health")
             if status != 200:
                 fault, reason = Fault.SERVER_ERROR, f"status {status}"
@@ -288,7 +288,7 @@ class Health:
             watch.probe_failures += 1
             self._judge(watch, fault, watch.probe_failures, reason)
         if watch.up:
-            self._schedule(watch, self._settings.interval_s)
+            self._schedule(watch, self._settings.health_interval_s)
 
     def _counts(self, fault: Fault) -> bool:
         """Tell whether a fault says something of the engine."""
@@ -299,7 +299,7 @@ class Health:
         now_s = self._clock()
         # Timers that came due in a stall fire together, some before the tick that notices it.
         ended_s = now_s if self._is_stalled(now_s) else self._stall_ended_s
-        return ended_s is None or now_s - ended_s > self._settings.timeout_s
+        return ended_s is None or now_s - ended_s > self._settings.health_timeout_s
 
     def _is_stalled(self, now_s: float) -> bool:
         return (

@@ -40,14 +40,14 @@ class ScrapeSettings:
     """How instances are scraped.
 
     Attributes:
-        interval_s: Time between two scrapes of an instance, by role. A role that is not named is
-            not scraped.
-        timeout_s: Limit of one scrape.
+        scrape_interval_s: Time between two scrapes of an instance, by role. A role that is not named
+            is not scraped.
+        scrape_timeout_s: Limit of one scrape.
         blind_utilisation: What every instance of a role counts as if none can be scraped.
     """
 
-    interval_s: Mapping[Role, float]
-    timeout_s: float = 1.0
+    scrape_interval_s: Mapping[Role, float]
+    scrape_timeout_s: float
     blind_utilisation: float = 0.0
 
 
@@ -108,7 +108,7 @@ class Scraper:
     def add(self, target: Target) -> None:
         """Scrape an instance from now on, if its role is scraped."""
         assert target not in self._watches
-        interval_s = self._settings.interval_s.get(target.role)
+        interval_s = self._settings.scrape_interval_s.get(target.role)
         if interval_s is not None:
             now_s = self._clock()
             self._watches[target] = _Watch(target, interval_s, now_s, known_s=now_s)
@@ -162,11 +162,11 @@ class Scraper:
         gauges: EngineGauges | None = None
         reason = ""
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._settings.scrape_timeout_s):
                 page = await self._fetch(f"{target.url}/metrics")
             gauges = parse_engine_gauges(page)
         except TimeoutError:
-            reason = f"no page within {self._settings.timeout_s:g} s"
+            reason = f"no page within {self._settings.scrape_timeout_s:g} s"
         except (FetchError, MetricsPageError) as error:
             reason = str(error)
         except asyncio.CancelledError:

@@ -98,19 +98,13 @@ class ProxyConfig:
     @property
     def health(self) -> HealthSettings:
         """How engines are watched."""
-        return HealthSettings(
-            interval_s=self.failures.health_interval_s,
-            timeout_s=self.failures.health_timeout_s,
-            quarantine_failures=self.failures.quarantine_failures,
-        )
+        return part(HealthSettings, self.failures)
 
     @property
     def scrape(self) -> ScrapeSettings:
         """How their metrics are read."""
-        return ScrapeSettings(
-            interval_s=MappingProxyType(dict.fromkeys(Role, self.failures.scrape_interval_s)),
-            timeout_s=self.failures.scrape_timeout_s,
-        )
+        intervals_s = dict.fromkeys(Role, self.failures.scrape_interval_s)
+        return part(ScrapeSettings, self.failures, scrape_interval_s=MappingProxyType(intervals_s))
 
     def scheduler_config(self, ranks: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks."""

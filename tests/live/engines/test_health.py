@@ -12,8 +12,8 @@ from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
 SETTINGS = HealthSettings(
-    interval_s=5.0,
-    timeout_s=2.0,
+    health_interval_s=5.0,
+    health_timeout_s=2.0,
     quarantine_failures=3,
     backoff_s=1.0,
     backoff_max_s=8.0,

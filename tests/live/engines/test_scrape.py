@@ -195,7 +195,7 @@ class Bench:
         self.answers: dict[Target, float | str | None] = {}  # A use, a failure, or it hangs.
         self.fetched: list[tuple[float, Target]] = []
         self.scraper = Scraper(
-            ScrapeSettings(INTERVALS, timeout_s=0.5, blind_utilisation=blind),
+            ScrapeSettings(INTERVALS, scrape_timeout_s=0.5, blind_utilisation=blind),
             fetch=self._no_fetch,
             on_utilisation=lambda target, value: self.told.append((target.url, value)),
             on_failure=lambda target, reason: self.failures.append((target.url, reason)),
@@ -345,7 +345,7 @@ def test_each_role_has_its_interval() -> None:
 def test_a_role_without_an_interval_is_left_alone() -> None:
     bench = Bench()
     scraper = Scraper(
-        ScrapeSettings({Role.PREFILL: 1.0}),
+        ScrapeSettings({Role.PREFILL: 1.0}, scrape_timeout_s=1.0),
         fetch=bench._no_fetch,
         on_utilisation=lambda *_: None,
         on_failure=lambda *_: None,
@@ -386,7 +386,7 @@ def test_instances_removed_while_they_are_scraped_are_not_missed() -> None:
             return b"nonsense"
 
         scraper = Scraper(
-            ScrapeSettings(INTERVALS, timeout_s=100.0),
+            ScrapeSettings(INTERVALS, scrape_timeout_s=100.0),
             fetch=fetch,
             on_utilisation=lambda *_: pytest.fail("nothing changes"),
             on_failure=lambda *_: pytest.fail("nobody asks any more"),
@@ -427,7 +427,7 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
 
     async def main(loop: VirtualLoop) -> None:
         scraper = Scraper(
-            ScrapeSettings(INTERVALS),
+            ScrapeSettings(INTERVALS, scrape_timeout_s=1.0),
             fetch=fetch,
             on_utilisation=lambda target, value: told.update({target.url: value}),
             on_failure=lambda target, reason: failures.update({target.url: reason}),

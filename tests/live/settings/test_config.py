@@ -89,9 +89,9 @@ def test_the_defaults_are_these() -> None:
     assert scheduling.prefiller_utilisation_limit == 0.95
     assert (scheduling.queue_limit, config.times.queue_ttl_s) == (4096, 600.0)
     assert config.legs == LegSettings()
-    assert config.health == HealthSettings(interval_s=2.0, timeout_s=2.0, quarantine_failures=3)
-    assert config.scrape.interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
-    assert config.scrape.timeout_s == 1.0
+    assert config.health == HealthSettings(2.0, 2.0, quarantine_failures=3)
+    assert config.scrape.scrape_interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
+    assert config.scrape.scrape_timeout_s == 1.0
     assert config.times.drain_timeout_s == 120.0
     assert config.log == LogSettings()
 
@@ -317,9 +317,9 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         count_by_usage=False,
         pass_priority=True,
     )
-    assert config.health == HealthSettings(interval_s=3.0, timeout_s=3.25, quarantine_failures=5)
-    assert config.scrape.interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}
-    assert config.scrape.timeout_s == 4.25
+    assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
+    assert config.scrape.scrape_interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}
+    assert config.scrape.scrape_timeout_s == 4.25
 
 
 @pytest.mark.parametrize(
