@@ -12,6 +12,7 @@ from typing import Protocol
 
 from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.turns import Turns
 
 
 class PrefillChoice(Protocol):
@@ -36,7 +37,10 @@ class PrefillChoice(Protocol):
 
 
 class FewestHeldTokens:
-    """The candidate that holds the fewest KV tokens, on a tie the lowest."""
+    """The candidate that holds the fewest KV tokens; equal ones take turns."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
 
     def choose(
         self,
@@ -47,7 +51,8 @@ class FewestHeldTokens:
     ) -> PrefillerId:
         """Return the emptiest candidate."""
         del request, prompt_tokens
-        return min(candidates, key=held_tokens.__getitem__)
+        fewest = min(held_tokens[one] for one in candidates)
+        return self._turns.take([one for one in candidates if held_tokens[one] == fewest])
 
 
 class Prefillers:

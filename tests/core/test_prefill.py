@@ -21,11 +21,26 @@ def test_the_prefiller_with_the_fewest_held_tokens_is_chosen() -> None:
     assert prefillers.choose(A, 1) == 1
 
 
-def test_ties_go_to_the_lowest_prefiller() -> None:
+def test_equal_prefillers_take_turns() -> None:
     prefillers = Prefillers(3)
+    assert [prefillers.choose(A, 10) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_turn_is_that_of_the_equal_one_chosen_least_recently() -> None:
+    prefillers = Prefillers(3)
+    chosen = []
+    for busy in (P1, P1, P0, P2):
+        prefillers.begin_probe(busy, 10)
+        chosen.append(prefillers.choose(A, 10))
+        prefillers.release(busy, 10)
+    assert chosen == [0, 2, 1, 0]
+
+
+def test_a_turn_comes_only_among_those_that_hold_fewest() -> None:
+    prefillers = Prefillers(2)
     assert prefillers.choose(A, 10) == 0
-    prefillers.begin_probe(PrefillerId(0), 10)
-    assert prefillers.choose(A, 10) == 1
+    prefillers.begin_probe(P1, 1)
+    assert prefillers.choose(A, 10) == 0
 
 
 def test_a_prefiller_at_its_probe_limit_is_closed_until_a_probe_ends() -> None:

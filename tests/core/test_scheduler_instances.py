@@ -156,7 +156,7 @@ def test_a_lost_prefill_is_tried_where_there_is_room_unless_told_to_go_elsewhere
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2)
-    driver(RequestArrived(A, Ticket(10)))
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
 
 

@@ -136,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, self.policy)
         self.open_ranks = [True] * config.ranks
         self.open_prefillers = [True] * config.prefillers
+        self.turns: list[int] = []  # The prefillers chosen so far, the latest first.
 
     def make_policy(self, config: SchedulerConfig) -> Policy:
         base, _, paper = self.name.partition(" ")
@@ -236,16 +237,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def probe_of(self, known: Known) -> StartPrefill | None:
         open_ones = [
-            (self.held(prefiller), prefiller)
+            (self.held(prefiller), -[*self.turns, prefiller].index(prefiller), prefiller)
             for prefiller in self.may_go(self.open_prefillers, known.lost_on_prefillers)
             if self.has_place(prefiller, known)
         ]
         if self.config.prefiller_kv_tokens is not None:
             room = self.config.prefiller_kv_tokens - known.prefiller_tokens
-            open_ones = [pair for pair in open_ones if pair[0] == 0 or pair[0] <= room]
+            open_ones = [one for one in open_ones if one[0] == 0 or one[0] <= room]
         if not open_ones:
             return None
-        return StartPrefill(known.number, PrefillerId(min(open_ones)[1]), known.prompt_tokens)
+        return StartPrefill(known.number, PrefillerId(min(open_ones)[2]), known.prompt_tokens)
 
     # What the model does.
 
@@ -263,6 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         known = self.live[action.request]
         self.lines[known.decode].pop(0)
         known.phase, known.prefiller = "prefilling", action.prefiller
+        self.turns.insert(0, action.prefiller)
 
     def drop(self, known: Known) -> None:
         """Take everything from a request."""
