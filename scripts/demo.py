@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.proxy.cli import emulate
-from balanceroute.proxy.cli.up import emulate_command, emulated_engines
+from balanceroute.proxy.cli.up import emulate_command
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.emulate import EmulationSettings
+from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.replay.body import Api

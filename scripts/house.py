@@ -85,7 +85,7 @@ MAY_IMPORT = {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire", "predictors"),
         "proxy.testing.virtual",
     },
-    "proxy.testing.soak": {"proxy.cli.up", "proxy.core", "proxy.emulate", "proxy.wire"},
+    "proxy.testing.soak": {"proxy.core", "proxy.emulate", "proxy.wire"},
     "proxy.testing": set[str](),
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),

@@ -16,6 +16,7 @@ import pytest
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.emulate import process as engine_process
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
@@ -354,7 +355,7 @@ def test_engines_that_will_not_end_are_ended(
     fake: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, served: list[ProxyConfig]
 ) -> None:
     note = fake(f"{FAKE}\nimport signal\nsignal.pause()")
-    monkeypatch.setattr(up, "_END_S", 0.05)
+    monkeypatch.setattr(engine_process, "_END_S", 0.05)
     assert main(["up", "emulated-2p8d"]) == 0
     assert len(served) == 1
     assert gone(int(note.read_text()))
@@ -385,7 +386,7 @@ def test_engines_that_do_not_start_are_reported_and_ended(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     note = fake(f"import os, sys\nopen(sys.argv[1], 'w').write(str(os.getpid()))\n{program}")
-    monkeypatch.setattr(up, "_READY_S", 0.2 if "not ready" in words else 10.0)
+    monkeypatch.setattr(engine_process, "_READY_S", 0.2 if "not ready" in words else 10.0)
     line = refused(["up", "emulated-2p8d"], capfd)
     assert line.startswith("balanceroute: the emulated engines ")
     assert words in line
@@ -397,9 +398,9 @@ def test_engines_that_do_not_start_are_reported_and_ended(
 def test_engines_do_not_outlive_a_proxy_that_is_killed() -> None:
     program = (
         "import os, sys, signal\n"
-        "from balanceroute.proxy.cli import up\n"
+        "from balanceroute.proxy.emulate import process\n"
         "command = [sys.executable, '-I', '-S', '-c', sys.argv[1], os.devnull]\n"
-        "with up.emulated_engines(command) as engines:\n"
+        "with process.emulated_engines(command) as engines:\n"
         "    print(engines, flush=True)\n"
         "    signal.pause()\n"
     )

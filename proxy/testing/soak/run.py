@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from balanceroute.proxy.cli.up import emulated_engines
 from balanceroute.proxy.emulate import EmulationSettings
+from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.testing.soak.audit import (
     contradiction,
     held_by_engines,
