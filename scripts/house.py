@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "engine_patch": set[str](),
     "topologies": set[str](),
     "traces": set[str](),
-    "predictors": {"proxy.core", "proxy.pictures", "traces"},
+    "predictors": {"proxy.core", "traces"},
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
     "proxy.wire": {"proxy.core.errors"},

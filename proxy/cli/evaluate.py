@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from balanceroute import __version__
 from balanceroute.predictors import NoPrediction, files, training
 from balanceroute.predictors.evaluation import judge
-from balanceroute.predictors.evaluation_plots import write_plots
 from balanceroute.predictors.questions import Replay
+from balanceroute.proxy.cli.evaluation_plots import write_plots
 from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
 from balanceroute.proxy.cli.numbers import check_numbers
