@@ -27,7 +27,7 @@ from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin
 from balanceroute.proxy.live.control.load_log import LoadLog
 from balanceroute.proxy.live.control.roster import Roster
-from balanceroute.proxy.live.control.state import take_snapshot
+from balanceroute.proxy.live.control.state import instance_rows, take_snapshot
 from balanceroute.proxy.live.engines.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -50,7 +50,6 @@ from balanceroute.proxy.live.prediction.predictors import (
     make_predictor,
     named,
 )
-from balanceroute.proxy.live.proxy_control import ProxyControl
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings, Log
 from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
@@ -287,6 +286,10 @@ class Proxy:
             requests=requests,
         )
 
+    def instance_rows(self) -> list[dict[str, object]]:
+        """Return every instance, with what is in flight on it."""
+        return instance_rows(self.roster, self.quarantines())
+
     def quarantines(self) -> "dict[Target, Quarantine]":
         """Return the last quarantine of every engine."""
         return self.health.quarantines(self._environment.unix_s())
@@ -360,7 +363,8 @@ class Proxy:
             self.driver.connector = make_connector(config.engines.connector, callback=own.base)
         if config.listening.admin:
             self.pages = Admin(
-                ProxyControl(self),
+                self,
+                self.roster,
                 page_of_metrics=page_of_metrics,
                 config=config.redacted(),
                 token=config.credentials.admin_token,

@@ -26,7 +26,8 @@ from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 from balanceroute import __version__
-from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Secret
@@ -48,26 +49,31 @@ _OPEN_PATHS = frozenset({b"/health", b"/ready"})
 _log = logging.getLogger(__name__)
 
 
-class UnknownInstanceError(BalanceRouteError):
-    """An order about an instance that is not there."""
-
-
-class ConflictError(BalanceRouteError):
-    """An order that the present state does not allow."""
-
-
 class Control(Protocol):
     """What the pages show and change. Orders raise ConfigError, UnknownInstanceError, ConflictError."""
 
-    def snapshot(self, requests: bool) -> Snapshot:
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now."""
+        ...
+
+    def snapshot(self, *, requests: bool) -> Snapshot:
         """Return the state, with each live request if asked."""
         ...
 
-    def ready(self) -> bool:
-        """Tell whether a request would be taken now."""
+    def instance_rows(self) -> list[dict[str, object]]:
+        """Return every instance, with what is in flight on it."""
         ...
 
-    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
+    def set_policy(self, name: str) -> None:
+        """Decide by another policy from now on."""
+        ...
+
+
+class Orders(Protocol):
+    """Who adds and removes engines; raises as `Control` does."""
+
+    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
         """Add an instance.
 
         Args:
@@ -82,16 +88,8 @@ class Control(Protocol):
         """Send nothing new to an instance."""
         ...
 
-    def remove(self, role: Role, url: str, force: bool) -> None:
+    def remove(self, role: Role, url: str, *, force: bool) -> None:
         """Forget an instance; `force` ends what is in flight there."""
-        ...
-
-    def instances(self) -> list[dict[str, object]]:
-        """Return every instance, with what is in flight on it."""
-        ...
-
-    def set_policy(self, name: str) -> None:
-        """Decide by another policy from now on."""
         ...
 
 
@@ -126,6 +124,7 @@ class Admin:
     def __init__(
         self,
         control: Control,
+        engines: Orders,
         *,
         page_of_metrics: Callable[[], bytes],
         config: Mapping[str, object],
@@ -136,6 +135,7 @@ class Admin:
 
         Args:
             control: What they show and change.
+            engines: Takes the orders about engines.
             page_of_metrics: Renders the metrics.
             config: The settings to show, without secrets.
             token: What a request must present; None to ask for nothing, which is for a listener
@@ -143,6 +143,7 @@ class Admin:
             names: What Host may say without a token, in lower case, beside loopback.
         """
         self._control = control
+        self._engines = engines
         self._page_of_metrics = page_of_metrics
         # JSON has no infinity, which some limits are set to: those become texts.
         self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
@@ -204,7 +205,7 @@ class Admin:
         _send_json(reply, 200, {"status": "ok"})
 
     def _ready(self, _request: Request, reply: Reply) -> None:
-        ready = self._control.ready()
+        ready = self._control.ready
         _send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
 
     def _metrics(self, _request: Request, reply: Reply) -> None:
@@ -217,12 +218,12 @@ class Admin:
         state = {
             "versions": {"balanceroute": __version__, "python": platform.python_version()},
             "config": self._config,
-            "state": self._control.snapshot(request.query == b"requests=1"),
+            "state": self._control.snapshot(requests=request.query == b"requests=1"),
         }
         _send_json(reply, 200, state)
 
     def _instances(self, _request: Request, reply: Reply) -> None:
-        _send_json(reply, 200, {"instances": self._control.instances()})
+        _send_json(reply, 200, {"instances": self._control.instance_rows()})
 
     def _add(self, request: Request, reply: Reply) -> None:
         order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap"})
@@ -236,7 +237,7 @@ class Admin:
 
         async def add() -> None:
             with _answering(reply):
-                await self._control.add(role, url, ranks, bootstrap)
+                await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap)
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 
@@ -246,7 +247,7 @@ class Admin:
 
     def _drain(self, request: Request, reply: Reply) -> None:
         order = _order(request, required={"role", "url"})
-        self._control.drain(*_instance(order))
+        self._engines.drain(*_instance(order))
         _log.info("admin: drains an instance", extra=_where(request, order))
         self._instances(request, reply)
 
@@ -255,7 +256,7 @@ class Admin:
         force = order.get("force", False)
         if not isinstance(force, bool):
             raise _Refusal(400, "force must be true or false", param="force")
-        self._control.remove(*_instance(order), force)
+        self._engines.remove(*_instance(order), force=force)
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
-from balanceroute.proxy.live.control.admin import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
 from balanceroute.proxy.live.engines.target import Fault, FetchError, Target

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.faults import AfterPull, Faults
-from balanceroute.proxy.live.control.admin import ConflictError
+from balanceroute.proxy.live.control.errors import ConflictError
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.meddler import Meddler
 from balanceroute.proxy.testing.chaos.world import World

@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.admin import (
-    MAX_ADDITIONS,
-    Admin,
-    ConflictError,
-    UnknownInstanceError,
-)
+from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, Admin
+from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.http_client import fetch_status, make_http_client
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import as_secret
@@ -62,11 +58,11 @@ LIVE = RequestState(4, "r4", "decoding", 100, 7, 1.5, "http://p:8000", "http://d
 
 
 class Fleet:
-    """A Control that remembers its orders."""
+    """A Control, and its Orders, that remembers what it was told."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[object, ...]] = []
-        self.is_ready = True
+        self.ready = True
         self.error: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -76,25 +72,22 @@ class Fleet:
             raise self.error
         self.orders.append(order)
 
-    def snapshot(self, requests: bool) -> Snapshot:
+    def snapshot(self, *, requests: bool) -> Snapshot:
         if self.error is not None:
             raise self.error
         return replace(SNAPSHOT, requests=[LIVE] if requests else [])
 
-    def ready(self) -> bool:
-        return self.is_ready
-
-    async def add(self, role: Role, url: str, ranks: int | None, bootstrap: str | None) -> None:
+    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
         await self.gate.wait()
         self._order("add", role, url, ranks, bootstrap)
 
     def drain(self, role: Role, url: str) -> None:
         self._order("drain", role, url)
 
-    def remove(self, role: Role, url: str, force: bool) -> None:
+    def remove(self, role: Role, url: str, *, force: bool) -> None:
         self._order("remove", role, url, force)
 
-    def instances(self) -> list[dict[str, object]]:
+    def instance_rows(self) -> list[dict[str, object]]:
         return [{"role": "decode", "url": "http://d:8000", "status": "draining", "in_flight": 2}]
 
     def set_policy(self, name: str) -> None:
@@ -136,6 +129,7 @@ class Bench:
     def __init__(self, *, token: bool = True) -> None:
         self.fleet = Fleet()
         self.admin = Admin(
+            self.fleet,
             self.fleet,
             page_of_metrics=lambda: b"page 1\n",
             config={"port": 8000, "gamma": inf, "admin_token": TOKEN, "models": ("m",)},
@@ -231,13 +225,13 @@ def test_metrics_are_served_as_text() -> None:
 def test_readiness_follows_the_proxy_and_health_does_not() -> None:
     bench = Bench()
     assert bench.get("/ready").status == 200
-    bench.fleet.is_ready = False
+    bench.fleet.ready = False
     assert bench.get("/ready").status == 503
     assert bench.get("/health").status == 200
 
 
 def test_instances_are_listed_with_what_is_in_flight() -> None:
-    assert Bench().get("/admin/instances").json == {"instances": Fleet().instances()}
+    assert Bench().get("/admin/instances").json == {"instances": Fleet().instance_rows()}
 
 
 def test_orders_reach_the_control() -> None:
@@ -589,7 +583,7 @@ def test_it_is_an_application_of_the_http_server() -> None:
                 headers={"authorization": "Bearer admin-token"},
             )
             assert added.status_code == 200
-            assert added.json() == {"instances": Fleet().instances()}
+            assert added.json() == {"instances": Fleet().instance_rows()}
         server.close()
         await server.drain()
 
