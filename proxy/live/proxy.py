@@ -31,11 +31,11 @@ from balanceroute.proxy.live.control.state import instance_rows, take_snapshot
 from balanceroute.proxy.live.engines.bootstrap import MAX_BYTES, read_identity
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.health import Health, Quarantine
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status, Target
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
-from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.frontend.model_choice import AnyModel, ListedModels

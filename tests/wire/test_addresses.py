@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.health import Health, HealthSettings
-from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import Fault, Target, fault_of
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.client import Endpoint

@@ -13,8 +13,15 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
-from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    Prefiller,
+    Rank,
+    Role,
+    Status,
+    Target,
+)
 from balanceroute.proxy.live.request.lost_engines import sessions_on
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.health import Quarantine
-    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.shadow import PredictorScores
     from balanceroute.proxy.wire.server import Server

@@ -6,7 +6,7 @@
 import json
 from dataclasses import dataclass
 
-from balanceroute.proxy.live.engines.target import Fault, FetchError
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
 
 MAX_BYTES = 1 << 20
 

@@ -23,8 +23,8 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.instances import Role, Target
 
 _CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT})
 # After these nothing more is to be expected of an engine.

@@ -13,7 +13,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 import httpx
 
 from balanceroute import __version__
-from balanceroute.proxy.live.engines.target import (
+from balanceroute.proxy.live.engines.faults import (
     Fault,
     FetchError,
     is_local,

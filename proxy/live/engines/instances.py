@@ -9,7 +9,6 @@ from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import PrefillerIdentity
-    from balanceroute.proxy.live.engines.target import Target
     from balanceroute.proxy.wire.client import Endpoint
 
 
@@ -27,6 +26,19 @@ class Status(Enum):
     QUARANTINED = "quarantined"  # It fails; health probes bring it back.
     DRAINING = "draining"  # Takes nothing new, on an operator's word.
     REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An instance as health checks and scrapes know it: ranks that share a server are one target.
+
+    Attributes:
+        role: What it does.
+        url: Its base URL, as in `http://10.0.0.1:8000`.
+    """
+
+    role: Role
+    url: str
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +64,7 @@ class Prefiller:
 
     id: PrefillerId
     name: str
-    target: "Target"
+    target: Target
     endpoint: "Endpoint"
     bootstrap: str | None = None
     identity: "PrefillerIdentity | None" = None
@@ -87,7 +99,7 @@ class Rank:
 
     id: RankId
     name: str
-    target: "Target"
+    target: Target
     endpoint: "Endpoint"
     header: bytes | None = None
     status: Status = Status.UP
@@ -111,7 +123,7 @@ class Instances:
         self.prefillers: list[Prefiller] = []
         self.ranks: list[Rank] = []
 
-    def of(self, target: "Target") -> "list[Prefiller] | list[Rank]":
+    def of(self, target: Target) -> "list[Prefiller] | list[Rank]":
         """Return what runs on an instance that health checks watch."""
         if target.role is Role.PREFILL:
             return [prefiller for prefiller in self.prefillers if prefiller.target == target]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank
-    from balanceroute.proxy.live.engines.target import Fault, Target
+    from balanceroute.proxy.live.engines.faults import Fault
+    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
 
     # Who pulls from whom at present.
     Pairs = Iterable[tuple[Prefiller, Rank]]

@@ -23,8 +23,8 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     MetricsPageError,
     parse_engine_gauges,
 )
-from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import FetchError, Target
+from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.instances import Role, Target
 
 STALE_INTERVALS = 3
 """A scrape older than this many intervals says nothing any more."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status
-from balanceroute.proxy.live.engines.target import FetchError, Target
+from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0

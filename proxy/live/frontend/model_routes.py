@@ -8,9 +8,15 @@ import logging
 from collections.abc import Mapping
 
 from balanceroute.proxy.core.events import Eligible
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Status
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    Prefiller,
+    Rank,
+    Role,
+    Status,
+    Target,
+)
 from balanceroute.proxy.live.engines.served_models import ServedModel
-from balanceroute.proxy.live.engines.target import Target
 
 _log = logging.getLogger(__name__)
 _Models = tuple[ServedModel, ...]

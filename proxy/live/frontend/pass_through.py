@@ -15,8 +15,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.engines.target import Fault, Target
+    from balanceroute.proxy.live.engines.faults import Fault
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.scheduling.driver import Driver, Log
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord

@@ -8,7 +8,7 @@ cut body. A failed request is tried on one other engine at most: it may be the r
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import counts_of, error_words, passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.core.events import PrefillerId
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.client import Call

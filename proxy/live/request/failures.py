@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_error
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".

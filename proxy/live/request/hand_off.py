@@ -8,7 +8,7 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.live.engines.target import Fault, fault_of
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api
     from balanceroute.proxy.live.request.session_host import Host

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.engines.target import Target
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.session import Session
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.connectors import MissingKvError
-from balanceroute.proxy.live.engines.target import Fault, Target
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
     error_words,

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.events import Event, RequestId
     from balanceroute.proxy.live.connectors import Connector
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank
+    from balanceroute.proxy.live.engines.faults import Fault
+    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-    from balanceroute.proxy.live.engines.target import Fault, Target
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.lost_engines import LostEngines

@@ -46,9 +46,9 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-from balanceroute.proxy.live.engines.target import Fault, Target
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.openai.token_estimate import TokenEstimate

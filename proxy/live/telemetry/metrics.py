@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import Fault
 from balanceroute.proxy.live.openai.routes import ROUTES
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.histogram import Histogram

@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from balanceroute.proxy.live.engines.target import Fault, FetchError, fault_of
+from balanceroute.proxy.live.engines.faults import Fault, FetchError, fault_of
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.fetch import fetch
 from balanceroute.proxy.wire.messages import Response, WireError

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.health import Health, HealthSettings, Quarantine
-from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.http_client import fetch_body, fetch_status, make_http_client
-from balanceroute.proxy.live.engines.target import Fault, FetchError
 from balanceroute.proxy.live.security.tls import engine_context
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import pytest
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.emulate import connectors
 from balanceroute.proxy.emulate.connectors import Failure
-from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-from balanceroute.proxy.live.engines.target import Fault, Target
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     MetricsPageError,
     parse_engine_gauges,
 )
-from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.engines.scrape import Scraper, ScrapeSettings
-from balanceroute.proxy.live.engines.target import Fault, FetchError, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

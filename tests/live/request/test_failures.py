@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.live.engines.target import Fault
+from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.request.failures import (
     RULES,
     Blame,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status
-from balanceroute.proxy.live.engines.target import Fault, Target
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.hand_off import HandOff

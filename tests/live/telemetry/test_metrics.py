@@ -11,8 +11,8 @@ from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.target import Fault
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.histogram import Histogram
 from balanceroute.proxy.live.telemetry.metrics import (

@@ -1,28 +1,13 @@
-"""An engine instance as health checks and scrapes know it, and what can go wrong with it."""
+"""What can go wrong with an engine."""
 
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from socket import gaierror
 from ssl import SSLCertVerificationError
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.wire.messages import WireError, WireFault
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One engine instance: ranks that share a server are one target.
-
-    Attributes:
-        role: What it does.
-        url: Its base URL, as in `http://10.0.0.1:8000`.
-    """
-
-    role: Role
-    url: str
 
 
 class Fault(Enum):
