@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.live.telemetry.request_log import json_line
+from balanceroute.proxy.live.telemetry.json_line import json_line
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.driver import Driver

@@ -12,7 +12,7 @@ from typing import Final
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.live.telemetry.request_log import json_line
+from balanceroute.proxy.live.telemetry.json_line import json_line
 
 LOGGER: Final = "balanceroute"
 """The logger above all of this package's."""

@@ -45,10 +45,10 @@ Only these fields are written: no other headers, no bodies, nothing secret, of a
 model's name.
 """
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from balanceroute.proxy.live.telemetry.json_line import json_line
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
 MAX_TEXT = 256
@@ -58,7 +58,6 @@ _NS_PER_S = 1_000_000_000
 _WARNINGS = frozenset(
     {Outcome.REJECTED, Outcome.EXPIRED, Outcome.UPSTREAM_ERROR, Outcome.INTERNAL_ERROR}
 )
-_encode = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 
 
 class RequestLog:
@@ -120,11 +119,6 @@ def line_of(record: RequestRecord) -> bytes:
             "message": "request ended",
         }
     )
-
-
-def json_line(fields: dict[str, object]) -> bytes:
-    """Return an object as one line of ASCII without control characters, with its newline."""
-    return _encode(fields).encode("ascii") + b"\n"
 
 
 def _between(start_ns: int | None, end_ns: int | None) -> float | None:
