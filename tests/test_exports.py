@@ -23,6 +23,14 @@ PUBLIC = {
         "save",
     ],
     "balanceroute.predictors.gbdt": ["KIND", "Gbdt"],
+    "balanceroute.proxy.core.admission": [
+        "ADMISSIONS",
+        "Admission",
+        "BoundedQueue",
+        "Ending",
+        "Load",
+        "Refusal",
+    ],
     "balanceroute.proxy.core.policies": [
         "POLICIES",
         "PREDICTING",
@@ -32,6 +40,12 @@ PUBLIC = {
         "Policy",
         "PolicySettings",
         "make_policy",
+    ],
+    "balanceroute.proxy.core.queueing": [
+        "QUEUE_ORDERS",
+        "Arrival",
+        "MakeQueueOrder",
+        "QueueOrder",
     ],
     "balanceroute.proxy.core.scheduler": ["Scheduler", "SchedulerConfig"],
     "balanceroute.proxy.emulate": [
