@@ -148,7 +148,7 @@ class SingleExchange:
         """Take a piece of the body."""
         self._progress_s = self._owner.clock()
         self._bytes += len(data)
-        if self._bytes > self._owner.legs.answer_bytes:
+        if self._bytes > self._owner.legs.answer_limit_bytes:
             self._abort()
             text = "the answer is too long"
             self.on_error(WireError(WireFault.TOO_LARGE, text, sent=True, answered=True))
@@ -191,7 +191,7 @@ class SingleExchange:
         self.record.status = self._status
         self.record.stream = self._streams
         self.record.first_token_ns = round(self._progress_s * 1e9)
-        self._limit_s = self._owner.legs.idle_timeout_s
+        self._limit_s = self._owner.legs.idle_stream_timeout_s
         self._timer.cancel()
         self._timer = self._owner.call_later(self._limit_s, self._check_time)
         self._request = None  # Large, and not sent again.

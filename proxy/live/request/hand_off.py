@@ -120,7 +120,9 @@ class HandOff:
         self._tries += 1
         self._prefiller = prefiller
         prefiller.hand_offs += 1
-        leg = BufferedLeg(self._answered, self._broken, max_bytes=self._host.legs.answer_bytes)
+        leg = BufferedLeg(
+            self._answered, self._broken, max_bytes=self._host.legs.answer_limit_bytes
+        )
         drop = self._host.legs.drop
         body = prefill_body(self._body, self._members, self._params, drop=drop)
         self._call = prefiller.endpoint.request(
@@ -147,7 +149,7 @@ class HandOff:
         self._again(fault)
 
     def _again(self, fault: Fault) -> None:
-        if self._tries < self._host.legs.attempts and self._host.may_retry("prefill", fault):
+        if self._tries < self._host.legs.retry_attempts and self._host.may_retry("prefill", fault):
             self._send()
         else:
             self._failed(fault)

@@ -14,33 +14,33 @@ class LegSettings:
         prefill_timeout_s: For the whole prefill leg.
         first_token_timeout_s: From the decode leg's start to its first event. Some engines hang
             silently on a hand-off that cannot be used.
-        idle_timeout_s: Between two pieces of a stream that has begun. vLLM's parsers of tool calls hold
+        idle_stream_timeout_s: Between two pieces of a stream that has begun. vLLM's parsers of tool calls hold
             back an argument until it is whole, some thousands of tokens of it.
         answer_timeout_s: For an answer that is not streamed.
-        attempts: Of each leg, the first included.
-        backoff_s: Before the second attempt; it doubles from one to the next.
-        backoff_max_s: The longest.
-        answer_bytes: The largest answer that is taken as a whole.
+        retry_attempts: Of each leg, the first included.
+        retry_backoff_s: Before the second attempt; it doubles from one to the next.
+        retry_backoff_limit_s: The longest.
+        answer_limit_bytes: The largest answer that is taken as a whole.
         direct: Who serves requests that one engine has to do whole.
-        recompute_missing_kv: Whether a request whose prefill left no usable KV cache is served like
+        on_missing_kv: "recompute" if a request whose prefill left no usable KV cache is served like
             these; else, and if nobody serves these, it is prefilled again elsewhere.
-        count_by_usage: Whether the tokens of a stream are counted by the engine's own word, which is
+        count_tokens: "usage" if the tokens of a stream are counted by the engine's own word, which is
             asked for in every event; else an event counts as one.
         pass_priority: Whether engines get the priority that a client gives its request.
     """
 
-    prefill_timeout_s: float = 300.0
-    first_token_timeout_s: float = 60.0
-    idle_timeout_s: float = 300.0
-    answer_timeout_s: float = 1800.0
-    attempts: int = 3
-    backoff_s: float = 0.05
-    backoff_max_s: float = 1.0
-    answer_bytes: int = 256 << 20
-    direct: Direct = Direct.DECODE
-    recompute_missing_kv: bool = True
-    count_by_usage: bool = True
-    pass_priority: bool = False
+    prefill_timeout_s: float
+    first_token_timeout_s: float
+    idle_stream_timeout_s: float
+    answer_timeout_s: float
+    retry_attempts: int
+    retry_backoff_s: float
+    retry_backoff_limit_s: float
+    answer_limit_bytes: int
+    direct: Direct
+    on_missing_kv: str
+    count_tokens: str
+    pass_priority: bool
 
     @property
     def drop(self) -> frozenset[str]:

@@ -208,7 +208,7 @@ class Session:
         params = host.connector.prefill_params(self._transfer)
         body = prefill_body(self._body, self._before.members, params, drop=host.legs.drop)
         leg = BufferedLeg(
-            self._prefill_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
+            self._prefill_answered, self.stream_broken, max_bytes=host.legs.answer_limit_bytes
         )
         self._prefill_sent_s = now_s
         self._deadline_s = now_s + host.legs.prefill_timeout_s
@@ -239,7 +239,7 @@ class Session:
         assert self._body is not None
         host = self._host
         asked = None
-        if host.legs.count_by_usage:
+        if host.legs.count_tokens == "usage":
             asked = ask_for_counts(self.shape, self._body.values, each=not engine.counts_dear)
         body = decode_body(self._body, self._before.members, self._kv, asked, drop=host.legs.drop)
         leg: StreamLeg | BufferedLeg
@@ -250,7 +250,7 @@ class Session:
                 timeout_s += host.legs.prefill_timeout_s
         else:
             leg = BufferedLeg(
-                self._decode_answered, self.stream_broken, max_bytes=host.legs.answer_bytes
+                self._decode_answered, self.stream_broken, max_bytes=host.legs.answer_limit_bytes
             )
             timeout_s = host.legs.answer_timeout_s
         self._deadline_s = host.clock() + timeout_s
@@ -345,7 +345,7 @@ class Session:
         else:
             engine, leg = self._engine.target, self._leg_kind
             tried = self._attempts[leg]
-        again = engine == target and tried < self._host.legs.attempts
+        again = engine == target and tried < self._host.legs.retry_attempts
         if again and self._host.may_retry(leg.value, Fault.CONNECT):
             self.instance_removed(target)
 
@@ -365,8 +365,8 @@ class Session:
         """Act if the leg in flight takes too long."""
         leg, legs = self._leg, self._host.legs
         if leg is not None and leg.started:
-            if not self.answer.is_paused and now_s > leg.last_s + legs.idle_timeout_s:
-                self._time_out(f"the stream stood still for {legs.idle_timeout_s:g} s")
+            if not self.answer.is_paused and now_s > leg.last_s + legs.idle_stream_timeout_s:
+                self._time_out(f"the stream stood still for {legs.idle_stream_timeout_s:g} s")
         elif now_s > self._deadline_s:
             prefill = self._leg_kind is Leg.PREFILL
             self._time_out(legs.overdue(prefill=prefill, stream=self.shape.stream))
@@ -449,7 +449,7 @@ class Session:
             self._answer_shortly(answer)
             return False
         legs = self._host.legs
-        recompute = answer.complete or legs.recompute_missing_kv
+        recompute = answer.complete or legs.on_missing_kv == "recompute"
         if recompute and legs.direct is Direct.DECODE:
             return True  # The decode rank computes the prompt itself.
         if recompute and legs.direct is Direct.PREFILL:
@@ -686,12 +686,12 @@ class Session:
         }
         lost = mends.get(rule.then)
         tried = self._attempts[leg]
-        spent = tried >= host.legs.attempts
+        spent = tried >= host.legs.retry_attempts
         if lost is None or spent or not host.may_retry(leg.value, failure.fault, free=free):
             self._give_up(leg, failure)
             return
         self.record.retries += 1
-        delay_s = min(host.legs.backoff_max_s, host.legs.backoff_s * 2 ** (tried - 1))
+        delay_s = min(host.legs.retry_backoff_limit_s, host.legs.retry_backoff_s * 2 ** (tried - 1))
         lose = host.guarded(self, "backoff", partial(self._lose, lost))
         self._backoff = host.call_later(delay_s, lose)
 

@@ -80,20 +80,8 @@ class ProxyConfig:
     @property
     def legs(self) -> LegSettings:
         """Time limits and retries of what is sent to engines."""
-        return LegSettings(
-            prefill_timeout_s=self.times.prefill_timeout_s,
-            first_token_timeout_s=self.times.first_token_timeout_s,
-            idle_timeout_s=self.times.idle_stream_timeout_s,
-            answer_timeout_s=self.times.answer_timeout_s,
-            attempts=self.failures.retry_attempts,
-            backoff_s=self.failures.retry_backoff_s,
-            backoff_max_s=self.failures.retry_backoff_limit_s,
-            answer_bytes=self.limits.answer_limit_bytes,
-            direct=self.direct,
-            recompute_missing_kv=self.scheduling.on_missing_kv == "recompute",
-            count_by_usage=self.scheduling.count_tokens == "usage",
-            pass_priority=self.scheduling.pass_priority,
-        )
+        sections = (self.times, self.failures, self.limits, self.scheduling)
+        return part(LegSettings, *sections, direct=self.direct)
 
     @property
     def health(self) -> HealthSettings:

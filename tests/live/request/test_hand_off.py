@@ -12,7 +12,7 @@ from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status, T
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.hand_off import HandOff
-from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Site:
     """
 
     def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
-        self.legs = LegSettings(attempts=attempts)
+        flags = {"prefill": ["http://p"], "decode": ["http://d"], "retry_attempts": attempts}
+        self.legs = make_config(None, flags).legs
         self.budget = budget
         self.sent: list[Sent] = []
         self.told: list[object] = []

@@ -88,7 +88,20 @@ def test_the_defaults_are_these() -> None:
     assert config.policies == PolicySettings()
     assert scheduling.prefiller_utilisation_limit == 0.95
     assert (scheduling.queue_limit, config.times.queue_ttl_s) == (4096, 600.0)
-    assert config.legs == LegSettings()
+    assert config.legs == LegSettings(
+        prefill_timeout_s=300.0,
+        first_token_timeout_s=60.0,
+        idle_stream_timeout_s=300.0,
+        answer_timeout_s=1800.0,
+        retry_attempts=3,
+        retry_backoff_s=0.05,
+        retry_backoff_limit_s=1.0,
+        answer_limit_bytes=256 << 20,
+        direct=Direct.DECODE,
+        on_missing_kv="recompute",
+        count_tokens="usage",
+        pass_priority=False,
+    )
     assert config.health == HealthSettings(2.0, 2.0, quarantine_failures=3)
     assert config.scrape.scrape_interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
     assert config.scrape.scrape_timeout_s == 1.0
@@ -306,15 +319,15 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
     assert config.legs == LegSettings(
         prefill_timeout_s=5.5,
         first_token_timeout_s=6.5,
-        idle_timeout_s=7.5,
+        idle_stream_timeout_s=7.5,
         answer_timeout_s=8.5,
-        attempts=2,
-        backoff_s=0.5,
-        backoff_max_s=2.0,
-        answer_bytes=6_000,
+        retry_attempts=2,
+        retry_backoff_s=0.5,
+        retry_backoff_limit_s=2.0,
+        answer_limit_bytes=6_000,
         direct=Direct.REFUSE,
-        recompute_missing_kv=False,
-        count_by_usage=False,
+        on_missing_kv="fail",
+        count_tokens="events",
         pass_priority=True,
     )
     assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
