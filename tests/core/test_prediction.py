@@ -1,5 +1,6 @@
 """The paper's two stages and their gated composite, against sums over explicit distributions."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.prediction import composite_steps, two_stage_estimate
+from balanceroute.proxy.core.errors import PredictorError
+from balanceroute.proxy.core.prediction import check_survival, composite_steps, two_stage_estimate
 
 HORIZON = 10
 # Weight of each number of remaining steps, from 1 on.
@@ -102,3 +104,18 @@ def test_columns_beyond_the_horizon_do_not_matter() -> None:
     short = survival_row(only(r2=3, r20=1), HORIZON)
     long = survival_row(only(r2=3, r20=1), 35)
     assert composite_steps(short, HORIZON).tolist() == composite_steps(long, HORIZON).tolist()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.1, -0.1])
+@pytest.mark.parametrize("place", [(0, 0), (1, 2), (2, 3)])
+def test_a_survival_that_is_no_probability_is_refused_wherever_it_stands(
+    bad: float, place: tuple[int, int]
+) -> None:
+    survival = np.tile(np.linspace(1.0, 0.0, 4), (3, 1))
+    check_survival(survival, 3, 3)
+    check_survival(survival[:0], 0, 3)
+    survival[place] = bad
+    with pytest.raises(PredictorError):
+        check_survival(survival, 3, 3)
+    with pytest.raises(PredictorError):
+        check_survival(np.asfortranarray(survival), 3, 3)
