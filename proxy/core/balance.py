@@ -85,7 +85,8 @@ class Balance:
         weights = self._weights
         overflow = np.maximum(total - self._margins, 0.0) @ weights.steps
         overflow[~open_ranks] = np.inf
-        ties = np.flatnonzero(overflow == overflow.min())
+        # `min` and `flatnonzero` are Python code around these, and every admission comes here.
+        (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
         room = self._margins[ties] @ weights.steps
