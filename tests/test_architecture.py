@@ -1,6 +1,7 @@
 """The shape of the source: who imports whom, what the core stays free of, and how long things get."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError
@@ -51,6 +52,17 @@ def test_imports_point_inwards(path: Path) -> None:
 
 def test_no_two_rooms_import_each_other() -> None:
     assert sum(len(floor) for floor in house.floors(house.arrows())) == len(house.MAY_IMPORT)
+
+
+def test_the_page_says_what_each_room_may_import() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|", page, re.MULTILINE)
+    assert len(rows) == len(house.MAY_IMPORT)
+    for name, told in rows:
+        allowed = sorted(
+            re.sub(r"^proxy\.(live\.)?", "", other) for other in house.MAY_IMPORT[name]
+        )
+        assert told == (" ".join(one for one in allowed if one != "__version__") or "nothing"), name
 
 
 @pytest.mark.parametrize(
