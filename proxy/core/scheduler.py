@@ -48,6 +48,7 @@ from balanceroute.proxy.core.holdings import check_holdings
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger
 from balanceroute.proxy.core.line import Line
+from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import PrefillChoice, Prefillers
@@ -76,6 +77,7 @@ class Scheduler:
         on_failure: Told when the policy or its projection fails; a round that failed is decided
             oldest first, and the projection is built anew for the next. None lets the exception
             out, which changes nothing else.
+        observer: See `Observer`; None for nobody.
 
     Raises:
         ConfigError: The policy was made for another number of ranks.
@@ -89,12 +91,14 @@ class Scheduler:
         queue_order: MakeQueueOrder = Arrival,
         prefill_choice: PrefillChoice | None = None,
         on_failure: OnFailure | None = None,
+        observer: Observer | None = None,
     ) -> None:
         _check_ranks(config, policy)
         self.config = config
         self.policy = policy
         self.pool = Pool(queue_order())
         self._on_failure = on_failure
+        self._observer = observer
         self.ledger = Ledger(config.ranks, policy.projection, on_failure=on_failure)
         self.prefillers = Prefillers(
             config.prefillers,
@@ -120,6 +124,12 @@ class Scheduler:
             LifecycleError: The request, rank or prefiller is unknown, or the request's state does
                 not allow the event. Nothing was changed.
         """
+        actions = self._handle(event, now_ns)
+        if self._observer is not None:
+            self._observer(event, actions, now_ns)
+        return actions
+
+    def _handle(self, event: Event, now_ns: int) -> list[Action]:
         # The most frequent ones first: each case is tried in turn.
         match event:
             case TokensEmitted(number, tokens):

@@ -18,7 +18,8 @@ import uvloop
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
 from balanceroute.proxy.live.engines.http_client import make_http_client
 from balanceroute.proxy.live.engines.httpx_fetcher import HttpxFetcher
-from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.renewal import renew
 from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.telemetry.line_writer import LineWriter
@@ -170,8 +171,8 @@ def _announce(proxy: Proxy, descriptors: int) -> None:
         extra={
             "fields": {
                 "port": proxy.server.port,
-                "prefillers": len(proxy.instances.prefillers),
-                "ranks": len(proxy.instances.ranks),
+                "prefillers": len(proxy.deployment.instances.prefillers),
+                "ranks": len(proxy.deployment.instances.ranks),
                 "policy": config.scheduling.policy,
                 "descriptors": descriptors,
                 "connection_limit": config.limits.connection_limit,

@@ -29,6 +29,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
@@ -81,7 +82,7 @@ class Simulation:
         workload: What they serve.
         policy: Who decides.
         predictor: Told of every request.
-        on_event: Called with the time and each event and action, in order: the event log.
+        observer: See `Observer`; None for nobody.
         on_finished: Called with the number of requests that finished at the end of a step.
         clock_ns: Real time, for the cost of decisions.
     """
@@ -93,7 +94,7 @@ class Simulation:
         policy: Policy,
         predictor: Predictor,
         *,
-        on_event: Callable[[int, Event | Action], None] | None = None,
+        observer: Observer | None = None,
         on_finished: Callable[[int], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -109,13 +110,13 @@ class Simulation:
                 pool_limit=deployment.pool_limit,
             ),
             policy,
+            observer=observer,
         )
         self.recorder = Recorder(len(workload.requests))
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
         self._prefill = prefill
-        self._on_event = on_event
         self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._loop = EventLoop()
@@ -146,12 +147,8 @@ class Simulation:
         return self.recorder
 
     def _feed(self, event: Event) -> list[Action]:
-        if self._on_event is not None:
-            self._on_event(self._loop.now_ns, event)
         actions = self.scheduler.handle(event, now_ns=self._loop.now_ns)
         for action in actions:
-            if self._on_event is not None:
-                self._on_event(self._loop.now_ns, action)
             self._perform(action)
         return actions
 

@@ -238,7 +238,7 @@ class Site:
 
     async def rest(self, limit_s: float = 60.0) -> None:
         """Wait until nothing is held anywhere, and check that the books say so."""
-        driver, scheduler = self.world.proxy.driver, self.world.scheduler
+        driver, scheduler = self.world.proxy.deployment.driver, self.world.scheduler
         await self.until(lambda: not driver.sessions and self.fleet.idle, limit_s)
         scheduler.check()
         assert not scheduler.requests

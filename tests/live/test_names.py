@@ -63,7 +63,7 @@ def test_a_resolver_that_fails_for_a_minute_costs_no_request(
             await asyncio.sleep(1.0)
         assert statuses == [200] * 70
         assert failures > 5
-        instances = world.proxy.instances
+        instances = world.proxy.deployment.instances
         assert {prefiller.status for prefiller in instances.prefillers} == {Status.UP}
         assert {rank.status for rank in instances.ranks} == {Status.UP}
         assert sum(record.retries for record in world.ended) == 0

@@ -163,7 +163,10 @@ def test_a_mooncake_prefiller_is_not_used_before_it_is_known(play: "Play") -> No
     async def scenario(site: "Site") -> None:
         # Sent at once: the bootstrap servers have not been asked yet.
         exchange = site.send(COMPLETIONS, BODY | USAGE, headers=ID)
-        assert [one.open for one in site.world.proxy.instances.prefillers] == [False, False]
+        assert [one.open for one in site.world.proxy.deployment.instances.prefillers] == [
+            False,
+            False,
+        ]
         same(await exchange.end(), await alone(site, COMPLETIONS, BODY | USAGE))
         assert site.fleet.stats()["leases"]["pulled"] == 1
 
@@ -219,9 +222,9 @@ def test_a_mooncake_prefiller_can_be_added(play: "Play") -> None:
         # Without a word on it, it is where vLLM has it.
         await site.admin("/admin/instances/remove", order)
         assert (await site.admin("/admin/instances", order)).status == 200
-        known = [one.bootstrap for one in site.world.proxy.instances.prefillers]
+        known = [one.bootstrap for one in site.world.proxy.deployment.instances.prefillers]
         assert known[-1] == "http://127.0.0.1:8998"
-        assert not site.world.proxy.instances.prefillers[-1].open
+        assert not site.world.proxy.deployment.instances.prefillers[-1].open
 
     play(scenario, connector=Connector.MOONCAKE)
 
@@ -574,13 +577,15 @@ def test_a_client_that_leaves_ends_both_legs(play: "Play", phase: str, stream: b
         elif phase == "after":
             await site.until(lambda: sum(site.fleet.stats()["running"]) == 1)
         exchange.call.abort()
-        await site.until(lambda: not site.world.proxy.driver.sessions, limit_s=0.1)
+        await site.until(lambda: not site.world.proxy.deployment.driver.sessions, limit_s=0.1)
         await site.until(lambda: all(e.idle for e in site.fleet.engines), limit_s=0.1)
         await asyncio.sleep(10.0)
         assert len(site.received("prefill")) == (0 if phase == "before" else 1)
         (record,) = site.world.ended
         assert record.outcome is Outcome.CANCELLED
-        assert all(one.status is Status.UP for one in site.world.proxy.instances.prefillers)
+        assert all(
+            one.status is Status.UP for one in site.world.proxy.deployment.instances.prefillers
+        )
 
     play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
 
@@ -632,7 +637,7 @@ def test_a_call_is_answered_even_if_every_prefiller_is_crowded(play: "Play") -> 
     async def scenario(site: "Site") -> None:
         site.handlers[b"/metrics"] = lambda _, __, reply: reply.send(200, [], page)
         await asyncio.sleep(3.0)
-        assert not any(one.open for one in site.world.proxy.instances.prefillers)
+        assert not any(one.open for one in site.world.proxy.deployment.instances.prefillers)
         same(
             await site.post(COMPLETIONS, BODY | USAGE, ID),
             await alone(site, COMPLETIONS, BODY | USAGE),
@@ -667,7 +672,7 @@ def test_a_prefiller_that_hangs_is_to_blame_and_not_asked_again(
         site.fleet.faults.set("prefill/0", hang=True)
         same(await site.post(COMPLETIONS, BODY | USAGE, ID), right)
         assert [seen.engine for seen in site.received("prefill")] == ["prefill/0", "prefill/1"]
-        instances = site.world.proxy.instances
+        instances = site.world.proxy.deployment.instances
         assert (instances.prefillers[0].status is Status.QUARANTINED) == (failures == 1)
         assert [one.status for one in instances.ranks] == [Status.UP, Status.UP]
 

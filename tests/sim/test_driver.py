@@ -94,7 +94,9 @@ def record(name: str, deployment: Deployment, workload: Workload, seed: str = "0
         workload,
         policy_of(name, deployment, predictor, seed),
         predictor,
-        on_event=lambda now_ns, item: log.append((now_ns, item)),
+        observer=lambda event, actions, now_ns: log.extend(
+            (now_ns, item) for item in (event, *actions)
+        ),
     ).run()
     return log
 
@@ -117,14 +119,19 @@ def watched(
     at_step: Callable[[Scheduler, list[int], int], None],
     on_event: Callable[[Scheduler, Event | Action], None] = lambda _scheduler, _item: None,
 ) -> Simulation:
-    """Run with a look at the scheduler at the start of every step and before every event."""
+    """Run with a look at the scheduler at the start of every step and after every event."""
     predictor = Survival(request.output_tokens for request in workload.history)
+
+    def observe(event: Event, actions: Sequence[Action], _now_ns: int) -> None:
+        for item in (event, *actions):
+            on_event(simulation.scheduler, item)
+
     simulation = Simulation(
         deployment,
         workload,
         policy_of(name, deployment, predictor),
         predictor,
-        on_event=lambda _now_ns, item: on_event(simulation.scheduler, item),
+        observer=observe,
     )
     watch = Watch(len(workload.requests))
     watch.at_step = lambda loads, running: at_step(simulation.scheduler, loads, running)
@@ -559,7 +566,7 @@ for backlog in (None, 7):
             workload,
             make_policy(name, parts),
             predictor,
-            on_event=lambda now_ns, item: log.update(f"{now_ns} {item!r}\\n".encode()),
+            observer=lambda *seen: log.update(f"{seen!r}\\n".encode()),
         ).run()
         print(backlog, name, log.hexdigest())
 """

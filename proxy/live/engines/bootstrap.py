@@ -3,12 +3,19 @@
 `GET <bootstrap>/query` of vLLM 0.32 answers {"<dp rank>": {"engine_id": ..., "worker_addr": ...}}.
 """
 
+import asyncio
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.fetcher import Fetcher
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status
 
-MAX_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+_PAGE_BYTES = 1 << 20
+_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +39,48 @@ def read_identity(page: bytes, bootstrap: str) -> BootstrapIdentity:
     if not isinstance(engine_id, str) or not engine_id:
         raise FetchError(Fault.PROTOCOL, f"{bootstrap} names no engine")
     return BootstrapIdentity(engine_id, bootstrap)
+
+
+class Identification:
+    """Keeps the identities of prefillers up to date.
+
+    Args:
+        instances: Those that name a bootstrap server are asked for.
+        fetcher: Asks them.
+        identified: Called with a prefiller when its identity is another.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        fetcher: Fetcher,
+        identified: Callable[[Prefiller, BootstrapIdentity], None],
+    ) -> None:
+        self._instances = instances
+        self._fetcher = fetcher
+        self._identified = identified
+
+    async def run(self) -> None:
+        """Ask bootstrap servers who their engines are, again and again: each start has a new id."""
+        while True:
+            asked = [
+                self._ask(prefiller, prefiller.bootstrap)
+                for prefiller in self._instances.up()
+                if prefiller.bootstrap is not None
+            ]
+            await asyncio.gather(*asked)
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _ask(self, prefiller: Prefiller, bootstrap: str) -> None:
+        try:
+            page = await self._fetcher.body(f"{bootstrap}/query", max_bytes=_PAGE_BYTES)
+            identity = read_identity(page, bootstrap)
+        except FetchError as error:
+            if prefiller.identity is None:
+                fields = {"url": prefiller.name, "reason": str(error)}
+                _log.warning("no bootstrap", extra={"fields": fields})
+            return
+        # Quarantine says that the engine may be another one when it comes back.
+        if prefiller.status is Status.UP and identity != prefiller.identity:
+            prefiller.identity = identity
+            self._identified(prefiller, identity)

@@ -14,7 +14,6 @@ from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
-from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
 from balanceroute.proxy.live.frontend.request_head import (
     BadRequestIdError,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.served_models import ServedModels
     from balanceroute.proxy.live.frontend.model_choice import ModelChoice
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+    from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.scheduling.driver import Driver, Log
     from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -71,7 +71,6 @@ class GatewaySettings:
         engine_key: Bearer token for the engines; None for none.
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
-        pass_through: How many requests are taken that one engine answers alone.
         public_metrics: Whether clients may read the metrics.
     """
 
@@ -79,7 +78,6 @@ class GatewaySettings:
     engine_key: Secret | None = None
     pass_authorization: bool = True
     max_sequences: int = 128
-    pass_through: PassThroughLimits = PassThroughLimits()
     public_metrics: bool = True
 
 
@@ -92,6 +90,7 @@ class Gateway:
         models: Which models are served.
         served: What is known of the engines' models.
         routes: Which engines serve a model.
+        pass_through: Serves what one engine answers alone.
         metrics: Told of refused requests.
         page_of_metrics: What /metrics shows.
         log: Told of refused requests.
@@ -107,6 +106,7 @@ class Gateway:
         *,
         served: "ServedModels",
         routes: "ModelRoutes",
+        pass_through: "PassThrough",
         metrics: "Metrics",
         page_of_metrics: Callable[[], bytes],
         log: "Log",
@@ -127,9 +127,7 @@ class Gateway:
             metrics=metrics, log=log, unique=driver.unique, clock=driver.clock, unix_s=unix_s
         )
         self._bodies = BodyQueue()
-        self.pass_through = PassThrough(
-            instances, driver, metrics=metrics, log=log, limits=settings.pass_through
-        )
+        self.pass_through = pass_through
 
     def use_keys(self, api_keys: tuple[Secret, ...], engine_key: Secret | None) -> None:
         """Take these keys, and send this one to the engines, from the next request on."""

@@ -64,7 +64,7 @@ async def take_census(world: World) -> Census:
 
 def audit_proxy(world: World) -> list[str]:
     """Return what the proxy still holds although no request is left."""
-    driver, scheduler = world.proxy.driver, world.scheduler
+    driver, scheduler = world.proxy.deployment.driver, world.scheduler
     found = []
     try:
         scheduler.check()
@@ -80,7 +80,9 @@ def audit_proxy(world: World) -> list[str]:
         "bound slots": scheduler.ledger.bound.tolist(),
         "held tokens of prefillers": scheduler.prefillers.held_tokens,
         "probes": scheduler.prefillers.probes,
-        "hand-offs": [prefiller.hand_offs for prefiller in world.proxy.instances.prefillers],
+        "hand-offs": [
+            prefiller.hand_offs for prefiller in world.proxy.deployment.instances.prefillers
+        ],
         "passed on": world.proxy.gateway.pass_through.in_flight,
     }
     for name, value in held.items():
@@ -88,7 +90,7 @@ def audit_proxy(world: World) -> list[str]:
             found.append(f"held: {name}: {value}")
     found += [
         f"lease: request {number} was sent to decode with a lease that had ended"
-        for number in scheduler.stale_admissions
+        for number in world.observer.stale_admissions
     ]
     return found
 
@@ -171,7 +173,7 @@ def audit_rest(world: World) -> list[str]:
         found.append(f"engines: not idle: {world.fleet.stats()}")
     if world.proxy.server.connections:
         found.append(f"connections: {world.proxy.server.connections} of clients are open")
-    for url, endpoint in world.proxy.roster.endpoints.items():
+    for url, endpoint in world.proxy.deployment.roster.endpoints.items():
         if endpoint.connections != endpoint.idle:
             busy = endpoint.connections - endpoint.idle
             found.append(f"connections: {busy} to {url} are in use")

@@ -98,8 +98,8 @@ class _Run:
             request, expected = canaries[number % len(canaries)]
             await self._check_canary(world, number, case, request, expected)
         await asyncio.sleep(_QUIET_S)
-        if not world.proxy.driver.idle:
-            report.violations.append(f"held: {list(world.proxy.driver.sessions)}")
+        if not world.proxy.deployment.driver.idle:
+            report.violations.append(f"held: {list(world.proxy.deployment.driver.sessions)}")
         world.scheduler.check()
         await world.close()
 

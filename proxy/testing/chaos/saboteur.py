@@ -93,9 +93,9 @@ class Saboteur:
             case Act.MEDDLE:
                 self._meddlers[engine].meddling = injection.meddling
             case Act.DRAIN:
-                world.proxy.roster.drain(injection.role, self._known(engine))
+                world.proxy.deployment.roster.drain(injection.role, self._known(engine))
             case Act.POLICY:
-                world.proxy.set_policy(injection.policy)
+                world.proxy.deployment.set_policy(injection.policy)
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.begin(injection.lapse)
@@ -129,7 +129,7 @@ class Saboteur:
     async def _take_back(self, injection: Injection) -> None:
         # Unless another fault of this kind has ended already.
         with suppress(ConflictError):
-            await self._world.proxy.roster.add(
+            await self._world.proxy.deployment.roster.add(
                 injection.role, self._known(self._engine(injection)), ranks=None, bootstrap=None
             )
 

@@ -32,7 +32,7 @@ from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
-from balanceroute.proxy.testing.chaos.watched_scheduler import Step
+from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.world import World
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -268,7 +268,7 @@ class Trial:
                 self._reached(action.request, Phase.ADMITTED)
 
     def _reached(self, number: int, phase: Phase) -> None:
-        session = self._world.proxy.driver.sessions.get(number)  # type: ignore[call-overload]
+        session = self._world.proxy.deployment.driver.sessions.get(number)  # type: ignore[call-overload]
         if session is not None:
             client = self._by_id.get(session.record.request_id)
             if client is not None:

@@ -5,15 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.testing.chaos.decision_faults import DecisionFaults, FaultyPredictor
+from balanceroute.proxy.testing.chaos.decision_faults import (
+    DecisionFaults,
+    FaultyPolicy,
+    FaultyPredictor,
+)
 from balanceroute.proxy.testing.chaos.fetcher import WireFetcher
 from balanceroute.proxy.testing.chaos.journal import Journal
-from balanceroute.proxy.testing.chaos.watched_scheduler import Step, WatchedScheduler
+from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 
 _EPOCH_S = 1_795_000_000.0
@@ -65,11 +71,10 @@ class World:
             settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=_EPOCH_S
         )
         self.proxy: Proxy
-        self.scheduler: WatchedScheduler
         self._settings = settings
         self._rng = random.Random(rng.getrandbits(64))
         self._fetcher = WireFetcher(timeout_s=1.0)
-        self._watch = watch
+        self.observer = SchedulerWatch(lambda: self.scheduler, watch)
 
     async def start(self, front: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start the engines, unless they run, and the proxy.
@@ -103,14 +108,18 @@ class World:
             unix_s=lambda: _EPOCH_S + self.loop.time(),
             stopwatch=self.loop.time,
             in_thread=_at_once,
+            observer=self.observer,
+            policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
         )
         self.proxy = Proxy(make_config(None, flags), environment)
-        active = self.proxy.predictors.active
+        active = self.proxy.deployment.predictors.active
         active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
         await self.proxy.start()
-        driver = self.proxy.driver
-        self.scheduler = WatchedScheduler(driver.scheduler, self._watch, self.decision_faults)
-        driver.scheduler = self.scheduler
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The proxy's."""
+        return self.proxy.deployment.driver.scheduler
 
     @property
     def port(self) -> int:

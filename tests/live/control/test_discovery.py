@@ -8,7 +8,8 @@ import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.settings import DpMode
-from balanceroute.proxy.live.proxy import Environment, Proxy
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.testing.chaos.fetcher import WireFetcher
 
@@ -64,9 +65,9 @@ def test_a_server_that_is_not_up_yet_is_awaited(play: "Play") -> None:
         await site.until(lambda: proxy.ready, limit_s=5.0)
         assert await status("/ready") == 200
         assert await status(COMPLETIONS, "POST") == 200
-        names = [rank.name for rank in proxy.instances.ranks if rank.open]
+        names = [rank.name for rank in proxy.deployment.instances.ranks if rank.open]
         assert names == [f"{engine.url}@{number}" for number in range(3)]
-        proxy.driver.scheduler.check()
+        proxy.deployment.driver.scheduler.check()
         await proxy.drain()
         await proxy.close()
         fetcher.close()

@@ -15,7 +15,7 @@ COMPLETIONS = "/v1/completions"
 def of(site: "Site", lines: list[bytes], interval_s: float = 0.1) -> LoadLog:
     world = site.world
     return LoadLog(
-        world.proxy.driver,
+        world.proxy.deployment.driver,
         interval_s=interval_s,
         unix_s=lambda: 1000.0 + world.loop.time(),
         write=lines.append,
@@ -42,7 +42,7 @@ def test_samples_come_at_the_interval_with_the_time_of_the_wall(play: "Play") ->
         assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in lines)
         times = [json.loads(line)["time_s"] - 1000.0 - begin_s for line in lines]
         assert [round(time, 3) for time in times] == [0.0, 0.25, 0.5, 0.75]
-        ranks = [rank.name for rank in site.world.proxy.instances.ranks]
+        ranks = [rank.name for rank in site.world.proxy.deployment.instances.ranks]
         assert json.loads(lines[0])["loads"] == {name: [0, 0, 0, 0] for name in ranks}
 
     play(scenario)
@@ -71,7 +71,7 @@ def test_a_sample_counts_what_runs_apart_from_what_is_on_its_way(play: "Play") -
 def test_removed_ranks_are_left_out(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         log = of(site, [])
-        kept, removed = (rank.name for rank in site.world.proxy.instances.ranks)
+        kept, removed = (rank.name for rank in site.world.proxy.deployment.instances.ranks)
         order = {"role": "decode", "url": removed}
         assert (await site.admin("/admin/instances/remove", order)).status == 200
         assert list(json.loads(log.sample())["loads"]) == [kept]

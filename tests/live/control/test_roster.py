@@ -185,7 +185,7 @@ def test_a_removed_rank_is_never_used_again(play: "Play") -> None:
         site.fleet.kill("decode/1")
         await asyncio.sleep(10.0)
         assert site.loop.time() > before
-        assert [state.reason for state in site.world.proxy.health.states()] == [""] * 3
+        assert [state.reason for state in site.world.proxy.deployment.health.states()] == [""] * 3
         assert site.world.scheduler.ledger.loads[1] == 0
 
     play(scenario)
@@ -209,7 +209,7 @@ def test_removing_a_rank_by_force_repairs_what_has_no_byte_yet(play: "Play") -> 
         assert site.fleet.misreads == []
         assert len(site.received("prefill")) == 3
         # The engine is not to blame.
-        assert all(not state.reason for state in site.world.proxy.health.states())
+        assert all(not state.reason for state in site.world.proxy.deployment.health.states())
 
     play(scenario, transfer_base_ns=2_000_000_000)
 
@@ -586,7 +586,7 @@ def test_an_addition_under_way_ends_with_the_proxy(play: "Play") -> None:
                 reply.send(200, [], b'vllm:kv_cache_usage_perc{engine="0"} 0.1\n')
             await exchange.end()
             await asyncio.sleep(2.0)
-            assert len(site.world.proxy.instances.ranks) == 2
+            assert len(site.world.proxy.deployment.instances.ranks) == 2
 
     play(scenario)
 
@@ -626,7 +626,7 @@ def test_a_quarantine_is_told_and_a_role_that_has_nobody_left(
         assert told.ranks[0].quarantine.since is None
         for engine in engines:
             await site.fleet.restore(engine.name)
-        await site.until(lambda: proxy.instances.missing == set(), limit_s=60.0)
+        await site.until(lambda: proxy.deployment.instances.missing == set(), limit_s=60.0)
         row = (await rows(site))[engines[0].url]
         assert row["since"] == shown.since
         said = [r.getMessage() for r in caplog.records if "role" in r.getMessage()]

@@ -187,7 +187,7 @@ def test_ready_is_503_while_no_engine_of_a_role_is_up(play: "Play", role: str) -
 
 def test_a_draining_proxy_is_not_ready_and_takes_no_request(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        site.world.proxy.driver.draining = True
+        site.world.proxy.deployment.driver.draining = True
         is_error(await site.get("/ready"), 503)
         assert (await site.get("/health")).status == 200
         refused = await site.post(COMPLETIONS, BODY)
@@ -648,7 +648,7 @@ def test_a_request_that_fails_here_is_answered_all_the_same(
         raise RuntimeError("on purpose")
 
     async def scenario(site: "Site") -> None:
-        monkeypatch.setattr(site.world.proxy.driver, "submit", fail)
+        monkeypatch.setattr(site.world.proxy.deployment.driver, "submit", fail)
         message = is_error(await site.post(COMPLETIONS, body), 500)
         assert message == "internal error; the proxy's log says more"
         assert [record.outcome for record in site.world.ended] == [Outcome.INTERNAL_ERROR]

@@ -108,8 +108,8 @@ def test_a_model_that_nobody_serves_is_refused(play: "Play", caplog: Any) -> Non
         assert missing.json["error"]["message"] == "The model `gamma` does not exist."
         assert missing.json["error"]["param"] == "model"
         proxy = site.world.proxy
-        proxy.instances.ranks[1].status = Status.QUARANTINED
-        proxy.driver.reopen()
+        proxy.deployment.instances.ranks[1].status = Status.QUARANTINED
+        proxy.deployment.driver.reopen()
         down = await site.post(COMPLETIONS, ask("beta"))
         assert (down.status, down.header(b"retry-after")) == (503, b"1")
         assert down.json["error"]["message"] == (
@@ -119,8 +119,8 @@ def test_a_model_that_nobody_serves_is_refused(play: "Play", caplog: Any) -> Non
         # Still so once the list of the other one is forgotten.
         await asyncio.sleep(3.0)
         assert (await site.post(COMPLETIONS, ask("beta"))).status == 503
-        proxy.instances.ranks[1].status = Status.UP
-        proxy.driver.reopen()
+        proxy.deployment.instances.ranks[1].status = Status.UP
+        proxy.deployment.driver.reopen()
         assert (await site.post(COMPLETIONS, ask("beta"))).status == 200
         only_where_served(site, TWO)
 
@@ -192,7 +192,7 @@ def test_nothing_is_restricted_where_all_serve_the_same(play: "Play", caplog: An
     async def scenario(site: "Site") -> None:
         await known(site)
         site.fleet.kill("prefill/1")
-        routes = site.world.proxy.model_routes
+        routes = site.world.proxy.deployment.model_routes
         assert (routes.differ, routes.eligible("tiny"), routes.eligible("gamma")) == (
             False,
             None,

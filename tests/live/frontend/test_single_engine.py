@@ -212,13 +212,13 @@ def test_a_silent_engine_that_is_quarantined_loses_its_requests(play: "Play") ->
         await site.until(lambda: len(held.replies) == 1)
         engine, _ = held.replies.pop()
         number = int(engine[-1])
-        prefiller = site.world.proxy.instances.prefillers[number]
-        site.world.proxy._health_changed(prefiller.target, False, "gone")
+        prefiller = site.world.proxy.deployment.instances.prefillers[number]
+        site.world.proxy.deployment._health_changed(prefiller.target, False, "gone")
         await site.until(lambda: bool(held.replies))
         assert held.replies[0][0] == f"prefill/{1 - number}"
         held.answer()
         assert (await exchange.end()).status == 200
-        site.world.proxy._health_changed(prefiller.target, True, "back")
+        site.world.proxy.deployment._health_changed(prefiller.target, True, "back")
 
     play(scenario)
 
@@ -338,11 +338,11 @@ def test_a_slow_reader_pauses_the_engine(play: "Play") -> None:
 
 def test_a_proxy_that_shuts_down_takes_no_more(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        site.world.proxy.driver.draining = True
+        site.world.proxy.deployment.driver.draining = True
         refused = await site.post(TOKENIZE, BODY)
         assert refused.status == 503
         assert "shutting down" in refused.json["error"]["message"]
         assert site.seen == []
-        site.world.proxy.driver.draining = False
+        site.world.proxy.deployment.driver.draining = False
 
     play(scenario)

@@ -36,7 +36,7 @@ TOPOLOGY = 'name = "x"\n[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http:/
 
 
 def predictors_of(site: "Site") -> "PredictorSet":
-    return site.world.proxy.predictors
+    return site.world.proxy.deployment.predictors
 
 
 def told_to(site: "Site") -> dict[int, RequestFeatures]:
@@ -178,7 +178,7 @@ def test_no_prediction_exceeds_max_tokens(play: "Play") -> None:
             await site.post(COMPLETIONS, values | {"prompt": f"t{i}"})
         exchange = site.send(COMPLETIONS, values | {"prompt": "t9", "max_tokens": 30})
         await exchange.until_events(10)
-        (number,) = site.world.proxy.driver.sessions
+        (number,) = site.world.proxy.deployment.driver.sessions
         assert expected_tokens(site, number, age=10) == pytest.approx(20, abs=0.1)
         await exchange.end()
 

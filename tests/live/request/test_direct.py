@@ -222,7 +222,7 @@ def test_it_holds_its_prefiller_and_no_slot_until_it_ends(play: "Play") -> None:
         await exchange.until_events(1)
         state = await site.state()
         assert [one["direct"] for one in state["prefillers"]] == [3, 0]
-        (session,) = site.world.proxy.driver.sessions.values()
+        (session,) = site.world.proxy.deployment.driver.sessions.values()
         estimate = session.record.prompt_estimate
         assert [one["held_tokens"] for one in state["prefillers"]] == [3 * estimate, 0]
         assert [one["bound"] for one in state["ranks"]] == [0, 0]
@@ -290,7 +290,7 @@ def test_one_that_dies_with_it_is_noticed(play: "Play", stream: bool) -> None:
             assert exchange.chunks[-1]["error"]["code"] == 502
         else:
             same(exchange, right)
-        prefillers = site.world.proxy.instances.prefillers
+        prefillers = site.world.proxy.deployment.instances.prefillers
         await site.until(lambda: prefillers[0].status is Status.QUARANTINED)
         assert prefillers[1].status is Status.UP
         await site.fleet.restore("prefill/0")
@@ -360,7 +360,9 @@ def test_a_refusal_of_the_engine_is_the_clients(play: "Play") -> None:
         assert "greedy" in refused.json["error"]["message"]
         assert len(site.seen) == 1
         # What an engine refuses is not held against it.
-        assert all(one.status is Status.UP for one in site.world.proxy.instances.prefillers)
+        assert all(
+            one.status is Status.UP for one in site.world.proxy.deployment.instances.prefillers
+        )
 
     play(scenario, connector=Connector.MOONCAKE_ASCEND)
 

@@ -65,12 +65,12 @@ def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "P
     """A proxy that stood still pulls nothing that may be another prompt's by now."""
 
     async def scenario(site: "Site") -> None:
-        stalls = site.world.proxy.driver.stalls
+        stalls = site.world.proxy.deployment.driver.stalls
         exchange = site.send("/v1/completions", BODY)
         await site.until(lambda: len(site.received("prefill")) == 1)
         # As after 40 s, which began when the leg had been sent.
         stalls._stalled_s, stalls._over_s = site.loop.time() - 40.0, site.loop.time() + 0.2
-        session = next(iter(site.world.proxy.driver.sessions.values()))
+        session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
         session._prefill_sent_s -= 40.0
         await exchange.end()
         assert exchange.status == 200

@@ -13,7 +13,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
-    from balanceroute.proxy.testing.chaos.watched_scheduler import Step
+    from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {
@@ -31,7 +31,7 @@ def body(i: int, **more: Any) -> dict[str, Any]:
 
 def watch(site: "Site", saw: Any) -> None:
     """Have a function see every step of the scheduler."""
-    site.world.scheduler._watch = saw
+    site.world.observer.watch = saw
 
 
 class Mirror:
@@ -111,7 +111,7 @@ def test_the_mirror_of_the_loads_is_true(play: "Play", streamed: float) -> None:
 def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         await run_load(site, streamed=1.0, requests=100)
-        driver, stats = site.world.proxy.driver, site.fleet.stats()
+        driver, stats = site.world.proxy.deployment.driver, site.fleet.stats()
         # The engines' last steps may run out after the clients have their answers.
         assert driver.steps.steps == pytest.approx(stats["steps"], rel=0.1)
         told = driver.idle_tokens / driver.capacity_tokens
@@ -249,7 +249,7 @@ def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> Non
         assert record.outcome is Outcome.OK
         assert record.retries == 0
         assert len(site.received("prefill")) == 2 + record.lease_lapses
-        assert site.world.scheduler.stale_admissions == []
+        assert site.world.observer.stale_admissions == []
         assert site.fleet.stats()["leases"]["expired"] == record.lease_lapses
         page = (await site.get("/metrics")).body
         lapses = b"%d.0" % record.lease_lapses
@@ -342,7 +342,7 @@ def test_a_busy_engine_is_passed_over_and_not_blamed(
         alone = await site.ask(f"{role}/0", COMPLETIONS, values)
         assert (answer.status, answer.body) == (status, alone.body)
         assert answer.header(b"retry-after") == b"7"
-        assert all(not state.reason for state in site.world.proxy.health.states())
+        assert all(not state.reason for state in site.world.proxy.deployment.health.states())
 
     play(scenario, flags={"quarantine_failures": 1})
 
@@ -365,7 +365,7 @@ def test_an_outage_is_not_answered_with_a_storm_of_retries(play: "Play") -> None
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "pooled", "admitted", "streaming"])
 def test_a_client_that_leaves_frees_everything_at_once(play: "Play", phase: str) -> None:
     async def scenario(site: "Site") -> None:
-        scheduler, driver = site.world.scheduler, site.world.proxy.driver
+        scheduler, driver = site.world.scheduler, site.world.proxy.deployment.driver
         others = []
         if phase == "pooled":
             others = [site.send(COMPLETIONS, body(i, max_tokens=60)) for i in range(2)]
@@ -415,7 +415,7 @@ def test_a_client_that_does_not_read_pauses_its_engine(play: "Play") -> None:
         # after the engine has said its last token.
         await asyncio.sleep(100.0)
         assert all(engine.idle for engine in site.fleet.engines)
-        assert len(site.world.proxy.driver.sessions) == 1
+        assert len(site.world.proxy.deployment.driver.sessions) == 1
         exchange.call.resume()
         await exchange.end()
         assert exchange.done
@@ -506,14 +506,14 @@ def test_a_task_of_the_proxys_own_that_fails_is_begun_again(play: "Play") -> Non
             raise ValueError("a defect")
 
         proxy = site.world.proxy
-        due = proxy.health.due
-        proxy.health.due = fail  # type: ignore[method-assign]
+        due = proxy.deployment.health.due
+        proxy.deployment.health.due = fail  # type: ignore[method-assign]
         await asyncio.sleep(5.0)
         page = (await site.get("/metrics")).body
         assert b'balanceroute_decision_failures_total{what="health"} ' in page
-        proxy.health.due = due  # type: ignore[method-assign]
+        proxy.deployment.health.due = due  # type: ignore[method-assign]
         site.fleet.faults.set("decode/0", unhealthy=True)
-        quarantined = proxy.instances.ranks[0]
+        quarantined = proxy.deployment.instances.ranks[0]
         await site.until(lambda: quarantined.status is Status.QUARANTINED)
         assert not watching.done()
         watching.cancel()

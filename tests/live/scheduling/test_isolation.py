@@ -124,7 +124,7 @@ def test_an_exception_at_arrival_leaves_no_session(
     async def scenario(site: "Site") -> None:
         answer = await site.post(COMPLETIONS, body())
         assert answer.status == 500
-        assert not site.world.proxy.driver.sessions
+        assert not site.world.proxy.deployment.driver.sessions
         assert await counted(site, "arrival") == 1
 
     play(scenario, flags={"policy": "br-h", "predictor": "exact-match"})
@@ -162,7 +162,7 @@ def test_metrics_that_raise_end_nothing(
         asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
         for one in asked:
             assert (await one.end()).status == 200
-        driver = site.world.proxy.driver
+        driver = site.world.proxy.deployment.driver
         assert not driver.sessions
         await driver.drained()
 

@@ -1,9 +1,8 @@
 """The proxy's scheduler under observation: what goes in and comes out, and whether the books are right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -17,9 +16,7 @@ from balanceroute.proxy.core.events import (
     Tick,
 )
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.testing.chaos.decision_faults import DecisionFaults, FaultyPolicy
 
 _NOT_OF_A_REQUEST = (
     StepCompleted,
@@ -50,13 +47,12 @@ class Step:
     actions: list[Action]
 
 
-class WatchedScheduler(Scheduler):
-    """Takes the place of a scheduler, whose state it shares.
+class SchedulerWatch:
+    """Observes the proxy's scheduler.
 
     Args:
-        scheduler: Not to be used any more.
+        scheduler: Returns whom it observes.
         watch: Told of every event that was handled.
-        faults: Of every policy.
         check_every: How many events pass between two recounts of everything.
 
     Attributes:
@@ -65,38 +61,40 @@ class WatchedScheduler(Scheduler):
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Callable[[], Scheduler],
         watch: Callable[[Step], None],
-        faults: DecisionFaults,
         *,
         check_every: int = 64,
     ) -> None:
-        vars(self).update(vars(scheduler))
-        self._faults = faults
-        self.policy = FaultyPolicy(self.policy, faults)
+        self._scheduler = scheduler
+        self.watch = watch
         self.stale_admissions: list[RequestId] = []
-        self._watch = watch
         self._check_every = check_every
         self._events = 0
+        # State of each request, and whether it is in its rank's batch.
+        self._states: dict[RequestId, tuple[State, bool]] = {}
 
-    def reshape(self, config: SchedulerConfig, policy: Policy) -> None:
-        """Change the shape as the scheduler does."""
-        super().reshape(config, FaultyPolicy(policy, self._faults))
-
-    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Handle an event as the scheduler does, and look at it."""
+    def __call__(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
+        """See `Observer`."""
         number = None if isinstance(event, _NOT_OF_A_REQUEST) else event.request
-        request = None if number is None else self.requests.get(number)
-        before = None if request is None else request.state
-        started = request is not None and request.started
-        actions = super().handle(event, now_ns=now_ns)
+        before, started = None, False
+        if number is not None:
+            before, started = self._states.get(number, (None, False))
+            self._learn(number)
         for action in actions:
+            self._learn(action.request)
             if isinstance(action, Admit):
-                expires_ns = self.requests[action.request].lease_expires_ns
+                expires_ns = self._scheduler().requests[action.request].lease_expires_ns
                 if expires_ns is not None and expires_ns <= now_ns:
                     self.stale_admissions.append(action.request)
         self._events += 1
         if self._events % self._check_every == 0:
-            self.check()
-        self._watch(Step(event, number, before, started, actions))
-        return actions
+            self._scheduler().check()
+        self.watch(Step(event, number, before, started, list(actions)))
+
+    def _learn(self, number: RequestId) -> None:
+        request = self._scheduler().requests.get(number)
+        if request is None:
+            self._states.pop(number, None)
+        else:
+            self._states[number] = request.state, request.started

@@ -1,0 +1,305 @@
+"""One model's engines, and what decides about them: scheduler, driver, predictors, health checks."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.engines.bootstrap import BootstrapIdentity, Identification
+from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.health import Health, Quarantine
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
+from balanceroute.proxy.live.engines.scrape import Scraper
+from balanceroute.proxy.live.engines.served_models import ServedModels
+from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
+from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
+from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
+from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.wire.client import Endpoint
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from balanceroute.proxy.core.scheduler import SchedulerConfig
+    from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+    from balanceroute.proxy.live.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+# Pages of metrics longer than this are not read.
+_PAGE_BYTES = 4 << 20
+
+
+class Deployment:
+    """The engines of one model. `start` it, run its `tasks`, and `close` it.
+
+    Args:
+        config: Of the proxy.
+        environment: What the outside world gives it.
+        metrics: Of the proxy.
+        failures: Told of exceptions.
+
+    Attributes:
+        policy: The name of the policy that decides.
+        driver: There after `start`, like the next.
+        pass_through: Serves requests that one engine answers alone.
+    """
+
+    def __init__(
+        self,
+        config: "ProxyConfig",
+        environment: "Environment",
+        metrics: "Metrics",
+        failures: "DecisionFailures",
+    ) -> None:
+        self.config = config
+        self.policy = config.scheduling.policy
+        self._environment = environment
+        self._metrics = metrics
+        self._failures = failures
+        self._engine_tls: SSLContext | None = None
+        self.instances = Instances()
+        self.roster = Roster(
+            self.instances,
+            connector=config.engines.connector,
+            connect=self._connect,
+            discover=self._discover,
+            utilisation_limit=config.scheduling.prefiller_utilisation_limit,
+        )
+        clock = asyncio.get_running_loop().time
+        self._keeper: StateKeeper | None = None
+        self.predictors = self._make_predictors()
+        self.health = Health(
+            config.health,
+            fetch=environment.fetcher.status,
+            on_change=self._health_changed,
+            on_error=failures.report,
+            clock=clock,
+            rng=environment.rng,
+        )
+        self.scraper = Scraper(
+            config.scrape,
+            fetch=self._page,
+            on_utilisation=self.roster.utilisation_changed,
+            on_failure=self._scrape_failed,
+            on_late_pulls=self._pulled_late,
+            on_error=failures.report,
+            clock=clock,
+            rng=environment.rng,
+        )
+        self.model_routes = ModelRoutes(self.instances)
+        self.served_models = ServedModels(
+            self.instances, fetch=self._page, clock=clock, changed=self.model_routes.update
+        )
+        self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self.driver: Driver
+        self.pass_through: PassThrough
+
+    async def start(self) -> None:
+        """Find the engines.
+
+        Raises:
+            ConfigError: A decode server answers, but does not tell its ranks.
+        """
+        for prefill in self.config.prefillers:
+            self.roster.enlist_prefiller(prefill)
+        decode = self.config.decoders
+        silent = [server for server in decode if not await self.roster.enlist_decoder(server)]
+        if not self.instances.ranks:
+            self.roster.reserve_rank(silent[0])
+        self.driver = self._make_driver()
+        scheduling = self.config.scheduling
+        self.pass_through = PassThrough(
+            self.instances,
+            self.driver,
+            metrics=self._metrics,
+            log=self._environment.log,
+            limits=PassThroughLimits(scheduling.single_engine_limit, scheduling.queue_limit),
+        )
+        self.roster.attach(self.driver, self.health, self.scraper, self._metrics, self._reshape)
+        self._tasks = [
+            ("discovery", partial(self.roster.await_decoder, server)) for server in silent
+        ]
+
+    def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        """Return what runs in the background, by name."""
+        yield "health", self.health.run
+        yield "scrape", self.scraper.run
+        yield "models", self.served_models.run
+        if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
+            fetcher = self._environment.fetcher
+            yield "bootstrap", Identification(self.instances, fetcher, self._identified).run
+        yield from self._tasks
+        if self._keeper is not None:
+            yield "predictor state", self._keeper.run
+
+    async def close(self) -> None:
+        """End what is left and close every connection."""
+        self.driver.draining = True
+        self.driver.shut_down()
+        if self._keeper is not None:
+            await self._keeper.close()
+        self.roster.close()
+
+    def quarantines(self) -> dict[Target, Quarantine]:
+        """Return the last quarantine of every engine."""
+        return self.health.quarantines(self._environment.unix_s())
+
+    def set_policy(self, name: str) -> None:
+        """Decide by another policy from now on.
+
+        Raises:
+            ConfigError: No policy has that name.
+        """
+        before, self.policy = self.policy, name
+        try:
+            self._reshape()
+        except ConfigError:
+            self.policy = before
+            raise
+        self.driver.grown()
+
+    # Parts.
+
+    def _make_driver(self) -> Driver:
+        config, environment = self.config, self._environment
+        connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
+        ranks = len(self.instances.ranks)
+        return Driver(
+            # The policy times its stages through the driver, which is not there yet.
+            Scheduler(
+                self._scheduler_config(),
+                self._make_policy(ranks, self._lap),
+                queue_order=QUEUE_ORDERS["arrival"],
+                on_failure=self._failures.report,
+                observer=environment.observer,
+            ),
+            self.instances,
+            connector,
+            self.predictors,
+            health=self.health,
+            metrics=self._metrics,
+            failures=self._failures,
+            log=environment.log,
+            admission=ADMISSIONS["bounded"](config.scheduling.queue_limit),
+            settings=DriverSettings(config.legs, config.lease_s),
+            rng=environment.rng,
+            stopwatch=environment.stopwatch,
+        )
+
+    def _lap(self, stage: str) -> None:
+        self.driver.lap(stage)
+
+    def _reshape(self) -> None:
+        ranks = len(self.instances.ranks)
+        policy = self._make_policy(ranks, self._lap)
+        self.driver.scheduler.reshape(self._scheduler_config(), policy)
+
+    def _scheduler_config(self) -> "SchedulerConfig":
+        config = self.config.scheduler_config(len(self.instances.ranks))
+        return replace(config, prefillers=len(self.instances.prefillers))
+
+    def _make_policy(self, ranks: int, lap: Callable[[str], None]) -> Policy:
+        scheduling = self.config.scheduling
+        policy = make_policy(
+            self.policy,
+            Ingredients(
+                ranks,
+                scheduling.batch,
+                self.config.policies,
+                random.Random(scheduling.seed),
+                self.predictors,
+                lap,
+            ),
+        )
+        return self._environment.policy(policy)
+
+    def _make_predictors(self) -> PredictorSet:
+        scheduling, environment = self.config.scheduling, self._environment
+        active = make_predictor(scheduling.predictor)
+        path = scheduling.predictor_state
+        if path is not None:
+            assert not isinstance(active, NoPrediction)
+            self._keeper = StateKeeper(
+                path,
+                active,
+                metrics=self._metrics,
+                in_thread=environment.in_thread,
+                observed=lambda: self.predictors.observed,
+            )
+            active = self._keeper.predictor
+        return PredictorSet(
+            named(scheduling.predictor, active),
+            [named(word, make_predictor(word)) for word in scheduling.shadow_predictor],
+            # Scores need a horizon, also if the policy looks at none.
+            horizon_steps=self.config.policies.horizon_steps or PolicySettings().horizon_steps,
+            metrics=self._metrics,
+            on_failure=self._failures.report,
+            stopwatch=environment.stopwatch,
+        )
+
+    # Engines.
+
+    def _connect(self, url: EngineUrl) -> Endpoint:
+        engines, times = self.config.engines, self.config.times
+        is_https = url.scheme == "https"
+        if is_https and self._engine_tls is None:
+            self._engine_tls = engine_context(
+                engines.engine_ca_file, insecure=engines.insecure_engines
+            )
+        return Endpoint(
+            url.host,
+            url.port,
+            ssl=self._engine_tls if is_https else None,
+            connect_timeout_s=times.connect_timeout_s,
+            tcp_timeout_s=times.tcp_timeout_s,
+        )
+
+    async def _page(self, url: str) -> bytes:
+        return await self._environment.fetcher.body(url, max_bytes=_PAGE_BYTES)
+
+    async def _discover(self, url: EngineUrl) -> int:
+        try:
+            gauges = parse_engine_gauges(await self._page(f"{url.base}/metrics"))
+        except MetricsPageError as error:
+            raise FetchError(Fault.PROTOCOL, str(error)) from None
+        return len(gauges.engines)
+
+    def _health_changed(self, target: Target, up: bool, reason: str) -> None:
+        self.roster.health_changed(target, up, reason)
+        if not up:
+            self.pass_through.lost(target)
+
+    def _scrape_failed(self, target: Target, reason: str) -> None:
+        self._metrics.scrape_failed(target.role)
+        _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
+
+    def _pulled_late(self, target: Target, count: int) -> None:
+        self._metrics.pulled_late(count)
+        fields = {"url": target.url, "count": count}
+        message = (
+            "a prefiller was told of KV caches that it kept no longer: their requests were called "
+            "off, or they were pulled after their lease, and answers may be wrong (then --lease-s "
+            "is too long)"
+        )
+        _log.warning(message, extra={"fields": fields})
+
+    def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
+        self.driver.lost.engine_seen(prefiller, identity.engine_id)
+        self.driver.reopen()

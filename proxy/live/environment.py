@@ -1,0 +1,46 @@
+"""What the outside world gives the proxy: everything that is not the event loop's.
+
+So the same proxy runs on real sockets and in virtual time.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.observer import Observer
+from balanceroute.proxy.core.policies import Policy
+from balanceroute.proxy.live.engines.fetcher import Fetcher
+from balanceroute.proxy.live.prediction.predictors import InThread
+from balanceroute.proxy.live.scheduling.driver import Log
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the outside world gives the proxy.
+
+    Attributes:
+        fetcher: For health probes, scrapes and discovery.
+        log: Takes a line per request.
+        rng: Of every random choice.
+        unix_s: Wall-clock time, for logs alone.
+        stopwatch: Seconds of real time, for the cost of decisions.
+        log_lines_dropped: Lines the logs had to drop.
+        descriptor_shortages: How often no file descriptor was left.
+        write_loads: Takes a line per sample of the ranks' loads; None for no samples.
+        in_thread: Runs what may wait for a disk.
+        observer: Called with every event of a scheduler and what came of it; None for nobody.
+        policy: Returns what decides in place of a policy that was made.
+    """
+
+    fetcher: Fetcher
+    log: Log
+    rng: random.Random
+    unix_s: Callable[[], float]
+    stopwatch: Callable[[], float]
+    log_lines_dropped: Callable[[], int] = lambda: 0
+    descriptor_shortages: Callable[[], int] = lambda: 0
+    write_loads: Callable[[bytes], object] | None = None
+    in_thread: InThread = asyncio.to_thread
+    observer: Observer | None = None
+    policy: Callable[[Policy], Policy] = lambda policy: policy
