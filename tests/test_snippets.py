@@ -161,6 +161,13 @@ def test_pages_have_commands_that_run_and_blocks_that_cannot_have_a_reason() -> 
     assert marks == sum(block.not_run is not None for block in SHOWN)
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_source_files_that_a_page_names_are_there(page: Path) -> None:
+    folders = "proxy|predictors|engine_patch|topologies|traces|scripts|tests|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_a_wrong_command_is_found(
     tmp_path: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
