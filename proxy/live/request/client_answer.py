@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.openai.answer import passable_headers
+from balanceroute.proxy.live.openai.answer import error_words, is_error, passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
+
+# Not every engine has these routes.
+_OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
 
 
 class ClientAnswer:
@@ -59,6 +63,16 @@ class ClientAnswer:
         """Send a whole answer."""
         self._record.status = status
         self.reply.send(status, self._headers(headers), body)
+
+    def pass_on(self, api: Api, status: int, headers: "Headers", body: bytes) -> str:
+        """Send an engine's own refusal; return what it says."""
+        words = error_words(body)
+        reason = f"the engine answered {status}" + (f": {words}" if words else "")
+        if status == 404 and api in _OPTIONAL and not is_error(body):
+            status, reason, headers = 501, f"no engine serves {api.value}", JSON_HEADERS
+            body = error_body(status, reason, endpoint=self._record.endpoint)
+        self.send(status, headers, body)
+        return reason
 
     def fail(self, status: int, reason: str, *, retry_after_s: int | None = None) -> None:
         """Send an error: as an answer, or at the end of a stream that then breaks off."""

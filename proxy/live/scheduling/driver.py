@@ -460,7 +460,7 @@ class Driver:
         if record.outcome is Outcome.OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
             # A short answer's time is mostly not that of its steps.
-            if session.rounds is None and record.admitted_ns is not None and rounds >= _TELLING:
+            if not session.shape.stream and record.admitted_ns is not None and rounds >= _TELLING:
                 self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
@@ -542,7 +542,7 @@ class Driver:
         emitted -= self.scheduler.requests[number].kv_tokens
         if emitted:
             self.scheduler.handle(TokensEmitted(number, -emitted), now_ns=0)
-        self.sessions[number].forget_kv()
+        self.sessions[number].prefill_again()
         return RequestRecomputed(number, elsewhere=True)
 
     def _join(self, session: Session) -> None:
@@ -554,7 +554,7 @@ class Driver:
         """Return the tokens that each sequence of a started request has emitted."""
         session = self._started[number]
         emitted = session.emitted_tokens
-        if session.rounds is None:  # As far as the step clock tells.
+        if not session.shape.stream:  # As far as the step clock tells.
             emitted = self.scheduler.ledger.kv_tokens(number)
             emitted -= self.scheduler.requests[number].kv_tokens
         return emitted // session.shape.sequences

@@ -57,11 +57,11 @@ def outcomes(site: "Site") -> list[Outcome | None]:
     ("method", "what", "stream"),
     [
         ("start_prefill", "action", False),
-        ("_prefill_answered", "leg", True),
+        ("prefilled", "leg", True),
         ("start_decode", "action", True),
-        ("stream_started", "leg", True),
-        ("_decode_answered", "leg", False),
-        ("stream_ended", "leg", True),
+        ("began", "leg", True),
+        ("answered", "leg", False),
+        ("finished", "leg", True),
     ],
 )
 def test_an_exception_in_a_session_ends_its_request_alone(
@@ -75,7 +75,7 @@ def test_an_exception_in_a_session_ends_its_request_alone(
         good = [await site.post(COMPLETIONS, body(stream=stream)) for _ in range(3)]
         await bad.end()
         assert [one.status for one in good] == [200] * 3
-        if method == "stream_ended":  # The head was sent long ago.
+        if method == "finished":  # The head was sent long ago.
             assert bad.status == 200
             assert not bad.done
             assert json.loads(bad.events[-1].removeprefix(b"data: "))["error"]["code"] == 500

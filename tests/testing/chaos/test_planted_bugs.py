@@ -12,7 +12,9 @@ from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
+from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
+from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.stream_leg import StreamLeg
@@ -163,7 +165,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
         rule = triage(leg, failure, **known)
         return replace(rule, then=Next.OTHER_RANK) if rule.then is Next.NEW_KV else rule
 
-    patch.setattr("balanceroute.proxy.live.request.session.triage", offer_again)
+    patch.setattr("balanceroute.proxy.live.request.recovery.triage", offer_again)
 
 
 @bug("misread: ")
@@ -179,7 +181,7 @@ def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
 
 @bug("abort: ", seed=85)
 def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
-    patch.setattr(Session, "drop_leg", lambda _: None)
+    patch.setattr(Attempt, "close", lambda _: None)
 
 
 @bug("the proxy did not log it")
@@ -238,13 +240,13 @@ def a_task_is_left_behind(patch: Patch) -> None:
 
 @bug("tokens were logged as")
 def tokens_are_counted_twice(patch: Patch) -> None:
-    count = Session._count_tokens
+    count = DecodeAttempt._count
 
-    def twice(self: Session) -> None:
-        count(self)
-        self.record.output_tokens *= 2
+    def twice(self: DecodeAttempt, stream: StreamLeg) -> None:
+        count(self, stream)
+        self._session.record.output_tokens *= 2
 
-    patch.setattr(Session, "_count_tokens", twice)
+    patch.setattr(DecodeAttempt, "_count", twice)
 
 
 @bug("retries: ")
@@ -254,7 +256,7 @@ def retries_have_no_limit(patch: Patch) -> None:
 
 @bug("liveness: ")
 def an_answer_never_ends(patch: Patch) -> None:
-    patch.setattr(Session, "stream_ended", lambda _: None)
+    patch.setattr(Session, "finished", lambda _: None)
     patch.setattr(Session, "check_deadline", lambda *_: None)
 
 

@@ -1,0 +1,319 @@
+"""An engine that was asked for the answer: a rank, or a prefiller that does the whole request."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Rank
+from balanceroute.proxy.live.openai.answer import (
+    counts_of,
+    is_recomputed,
+    is_whole,
+    stops_at_recomputed,
+    with_cached_tokens,
+)
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
+from balanceroute.proxy.live.openai.leg_body import decode_body
+from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
+from balanceroute.proxy.live.openai.resume import CannotResumeError
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
+from balanceroute.proxy.live.request.hand_off import HandOff
+from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.stream_leg import StreamLeg
+from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.wire.sse import event_data
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.request.kv_handle import KvHandle
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.wire.client import ResponseHandler
+    from balanceroute.proxy.wire.messages import Headers
+
+# Each makes progress.
+_MOST_RECOMPUTES = 32
+
+
+class DecodeAttempt(Attempt):
+    """One leg that brings the answer; see `StreamOwner`.
+
+    Args:
+        session: Told what becomes of it.
+        engine: Who is asked.
+        kv: What the prefill left; None if there was none, or none yet.
+
+    Attributes:
+        hands_back: Whether the engine may give the request back: decode ranks alone do.
+        stream: What comes; None if the answer is not streamed, or the attempt is over.
+    """
+
+    __slots__ = ("_kv", "_rank", "_remote", "_transfer", "hands_back", "stream")
+
+    def __init__(
+        self, session: "Session", engine: "Prefiller | Rank", kv: "KvHandle | None"
+    ) -> None:
+        self._rank = engine if isinstance(engine, Rank) else None
+        super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
+        able = session.host.connector.recomputes and self._rank is not None
+        self.hands_back = able and not stops_at_recomputed(session.body)
+        self.stream: StreamLeg | None = None
+        self._kv = kv  # Until the engine is known to have it.
+        self._transfer = ""
+        self._remote: HandOff | None = None  # The prefill that the rank calls for.
+
+    @property
+    def bound(self) -> bool:
+        """Whether a rank has the request."""
+        return self._rank is not None
+
+    @property
+    def pair(self) -> "tuple[Prefiller, Rank] | None":
+        """Who is to pull its KV cache from whom; None if nobody is, or it has begun."""
+        if self._rank is None or self._kv is None or self._kv.params is None:
+            return None
+        return self._kv.prefiller, self._rank
+
+    @property
+    def offers(self) -> int:
+        """How many ranks its KV cache was offered to, this one included."""
+        return 0 if self._kv is None else self._kv.offers
+
+    @property
+    def tokens(self) -> int | None:
+        """What has come of the stream; None if it is none."""
+        return None if self.stream is None else self.stream.tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether all sequences have finished, though not the stream."""
+        return self.stream is not None and self.stream.finished >= self._session.shape.sequences
+
+    def send(self) -> None:
+        """Ask for the answer."""
+        session, host, legs = self._session, self._session.host, self._session.host.legs
+        params = None
+        if self._kv is not None:
+            self._kv.offers += 1
+            params = self._kv.params
+        elif host.connector.decode_first and not session.shape.direct:
+            params = self._expect_prefill()
+        asked = None
+        if legs.count_tokens == "usage":
+            each = not self.engine.counts_dear
+            asked = ask_for_counts(session.shape, session.body.values, each=each)
+        body = decode_body(session.body, session.emitted.members, params, asked, drop=legs.drop)
+        handler: ResponseHandler
+        if session.shape.stream:
+            handler = self.stream = self._make_stream(asked)
+            timeout_s = legs.first_token_timeout_s
+            if params is None:
+                timeout_s += legs.prefill_timeout_s
+        else:
+            handler = BufferedLeg(
+                self.decode_refused, self.stream_broken, max_bytes=legs.answer_limit_bytes
+            )
+            timeout_s = legs.answer_timeout_s
+        headers = session.headers
+        if self._rank is not None and self._rank.header is not None:
+            headers = [*headers, (b"x-data-parallel-rank", self._rank.header)]
+        self._post(headers, body, handler, timeout_s=timeout_s)
+
+    def leg_at(self, target: "Target") -> Leg | None:
+        """Return the leg, or that of the prefill which the rank called for."""
+        if self._remote is not None and self._remote.target == target:
+            return Leg.PREFILL
+        return super().leg_at(target)
+
+    def move(self, target: "Target") -> bool:
+        """Have the prefill that the rank called for done elsewhere, if it is done there."""
+        if self._remote is None or self._remote.target != target:
+            return False
+        self._remote.move()
+        return True
+
+    def check_deadline(self, now_s: float) -> None:
+        """Fail if the answer takes too long to begin, or stands still."""
+        session, legs, stream = self._session, self._session.host.legs, self.stream
+        if stream is not None and stream.started:
+            if session.answer.is_paused or now_s <= stream.last_s + legs.idle_stream_timeout_s:
+                return
+            reason = f"the stream stood still for {legs.idle_stream_timeout_s:g} s"
+        elif now_s <= self._deadline_s:
+            return
+        else:
+            reason = legs.overdue(prefill=False, stream=session.shape.stream)
+        blamed = None
+        if self._remote is not None and self._remote.target is not None:
+            blamed, session.hung = self._remote.target, self._remote.prefiller
+        session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason, blamed=blamed))
+
+    def resume(self) -> None:
+        """Read on. The client's pause was none of the engine's."""
+        if self.stream is not None:
+            self.stream.last_s = self._session.host.clock()
+        super().resume()
+
+    def close(self) -> None:
+        """End the exchange, and tell what the client has of it."""
+        super().close()
+        if self._remote is not None:
+            self._remote.abort()
+            self._session.host.expect_no_more(self._transfer)
+            self._remote = None
+        if self.stream is not None:
+            self._count(self.stream)
+            self.stream = None
+
+    def _count(self, stream: StreamLeg) -> None:
+        session = self._session
+        if session.answer.opened:
+            record = session.record
+            record.output_tokens = session.emitted.tokens + stream.all_tokens
+            record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
+
+    def _make_stream(self, asked: CountsAsked | None) -> StreamLeg:
+        session = self._session
+        return StreamLeg(
+            self,
+            session.answer.reply,
+            session.host.clock,
+            openai=session.shape.api in (Api.CHAT, Api.COMPLETIONS),
+            sequences=session.shape.sequences,
+            cached_tokens=session.record.cached_tokens,
+            resumed_tokens=session.emitted.tokens,
+            opened=session.answer.opened,
+            keep_text=self.hands_back,
+            observe_gap=session.host.observe_gap,
+            counts=None if asked is None else TokenCounts(asked),
+        )
+
+    # The prefill that the rank calls for.
+
+    def _expect_prefill(self) -> Mapping[str, Any]:
+        session, host = self._session, self._session.host
+        self._transfer = host.unique()
+        self._remote = HandOff(
+            host,
+            session.shape.api,
+            session.body,
+            session.emitted.members,
+            session.headers,
+            number=session.number,
+            other_than=session.hung,
+            prefilled=self._prefilled,
+            failed=self._not_prefilled,
+            crashed=session.crashed,
+        )
+        host.expect(self._transfer, self._remote)
+        return host.connector.decode_params(self._transfer, None, None)
+
+    def _prefilled(self, body: bytes) -> None:
+        session, remote = self._session, self._remote
+        assert remote is not None
+        assert remote.prefiller is not None
+        record = session.record
+        record.prefiller = remote.prefiller.name
+        record.prefilled_ns = round(session.host.clock() * 1e9)
+        if session.emitted.tokens:
+            return
+        try:
+            answer = read_prefill_answer(body)
+        except BadPrefillAnswerError:
+            remote.prefiller.endpoint.close_idle()
+            return  # The rank has the KV cache; only the counts are missing.
+        record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        if self.stream is not None and answer.cached_tokens is not None:
+            self.stream.correct_cached_tokens(answer.cached_tokens)
+        session.host.counted(session, answer.prompt_tokens)
+
+    def _not_prefilled(self, fault: Fault) -> None:
+        failure = Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}")
+        self._session.failed(self, failure)
+
+    # What the engine answers.
+
+    def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+        """Take an answer that is no stream."""
+        if status != 200:
+            self._session.failed(self, refusal(status, headers, body))
+        elif self.hands_back and is_recomputed(body):
+            self.stream_recomputed()
+        elif not is_whole(body):
+            reason = "the engine's answer is no JSON object"
+            self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
+        else:
+            self._served()
+            record = self._session.record
+            prompt_tokens, record.output_tokens = counts_of(body)
+            record.prompt_tokens = record.prompt_tokens or prompt_tokens
+            if record.cached_tokens is not None:
+                body = with_cached_tokens(body, record.cached_tokens)
+            self._session.answered(headers, body)
+
+    def stream_started(self, status: int, headers: "Headers") -> None:
+        """Open the client's stream with the first event."""
+        self._session.began(self, status, headers)
+        self._served()
+        self._session.joined()
+
+    def _served(self) -> None:
+        host, pair = self._session.host, self.pair
+        host.leg_succeeded(self.engine.target)
+        if pair is not None:
+            self._kv = None
+            host.transfers.succeeded(*pair)
+
+    def stream_ended(self) -> None:
+        """Finish the answer."""
+        if self.stream is not None and self.stream.started:
+            self._session.finished()
+        else:  # The engine has nothing to say, which is no answer.
+            error = WireError(WireFault.RESET, "the stream is empty", sent=True, answered=True)
+            self.stream_broken(error)
+
+    def stream_error(self, message: str) -> None:
+        """End a stream in which the engine reported an error of its own."""
+        self._session.reported(message)
+
+    def stream_error_first(self, event: bytes) -> None:
+        """Fail when the first event is an error."""
+        payload = event_data(event)
+        error = json.loads(payload)["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if type(code) is int and 400 <= code <= 599 else 500
+        what = What.REFUSED if status < 500 else What.ERROR_EVENT
+        answer = (status, JSON_HEADERS, payload)
+        reason = f"status {status}"
+        self._session.failed(self, Failure(what, Fault.SERVER_ERROR, reason, answer))
+
+    def stream_counts_dear(self) -> None:
+        """Ask this engine for its counts no more."""
+        self._session.host.counts_dear(self.engine)
+
+    def stream_recomputed(self) -> None:
+        """Go on elsewhere: the rank hands the request back."""
+        session, record, stream = self._session, self._session.record, self.stream
+        self.close()
+        record.recomputes += 1
+        if record.recomputes > _MOST_RECOMPUTES:
+            session.fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
+            return
+        advanced = False
+        if stream is not None and stream.started and stream.all_tokens:
+            advanced = True
+            try:
+                if session.emitted.add(stream, session.shape, session.body):
+                    session.answer.reply.write(stream.last_words)
+            except CannotResumeError as error:
+                session.fail(502, f"the engine dropped the request, and {error}")
+                return
+        session.recomputed(advanced=advanced)
+
+    def stream_broken(self, error: WireError) -> None:
+        """Fail, or end the answer truthfully."""
+        self._session.failed(self, breakage(error))

@@ -1,0 +1,158 @@
+"""What a session holds in each of its phases; see `phases`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.telemetry.record import Leg
+    from balanceroute.proxy.wire.client import Call, ResponseHandler
+    from balanceroute.proxy.wire.messages import Headers
+
+
+class Holding:
+    """Nothing: what a session holds that waits for the scheduler, or has ended."""
+
+    __slots__ = ()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a rank has the request."""
+        return False
+
+    @property
+    def pair(self) -> "tuple[Prefiller, Rank] | None":
+        """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
+        return None
+
+    @property
+    def tokens(self) -> int | None:
+        """What has come of a stream; None if nothing is streamed."""
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has the whole answer, though the engine has not ended it."""
+        return False
+
+    def leg_at(self, target: "Target") -> "Leg | None":
+        """Return the leg that an instance works on, or failed to; None if it does not."""
+        del target
+        return None
+
+    def move(self, target: "Target") -> bool:
+        """Have what a removed instance does for another one done elsewhere, if that is possible."""
+        del target
+        return False
+
+    def check_deadline(self, now_s: float) -> None:
+        """Fail if it takes too long."""
+
+    def pause(self) -> None:
+        """Read no further: the client reads too slowly."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+    def close(self) -> None:
+        """Let go of everything. Nothing more comes of it, and to close it again does nothing."""
+
+
+NOTHING = Holding()
+
+
+class Attempt(Holding):
+    """One exchange with one engine, which is a part of its session.
+
+    Args:
+        session: Told what becomes of it.
+        leg: What the engine is asked for.
+        engine: Who is asked.
+
+    Attributes:
+        leg: As given.
+        engine: As given.
+    """
+
+    __slots__ = ("_call", "_deadline_s", "_session", "engine", "leg")
+
+    def __init__(self, session: "Session", leg: "Leg", engine: "Prefiller | Rank") -> None:
+        self.leg = leg
+        self.engine = engine
+        self._session = session
+        self._deadline_s = 0.0
+        self._call: Call | None = None
+
+    @property
+    def offers(self) -> int:
+        """How many ranks its KV cache was offered to."""
+        return 0
+
+    def send(self) -> None:
+        """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""
+        raise NotImplementedError
+
+    def leg_at(self, target: "Target") -> "Leg | None":
+        """Return the leg if it is the engine's."""
+        return self.leg if self.engine.target == target else None
+
+    def pause(self) -> None:
+        """Slow the engine down."""
+        if self._call is not None:
+            self._call.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._call is not None:
+            self._call.resume()
+
+    def close(self) -> None:
+        """End the exchange. Its handler knows the attempt: leave no cycle behind."""
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+
+    def _post(
+        self, headers: "Headers", body: bytes, handler: "ResponseHandler", *, timeout_s: float
+    ) -> None:
+        session = self._session
+        self._deadline_s = session.host.clock() + timeout_s
+        target = session.shape.api.value.encode()
+        self._call = self.engine.endpoint.request(
+            b"POST", target, headers, body, handler, crashed=session.crashed
+        )
+
+
+class Backoff(Holding):
+    """The wait after an attempt that failed; until it is over the request is still bound as it was.
+
+    Args:
+        failed: The attempt.
+        timer: Begins what comes next.
+    """
+
+    __slots__ = ("_failed", "_timer")
+
+    def __init__(self, failed: Attempt, timer: "asyncio.TimerHandle") -> None:
+        self._failed = failed
+        self._timer = timer
+
+    @property
+    def bound(self) -> bool:
+        """Whether it was a rank that failed."""
+        return self._failed.bound
+
+    @property
+    def pair(self) -> "tuple[Prefiller, Rank] | None":
+        """Who failed to begin."""
+        return self._failed.pair
+
+    def leg_at(self, target: "Target") -> "Leg | None":
+        """Return the leg that failed there."""
+        return self._failed.leg_at(target)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()

@@ -1,0 +1,30 @@
+"""What a prefill leaves behind for the rank."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.instances import Prefiller
+
+
+class KvHandle:
+    """A KV cache on a prefiller.
+
+    Attributes:
+        prefiller: Who computed it.
+        params: How a rank pulls it; None if none can, so that the rank computes the prompt itself.
+        offers: How many ranks it was offered to.
+    """
+
+    __slots__ = ("_losses", "offers", "params", "prefiller")
+
+    def __init__(self, prefiller: "Prefiller", params: Mapping[str, Any] | None) -> None:
+        self.prefiller = prefiller
+        self.params = params
+        self.offers = 0
+        self._losses = prefiller.lost_kv
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it went with its engine's process."""
+        return self.params is not None and self.prefiller.lost_kv != self._losses

@@ -1,0 +1,59 @@
+"""Where a request stands between its client and the engines: every phase, and every way between them.
+
+Rules:
+
+1. Every move is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
+2. What a session holds follows from its phase alone: an attempt in `PREFILLING`, `DECODING` and
+   `STREAMING`, the timer of the next one in `BACKOFF`, and nothing in the others, in which the
+   scheduler decides what comes next. A session that leaves a phase closes what it held there; only
+   the attempt whose stream begins goes on.
+3. Whether the client has the head of its answer is another matter: a request that its rank hands
+   back in the middle of a stream is `QUEUED` again, and the stream stays open.
+"""
+
+from enum import Enum, auto
+
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import RequestId
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    # Enum's own hash is Python code, and every move looks a phase up.
+    __hash__ = object.__hash__
+
+    QUEUED = auto()  # Waits for a prefiller.
+    PREFILLING = auto()  # A prefiller computes its prompt.
+    POOLED = auto()  # Waits for a rank.
+    DECODING = auto()  # An engine was asked for the answer.
+    STREAMING = auto()  # The client gets it event by event.
+    BACKOFF = auto()  # An attempt failed, and the next one waits.
+    ENDED = auto()
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    # Without a prefill leg it waits for a rank from the start. A prefiller may be asked for all of it.
+    Phase.QUEUED: frozenset({Phase.PREFILLING, Phase.POOLED, Phase.DECODING, Phase.ENDED}),
+    # A prefill that left no KV cache behind may be one for another prefiller at once.
+    Phase.PREFILLING: frozenset({Phase.POOLED, Phase.QUEUED, Phase.BACKOFF, Phase.ENDED}),
+    # Its KV cache may be lost before a rank is found.
+    Phase.POOLED: frozenset({Phase.DECODING, Phase.QUEUED, Phase.ENDED}),
+    # It waits again if its rank hands it back, or if an engine goes that it was on.
+    Phase.DECODING: frozenset(
+        {Phase.STREAMING, Phase.QUEUED, Phase.POOLED, Phase.BACKOFF, Phase.ENDED}
+    ),
+    Phase.STREAMING: frozenset({Phase.QUEUED, Phase.POOLED, Phase.ENDED}),
+    Phase.BACKOFF: frozenset({Phase.QUEUED, Phase.POOLED, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+def check_move(request: RequestId, phase: Phase, to: Phase) -> None:
+    """Reject a move that is not in the table.
+
+    Raises:
+        LifecycleError: It is not.
+    """
+    if to not in TRANSITIONS[phase]:
+        raise LifecycleError(f"request {request} cannot go from {phase.name} to {to.name}")

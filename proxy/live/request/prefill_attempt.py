@@ -1,0 +1,123 @@
+"""A prefiller that was asked for a prompt's KV cache."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.connectors import MissingKvError
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.openai.leg_body import prefill_body
+from balanceroute.proxy.live.openai.prefill_answer import (
+    BadPrefillAnswerError,
+    PrefillAnswer,
+    read_prefill_answer,
+)
+from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
+from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.kv_handle import KvHandle
+from balanceroute.proxy.live.telemetry.record import Leg
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.instances import Prefiller
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.wire.messages import Headers, WireError
+
+
+class PrefillAttempt(Attempt):
+    """One prefill leg.
+
+    Args:
+        session: Told what becomes of it.
+        prefiller: Who is asked.
+
+    Attributes:
+        prefiller: As given.
+        sent_s: When it was asked: its lease cannot have begun before.
+    """
+
+    __slots__ = ("_transfer", "prefiller", "sent_s")
+
+    def __init__(self, session: "Session", prefiller: "Prefiller") -> None:
+        super().__init__(session, Leg.PREFILL, prefiller)
+        self.prefiller = prefiller
+        self.sent_s = session.host.clock()
+        self._transfer = ""
+
+    def send(self) -> None:
+        """Ask for one token, and for the KV cache to be kept."""
+        session, host = self._session, self._session.host
+        self._transfer = f"xfer-{host.unique()}"
+        params = host.connector.prefill_params(self._transfer)
+        body = prefill_body(session.body, session.emitted.members, params, drop=host.legs.drop)
+        leg = BufferedLeg(self._answered, self._broken, max_bytes=host.legs.answer_limit_bytes)
+        self._post(session.headers, body, leg, timeout_s=host.legs.prefill_timeout_s)
+
+    def check_deadline(self, now_s: float) -> None:
+        """Fail if the answer takes too long."""
+        if now_s > self._deadline_s:
+            session = self._session
+            reason = session.host.legs.overdue(prefill=True, stream=session.shape.stream)
+            session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason))
+
+    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+        session, host = self._session, self._session.host
+        if status != 200:
+            session.failed(self, refusal(status, headers, body))
+            return
+        try:
+            answer = read_prefill_answer(body)
+        except BadPrefillAnswerError as error:
+            session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
+            return
+        host.leg_succeeded(self.prefiller.target)
+        record = session.record
+        record.prefilled_ns = round(host.clock() * 1e9)
+        if session.emitted.tokens == 0:
+            record.prompt_tokens = answer.prompt_tokens
+            record.cached_tokens = answer.cached_tokens
+        try:
+            kv = KvHandle(self.prefiller, self._params(answer))
+        except MissingKvError as error:
+            self._go_on_without_kv(answer, str(error))
+        else:
+            session.prefilled(kv, answer.prompt_tokens, self._lease_ns())
+
+    def _params(self, answer: PrefillAnswer) -> Mapping[str, Any]:
+        """Return how a rank pulls the KV cache that this leg left behind.
+
+        Raises:
+            MissingKvError: None could.
+        """
+        if answer.complete:
+            # Prefillers keep the KV cache only of answers that were cut off at their one token.
+            raise MissingKvError("the prefill answer is complete")
+        host, prefiller = self._session.host, self.prefiller
+        params = host.connector.decode_params(
+            self._transfer, answer.kv_transfer_params, prefiller.identity
+        )
+        engine_id = params.get("remote_engine_id")
+        if type(engine_id) is str:
+            host.lost.engine_seen(prefiller, engine_id)
+        return params
+
+    def _lease_ns(self) -> int | None:
+        host = self._session.host
+        if host.lease_s is None:
+            return None
+        return round((max(self.sent_s, host.stalls.waiting_since_s()) + host.lease_s) * 1e9)
+
+    def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
+        session, legs = self._session, self._session.host.legs
+        recompute = answer.complete or legs.on_missing_kv == "recompute"
+        if answer.complete and session.emitted.tokens == 0:
+            session.prefill_was_all(answer.message)
+        elif recompute and legs.direct is Direct.DECODE:
+            session.prefilled(KvHandle(self.prefiller, None), answer.prompt_tokens, None)
+        elif recompute and legs.direct is Direct.PREFILL:
+            session.left_to_prefillers()
+        else:
+            session.failed(self, Failure(What.NO_KV, Fault.PROTOCOL, reason))
+
+    def _broken(self, error: "WireError") -> None:
+        self._session.failed(self, breakage(error))
