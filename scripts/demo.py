@@ -33,6 +33,7 @@ from balanceroute.proxy.emulate import EmulationSettings
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.settings.reader import Given, given_by_flags
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.limits import as_sent, with_limits
 from balanceroute.proxy.replay.workload import plan
@@ -102,7 +103,9 @@ class Setup:
         parser = argparse.ArgumentParser()
         emulate.add_parser(parser.add_subparsers())
         words = self.engines_command
-        return emulate.settings_from_flags(parser.parse_args(words[words.index("emulate") :]))
+        arguments = parser.parse_args(words[words.index("emulate") :])
+        flags = given_by_flags(arguments, emulate.SECTIONS)
+        return emulate.emulation_settings(Given(emulate.SECTIONS, flags=flags))
 
     def proxy_flags(self, policy: str) -> dict[str, object]:
         """Return the proxy's flags beside its engines; its times are real ones."""

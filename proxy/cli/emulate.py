@@ -9,10 +9,9 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from math import inf
 
-from balanceroute.proxy.cli.help_format import HelpFormatter
-from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import (
     Connector,
@@ -21,31 +20,142 @@ from balanceroute.proxy.emulate import (
     EmulationSettings,
     Preemption,
 )
+from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import (
+    choice,
+    flag,
+    integer,
+    named,
+    number,
+    optional_integer,
+    part,
+    seconds,
+    text,
+)
 
 _DEFAULTS = EmulationSettings()
+_MAX_PORT = 65_535
 _READ_BYTES = 4_096
-# The range of every number.
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "--prefillers": (0, 1e3),
-    "--ranks": (0, 1e4),
-    "--batch": (1, 1e9),
-    "--kv-capacity": (1, 1e12),
-    "--prefill-kv-capacity": (1, 1e12),
-    "--lease-s": (1e-6, 1e9),
-    "--max-model-len": (2, 1e9),
-    "--mean-output": (1, inf),
-    "--port": (0, 65_535),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines."""
+
+    prefillers: int = integer(_DEFAULTS.prefillers, "prefill engines", 0, 1_000, metavar="P")
+    ranks: int = integer(_DEFAULTS.ranks, "decode ranks", 0, 10_000, metavar="G")
+    batch: int = integer(_DEFAULTS.batch_limit, "batch limit of a rank", 1, 10**9, metavar="B")
+    kv_capacity: int | None = optional_integer(
+        "KV tokens per rank", 1, 10**12, shown_default="no limit", metavar="TOKENS"
+    )
+    prefill_kv_capacity: int | None = optional_integer(
+        "the same, per prefiller", 1, 10**12, shown_default="no limit", metavar="TOKENS"
+    )
+    connector: Connector = choice(
+        _DEFAULTS.connector, "how KV caches travel", named(Connector), at_top=True
+    )
+    dp_mode: DpMode = choice(
+        _DEFAULTS.dp_mode,
+        "a port for each rank, or one port and X-data-parallel-rank",
+        named(DpMode),
+    )
+    preemption: Preemption = choice(
+        _DEFAULTS.preemption,
+        'what a full KV cache does: compute again, or stop with "recomputed"',
+        named(Preemption),
+    )
+    lease_s: float = seconds(_DEFAULTS.lease_s, "lease of prefilled KV", 1e-6, 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How long things take."""
+
     # A step of no time would let time stand still.
-    "--step-base-ms": (0.001, 1e6),
-    "--step-us-per-token": (0, 1e6),
-    "--prefill-base-ms": (0, 1e6),
-    "--prefill-us-per-token": (0, 1e6),
-    "--transfer-base-ms": (0, 1e6),
-    "--transfer-us-per-token": (0, 1e6),
-    "--time-scale": (1e-3, 1e6),
-    "--partial-utf8": (0, 1),
-    "--merged-outputs": (0, 1),
+    step_base_ms: float = number(
+        _DEFAULTS.step_base_ns / 1e6, "step = a + b x max load", 0.001, 1e6, metavar="a"
+    )
+    step_us_per_token: float = number(
+        _DEFAULTS.step_ns_per_token / 1e3, "see a", 0, 1e6, metavar="b"
+    )
+    prefill_base_ms: float = number(
+        _DEFAULTS.prefill_base_ns / 1e6, "prefill = c + d x prompt", 0, 1e6, metavar="c"
+    )
+    prefill_us_per_token: float = number(
+        _DEFAULTS.prefill_ns_per_token / 1e3, "see c", 0, 1e6, metavar="d"
+    )
+    transfer_base_ms: float = number(
+        _DEFAULTS.transfer_base_ns / 1e6, "KV transfer = e + f x prompt", 0, 1e6, metavar="e"
+    )
+    transfer_us_per_token: float = number(
+        _DEFAULTS.transfer_ns_per_token / 1e3, "see e", 0, 1e6, metavar="f"
+    )
+    time_scale: float = number(_DEFAULTS.time_scale, "emulated seconds in a real one", 1e-3, 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the engines say."""
+
+    model: str = text(_DEFAULTS.model, "name of the served model", metavar="MODEL", at_top=True)
+    max_model_len: int = integer(_DEFAULTS.max_model_len, "context", 2, 10**9, metavar="TOKENS")
+    mean_output: float = number(
+        _DEFAULTS.mean_output_tokens,
+        "mean length of answers that end by themselves",
+        1,
+        inf,
+        metavar="TOKENS",
+    )
+    prompt_tokens_details: bool = flag("tell cached_tokens in usage")
+    reasoning_parser: bool = flag("chats begin with reasoning; tell reasoning_tokens in usage")
+    partial_utf8: float = number(
+        _DEFAULTS.partial_utf8,
+        "probability that a token ends within a character",
+        0,
+        1,
+        metavar="P",
+    )
+    merged_outputs: float = number(
+        _DEFAULTS.merged_outputs,
+        "probability that a token shows in one event with the next",
+        0,
+        1,
+        metavar="P",
+    )
+    seed: int = integer(0, "of ids and faults", -(1 << 63), (1 << 63) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the engines are."""
+
+    host: str = text("127.0.0.1", "address to listen on", metavar="HOST")
+    port: int = integer(
+        9100,
+        "of the first engine; the others follow (0: free ones)",
+        0,
+        _MAX_PORT,
+        metavar="PORT",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What whoever starts the command has to do with it."""
+
+    json_ready: bool = flag("print one line of JSON instead of a list")
+    exit_with_stdin: bool = flag("end when standard input ends: with the process that writes to it")
+
+
+HEADINGS: dict[str, tuple[type, ...]] = {
+    "fleet": (Fleet,),
+    "speed": (Speed,),
+    "answers": (Answers,),
+    "server": (Place, Process),
 }
+SECTIONS = (Fleet, Speed, Answers, Place, Process)
+# What the [emulation] table of a topology may say.
+FILED = (Fleet, Speed, Answers, Place)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,140 +164,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "emulate",
         help="serve emulated engines: prefillers, and decode ranks with one barrier",
         description=__doc__,
-        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument(
-        "--prefillers", type=int, default=_DEFAULTS.prefillers, metavar="P", help="prefill engines"
-    )
-    fleet.add_argument(
-        "--ranks", type=int, default=_DEFAULTS.ranks, metavar="G", help="decode ranks"
-    )
-    fleet.add_argument(
-        "--batch",
-        type=int,
-        default=_DEFAULTS.batch_limit,
-        metavar="B",
-        help="batch limit of a rank",
-    )
-    fleet.add_argument(
-        "--kv-capacity", type=int, metavar="TOKENS", help="KV tokens per rank (default: no limit)"
-    )
-    fleet.add_argument(
-        "--prefill-kv-capacity",
-        type=int,
-        metavar="TOKENS",
-        help="the same, per prefiller (default: no limit)",
-    )
-    fleet.add_argument(
-        "--connector",
-        choices=[one.value for one in Connector],
-        default=_DEFAULTS.connector.value,
-        help="how KV caches travel",
-    )
-    fleet.add_argument(
-        "--dp-mode",
-        choices=[one.value for one in DpMode],
-        default=_DEFAULTS.dp_mode.value,
-        help="a port for each rank, or one port and X-data-parallel-rank",
-    )
-    fleet.add_argument(
-        "--preemption",
-        choices=[one.value for one in Preemption],
-        default=_DEFAULTS.preemption.value,
-        help='what a full KV cache does: compute again, or stop with "recomputed"',
-    )
-    fleet.add_argument(
-        "--lease-s",
-        type=float,
-        default=_DEFAULTS.lease_s,
-        metavar="S",
-        help="lease of prefilled KV",
-    )
-    _add_speed(parser)
-    _add_answers(parser)
-    _add_server(parser)
-
-
-def _add_speed(parser: argparse.ArgumentParser) -> None:
-    speed = parser.add_argument_group("speed")
-    for flag, value, symbol, words in (
-        ("--step-base-ms", _DEFAULTS.step_base_ns / 1e6, "a", "step = a + b x max load"),
-        ("--step-us-per-token", _DEFAULTS.step_ns_per_token / 1e3, "b", "see a"),
-        ("--prefill-base-ms", _DEFAULTS.prefill_base_ns / 1e6, "c", "prefill = c + d x prompt"),
-        ("--prefill-us-per-token", _DEFAULTS.prefill_ns_per_token / 1e3, "d", "see c"),
-        (
-            "--transfer-base-ms",
-            _DEFAULTS.transfer_base_ns / 1e6,
-            "e",
-            "KV transfer = e + f x prompt",
-        ),
-        ("--transfer-us-per-token", _DEFAULTS.transfer_ns_per_token / 1e3, "f", "see e"),
-        ("--time-scale", _DEFAULTS.time_scale, "X", "emulated seconds in a real one"),
-    ):
-        speed.add_argument(flag, type=float, default=value, metavar=symbol, help=words)
-
-
-def _add_answers(parser: argparse.ArgumentParser) -> None:
-    answers = parser.add_argument_group("answers")
-    answers.add_argument("--model", default=_DEFAULTS.model, help="name of the served model")
-    answers.add_argument(
-        "--max-model-len",
-        type=int,
-        default=_DEFAULTS.max_model_len,
-        metavar="TOKENS",
-        help="context",
-    )
-    answers.add_argument(
-        "--mean-output",
-        type=float,
-        default=_DEFAULTS.mean_output_tokens,
-        metavar="TOKENS",
-        help="mean length of answers that end by themselves",
-    )
-    answers.add_argument(
-        "--prompt-tokens-details", action="store_true", help="tell cached_tokens in usage"
-    )
-    answers.add_argument(
-        "--reasoning-parser",
-        action="store_true",
-        help="chats begin with reasoning; tell reasoning_tokens in usage",
-    )
-    answers.add_argument(
-        "--partial-utf8",
-        type=float,
-        default=_DEFAULTS.partial_utf8,
-        metavar="P",
-        help="probability that a token ends within a character",
-    )
-    answers.add_argument(
-        "--merged-outputs",
-        type=float,
-        default=_DEFAULTS.merged_outputs,
-        metavar="P",
-        help="probability that a token shows in one event with the next",
-    )
-    answers.add_argument("--seed", type=int, default=0, metavar="N", help="of ids and faults")
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    server.add_argument(
-        "--port",
-        type=int,
-        default=9100,
-        help="of the first engine; the others follow (0: free ones)",
-    )
-    server.add_argument(
-        "--json-ready", action="store_true", help="print one line of JSON instead of a list"
-    )
-    server.add_argument(
-        "--exit-with-stdin",
-        action="store_true",
-        help="end when standard input ends: with the process that writes to it",
-    )
+    for heading, sections in HEADINGS.items():
+        add_flags(parser.add_argument_group(heading), *sections)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -199,70 +179,60 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import uvloop  # noqa: PLC0415 - so that the other subcommands start without it.
 
-    settings = settings_from_flags(arguments)
+    given = read_flags(arguments, *SECTIONS)
+    settings, port = emulation_settings(given), given.read(Place).port
+    engines = settings.prefillers + settings.ranks
+    if port and port + 2 * engines > _MAX_PORT:
+        raise ConfigError(f"--port is {port}, too high for {engines} engines behind it")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, arguments))
+        runner.run(_serve(settings, given))
     return 0
 
 
-def settings_from_flags(arguments: argparse.Namespace) -> EmulationSettings:
+def emulation_settings(given: Given) -> EmulationSettings:
     """Return the fleet's settings.
 
     Raises:
-        ConfigError: One has a value that it cannot have.
+        ConfigError: There is no engine.
     """
-    _check_numbers(arguments)
-    return EmulationSettings(
-        prefillers=arguments.prefillers,
-        ranks=arguments.ranks,
-        batch_limit=arguments.batch,
-        step_base_ns=round(1e6 * arguments.step_base_ms),
-        step_ns_per_token=1e3 * arguments.step_us_per_token,
-        prefill_base_ns=round(1e6 * arguments.prefill_base_ms),
-        prefill_ns_per_token=1e3 * arguments.prefill_us_per_token,
-        transfer_base_ns=round(1e6 * arguments.transfer_base_ms),
-        transfer_ns_per_token=1e3 * arguments.transfer_us_per_token,
-        rank_kv_tokens=arguments.kv_capacity,
-        prefiller_kv_tokens=arguments.prefill_kv_capacity,
-        lease_s=arguments.lease_s,
-        connector=Connector(arguments.connector),
-        dp_mode=DpMode(arguments.dp_mode),
-        preemption=Preemption(arguments.preemption),
-        time_scale=arguments.time_scale,
-        model=arguments.model,
-        max_model_len=arguments.max_model_len,
-        mean_output_tokens=arguments.mean_output,
-        prompt_tokens_details=arguments.prompt_tokens_details,
-        reasoning_parser=arguments.reasoning_parser,
-        partial_utf8=arguments.partial_utf8,
-        merged_outputs=arguments.merged_outputs,
+    fleet, speed, answers = given.read(Fleet), given.read(Speed), given.read(Answers)
+    if fleet.prefillers + fleet.ranks == 0:
+        raise ConfigError("--ranks is 0, and --prefillers is 0 too")
+    return part(
+        EmulationSettings,
+        fleet,
+        speed,
+        answers,
+        batch_limit=fleet.batch,
+        rank_kv_tokens=fleet.kv_capacity,
+        prefiller_kv_tokens=fleet.prefill_kv_capacity,
+        step_base_ns=round(1e6 * speed.step_base_ms),
+        step_ns_per_token=1e3 * speed.step_us_per_token,
+        prefill_base_ns=round(1e6 * speed.prefill_base_ms),
+        prefill_ns_per_token=1e3 * speed.prefill_us_per_token,
+        transfer_base_ns=round(1e6 * speed.transfer_base_ms),
+        transfer_ns_per_token=1e3 * speed.transfer_us_per_token,
+        mean_output_tokens=answers.mean_output,
     )
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    check_numbers(arguments, _BOUNDS)
-    if arguments.prefillers + arguments.ranks == 0:
-        raise ConfigError("--ranks is 0, and --prefillers is 0 too")
-    engines = arguments.prefillers + arguments.ranks
-    if arguments.port and arguments.port + 2 * engines > _BOUNDS["--port"][1]:
-        raise ConfigError(f"--port is {arguments.port}, too high for {engines} engines behind it")
-
-
-async def _serve(settings: EmulationSettings, arguments: argparse.Namespace) -> None:
+async def _serve(settings: EmulationSettings, given: Given) -> None:
+    place, process = given.read(Place), given.read(Process)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    if arguments.exit_with_stdin:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(one, stopped.set)
+    if process.exit_with_stdin:
         _watch_stdin(loop, stopped)
     epoch_s = time.time_ns() / 1e9 - loop.time()
-    fleet = EmulatedFleet(settings, rng=random.Random(arguments.seed), epoch_s=epoch_s)
-    await fleet.start(arguments.host, arguments.port)
+    rng = random.Random(given.read(Answers).seed)
+    fleet = EmulatedFleet(settings, rng=rng, epoch_s=epoch_s)
+    await fleet.start(place.host, place.port)
     try:
         # What is there stays, and requests leave few cycles. A collection holds up every rank.
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)
-        _announce(fleet, as_json=arguments.json_ready)
+        _announce(fleet, as_json=process.json_ready)
         await stopped.wait()
     finally:
         await fleet.close()

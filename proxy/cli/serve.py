@@ -37,9 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str]" = ()) -> None:
     """Add the flag of every setting but those named."""
     for heading, sections in HEADINGS.items():
-        group = parser.add_argument_group(heading)
-        for section in sections:
-            add_flags(group, section, without=without)
+        add_flags(parser.add_argument_group(heading), *sections, without=without)
 
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, object]:

@@ -10,43 +10,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.serve import add_serve_flags, configure_and_serve, flags_given
-from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.process import (
     EngineProcessError,
     addresses,
     engine_process,
     ready_line,
 )
-from balanceroute.topologies import did_you_mean, read_topology
+from balanceroute.proxy.live.settings.reader import Given
+from balanceroute.proxy.live.settings.setting import flag_of
+from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
     import subprocess
 
     from balanceroute.topologies import Topology
-
-# What an [emulation] table may say: flags of `balanceroute emulate`, with underscores.
-EMULATION_KEYS = (
-    "host",
-    "port",
-    "prefillers",
-    "ranks",
-    "batch",
-    "kv_capacity",
-    "prefill_kv_capacity",
-    "dp_mode",
-    "preemption",
-    "lease_s",
-    "step_base_ms",
-    "step_us_per_token",
-    "prefill_base_ms",
-    "prefill_us_per_token",
-    "transfer_base_ms",
-    "transfer_us_per_token",
-    "time_scale",
-    "max_model_len",
-    "mean_output",
-    "seed",
-)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -115,18 +93,21 @@ def emulate_command(topology: "Topology") -> list[str]:
     Raises:
         ConfigError: The topology does not say how, or says something unknown.
     """
+    from balanceroute.proxy.cli.emulate import FILED  # noqa: PLC0415 - it needs the extra.
+
     if topology.emulation is None:
         reason = "has no [emulation] table: put `balanceroute serve` before its engines"
         raise ConfigError(f"{topology.path}: {reason}")
     words = [sys.executable, "-m", "balanceroute.proxy", "emulate"]
-    for key, value in topology.emulation.items():
-        place = f"{topology.path}: [emulation].{key}"
-        if key not in EMULATION_KEYS:
-            raise ConfigError(f"{place}: unknown key{did_you_mean(key, EMULATION_KEYS)}")
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise ConfigError(f"{place} is {shown(value)}, must be a number or a text")
-        # As one word: a value that begins with a dash is no flag.
-        words.append(f"--{key.replace('_', '-')}={value}")
+    # Checked here, where the file is known.
+    table = topology.emulation
+    Given(FILED, flags={}, table=table, table_name="emulation", file=topology.path)
+    for key, value in table.items():
+        if isinstance(value, bool):
+            words += [flag_of(key)] * value
+        else:
+            # As one word: a value that begins with a dash is no flag.
+            words.append(f"{flag_of(key)}={value}")
     if topology.connector is not None:
         words.append(f"--connector={topology.connector}")
     if len(topology.models) > 1:

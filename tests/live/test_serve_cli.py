@@ -1,6 +1,7 @@
 """`serve` and `up`: flags that reach the configuration, one clear line for a fault, no orphans."""
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -224,9 +226,17 @@ def test_the_shipped_fleet_is_emulated_as_it_says() -> None:
 def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     emulate.add_parser(parser.add_subparsers())
-    for key in up.EMULATION_KEYS:
-        value = {"dp_mode": "header", "preemption": "stop", "host": "::1"}.get(key, 7)
-        path = write(tmp_path, f'name = "x"\nmodel = "m"\n[emulation]\n{key} = {value!r}\n')
+    words: dict[str, object] = {"dp_mode": "header", "preemption": "stop", "host": "::1"}
+    for setting in chain.from_iterable(map(settings_of, emulate.FILED)):
+        if setting.at_top:
+            continue
+        key, value = setting.name, words.get(setting.name, 2)
+        if isinstance(setting.default, bool):
+            value = True
+        elif setting.metavar == "P" and setting.name != "prefillers":  # A probability.
+            value = 0.5
+        filed = json.dumps(value)
+        path = write(tmp_path, f'name = "x"\nmodel = "m"\n[emulation]\n{key} = {filed}\n')
         command = up.emulate_command(read_topology(path))
         arguments = parser.parse_args(command[command.index("emulate") :])
         assert getattr(arguments, key) == value
@@ -240,8 +250,12 @@ def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Pa
     [
         (TOPOLOGY, "", "has no [emulation] table: put `balanceroute serve`"),
         (f"{EMULATED}rank = 2", "[emulation].rank", "unknown key; did you mean 'ranks'?"),
-        (f"{EMULATED}seed = true", "[emulation].seed", "is True, must be a number or a text"),
+        (f"{EMULATED}seed = true", "[emulation].seed", "is True, must be an integer"),
         (f"{EMULATED}seed = [1]", "[emulation].seed", "is [1], must be"),
+        (f"{EMULATED}prefillers = -1", "[emulation].prefillers", "is -1, must be from 0 to 1000"),
+        (f'{EMULATED}dp_mode = "x"', "[emulation].dp_mode", "must be one of ports, header"),
+        (f'{EMULATED}connector = "nixl"', "[emulation].connector", "belongs at the top"),
+        (f"{EMULATED}json_ready = true", "[emulation].json_ready", "unknown key"),
         (f'model = ["a", "b"]\n{EMULATED}', "model", "serve one model, not several"),
     ],
 )

@@ -28,6 +28,7 @@ from balanceroute.proxy.live.settings.setting import (
     file_or_word,
     files_or_words,
     integer,
+    named,
     number,
     optional_integer,
     optional_number,
@@ -252,7 +253,7 @@ class SchedulingSettings:
         None,
         "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
         "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
-        {"auto": None, **{one.value: one for one in Direct}},
+        {"auto": None, **named(Direct)},
         shown_default="prefill with the connectors of vllm-ascend, else decode",
     )
     # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
@@ -289,7 +290,7 @@ class PolicyKnobs:
     projection: Form | None = choice(
         None,
         "how br-h uses a prediction",
-        {"auto": None, **{one.value: one for one in Form}},
+        {"auto": None, **named(Form)},
         shown_default="expected; point with --paper",
     )
     horizon: int = integer(

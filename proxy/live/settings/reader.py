@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -20,7 +21,8 @@ class Given:
         sections: All that can be given.
         flags: Values by name; None for a flag that was not given.
         top: Values at the top of the file, likewise.
-        table: The file's `[proxy]` table.
+        table: A table of the file.
+        table_name: Its name.
         file: The file, for messages and relative paths.
 
     Raises:
@@ -35,9 +37,10 @@ class Given:
         flags: Mapping[str, object],
         top: Mapping[str, object] = MappingProxyType({}),
         table: Mapping[str, object] = MappingProxyType({}),
+        table_name: str = "proxy",
         file: Path = Path(),
     ) -> None:
-        self._file = file
+        self._file, self._table_name = file, table_name
         self._flags = {name: value for name, value in flags.items() if value is not None}
         self._filed = {
             name: value for name, value in (*top.items(), *table.items()) if value is not None
@@ -47,7 +50,7 @@ class Given:
             if name not in self._known:
                 raise ConfigError(f"unknown flag {name!r}{did_you_mean(name, self._known)}")
         for name in table:
-            place = f"{file}: [proxy].{name}"
+            place = f"{file}: [{table_name}].{name}"
             if name not in self._known:
                 raise ConfigError(f"{place}: unknown key{did_you_mean(name, self._known)}")
             if self._known[name].at_top:
@@ -62,7 +65,8 @@ class Given:
         """Return what to call a setting: the flag, or the file and key if that is where it is."""
         if name in self._flags or name not in self._filed:
             return flag_of(name)
-        return f"{self._file}: {name if self._known[name].at_top else f'[proxy].{name}'}"
+        key = name if self._known[name].at_top else f"[{self._table_name}].{name}"
+        return f"{self._file}: {key}"
 
     def _value(self, setting: Setting) -> object:
         if setting.name in self._flags:
@@ -88,16 +92,25 @@ class Given:
 
 
 def add_flags(
-    group: "argparse._ActionsContainer", section: type, *, without: Collection[str] = ()
+    group: "argparse._ActionsContainer", *sections: type, without: Collection[str] = ()
 ) -> None:
-    """Add the flags of a section's settings, but of those named.
+    """Add the flags of the settings of sections, but of those named.
 
     A flag that is not given stays None, so that what a file says can stand in for it. Values are
     checked with those of the file, not while the command line is parsed.
     """
-    for setting in settings_of(section):
+    for setting in chain.from_iterable(map(settings_of, sections)):
         if setting.name not in without:
             _add_flag(group, setting)
+
+
+def read_flags(arguments: argparse.Namespace, *sections: type) -> Given:
+    """Return what is given of sections that no file can give.
+
+    Raises:
+        ConfigError: A value is not allowed.
+    """
+    return Given(sections, flags=given_by_flags(arguments, sections))
 
 
 def given_by_flags(arguments: argparse.Namespace, sections: Iterable[type]) -> dict[str, object]:
@@ -109,9 +122,8 @@ def given_by_flags(arguments: argparse.Namespace, sections: Iterable[type]) -> d
 def _add_flag(group: "argparse._ActionsContainer", setting: Setting) -> None:
     default = f" (default: {setting.shown_default})" if setting.shown_default else ""
     text = f"{setting.help}{default}".replace("%", "%%")
-    if isinstance(setting.default, bool):
-        switch = argparse.BooleanOptionalAction
-        group.add_argument(setting.flag, action=switch, default=None, help=text)
+    if setting.action is not None:
+        group.add_argument(setting.flag, action=setting.action, default=None, help=text)
     elif setting.many:
         group.add_argument(
             setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text

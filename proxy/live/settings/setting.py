@@ -8,8 +8,10 @@ The field is a flag (`--load-log-interval-s`) and a key of a file at once. A dec
 default first, then the help without the default, then the range.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,6 +19,7 @@ from typing import Any, TypeVar, cast
 from balanceroute.proxy.core.errors import ConfigError, shown
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 _KEY = "setting"
 
 
@@ -34,6 +37,7 @@ class Setting:
         help: For the command line, without the default.
         shown_default: The default in words; "" to leave it out.
         metavar: What stands for the value in the help; None for choices and switches.
+        action: What argparse does with a flag that takes no value; None if it takes one.
         choices: The words allowed, if they can be listed.
         many: Whether the setting is a list.
         is_path: Whether a relative value in a file starts at the file's folder.
@@ -47,7 +51,8 @@ class Setting:
     parse: Callable[[str], object] = str
     help: str
     shown_default: str
-    metavar: str | None
+    metavar: str | None = None
+    action: str | type[argparse.Action] | None = None
     choices: tuple[str, ...] = ()
     many: bool = False
     is_path: bool = False
@@ -165,9 +170,26 @@ def words(names: Iterable[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def text(default: str, text: str, check: Callable[[str], str], *, metavar: str) -> str:
-    """Declare a text which `check` accepts."""
-    return _declare(default, text, lambda value: check(_text(value)), default, metavar)
+def named(values: type[E]) -> dict[str, E]:
+    """Return the members of an enumeration by their values, for `choice`."""
+    return {str(one.value): one for one in values}
+
+
+def text(
+    default: T,
+    text: str,
+    check: Callable[[str], str] = str,
+    *,
+    metavar: str,
+    at_top: bool = False,
+) -> T | str:
+    """Declare a text which `check` accepts; its default may be None."""
+    shown_default = "" if default is None else f"{default}"
+
+    def checked(value: object) -> str:
+        return check(_text(value))
+
+    return _declare(default, text, checked, shown_default, metavar, at_top=at_top)
 
 
 def texts(
@@ -187,9 +209,9 @@ def texts(
     return _declare(nothing, text, checked, shown_default, metavar, many=True, at_top=at_top)
 
 
-def file(text: str) -> Path | None:
+def file(text: str, *, metavar: str = "FILE") -> Path | None:
     """Declare the name of a file."""
-    return _declare(None, text, lambda value: Path(_text(value)), "", "FILE", is_path=True)
+    return _declare(None, text, lambda value: Path(_text(value)), "", metavar, is_path=True)
 
 
 def file_or_word(default: str, text: str, words: tuple[str, ...]) -> str:
@@ -208,13 +230,13 @@ def files_or_words(text: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 def switch(default: bool, text: str) -> bool:
     """Declare what is on or off: `--name` or `--no-name`."""
+    action = argparse.BooleanOptionalAction
+    return _declare(default, text, _boolean, "on" if default else "off", None, action=action)
 
-    def check(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"is {shown(value)}, must be true or false")
-        return value
 
-    return _declare(default, text, check, "on" if default else "off", None)
+def flag(text: str) -> bool:
+    """Declare what is off unless its flag is given: `--name`."""
+    return _declare(False, text, _boolean, "", None, action="store_true")
 
 
 def _declare(
@@ -241,6 +263,12 @@ def _declare(
 
 def _optional(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
     return lambda value: None if word and value == word else check(value)
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"is {shown(value)}, must be true or false")
+    return value
 
 
 def _text(value: object) -> str:
