@@ -41,6 +41,14 @@ PUBLIC = {
         "PolicySettings",
         "make_policy",
     ],
+    "balanceroute.proxy.core.prefill": [
+        "PREFILL_CHOICES",
+        "FewestTokens",
+        "MakePrefillChoice",
+        "PrefillChoice",
+        "PrefillView",
+        "Prefillers",
+    ],
     "balanceroute.proxy.core.queueing": [
         "QUEUE_ORDERS",
         "Arrival",

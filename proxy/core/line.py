@@ -142,7 +142,7 @@ class Line:
     ) -> PrefillerId | None:
         tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(
-            request.request,
+            request.ticket,
             tokens,
             request.lost_on_prefillers,
             sequences=sequences,

@@ -51,7 +51,7 @@ from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.prefill import PrefillChoice, Prefillers
+from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Scheduler:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. One scheduler's alone, as it may keep a projection.
         queue_order: Makes the lines before prefill, and what a policy may choose among.
-        prefill_choice: Who takes a probe; None for `FewestHeldTokens`.
+        prefill_choice: Makes who chooses the prefiller of a probe.
         on_failure: Told when the policy or its projection fails; a round that failed is decided
             oldest first, and the projection is built anew for the next. None lets the exception
             out, which changes nothing else.
@@ -89,7 +89,7 @@ class Scheduler:
         policy: Policy,
         *,
         queue_order: MakeQueueOrder = Arrival,
-        prefill_choice: PrefillChoice | None = None,
+        prefill_choice: MakePrefillChoice = FewestTokens,
         on_failure: OnFailure | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Scheduler:
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,
             direct_limit=config.direct_limit,
-            choice=prefill_choice,
+            choice=prefill_choice(),
         )
         self.requests: dict[RequestId, Request] = {}
         self.line = Line(self.requests, self.prefillers, queue_order)

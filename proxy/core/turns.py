@@ -1,5 +1,6 @@
 """Equals take turns, so that none of several idle instances gets everything."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._choices = 0
-        self._last_choice: dict[int, int] = {}
+        self._last_choice: defaultdict[int, int] = defaultdict(int)
 
     def take(self, equals: Sequence[One]) -> One:
         """Return the one chosen least recently, of those never chosen the first.
@@ -19,7 +20,7 @@ class Turns:
         Args:
             equals: At least one.
         """
-        chosen = min(equals, key=lambda one: self._last_choice.get(one, 0))
+        chosen = equals[0] if len(equals) == 1 else min(equals, key=self._last_choice.__getitem__)
         self._choices += 1
         self._last_choice[chosen] = self._choices
         return chosen

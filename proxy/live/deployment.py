@@ -12,6 +12,7 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import make_connector
@@ -187,6 +188,7 @@ class Deployment:
                 self._scheduler_config(),
                 self._make_policy(ranks, self._lap),
                 queue_order=QUEUE_ORDERS["arrival"],
+                prefill_choice=PREFILL_CHOICES["fewest-tokens"],
                 on_failure=self._failures.report,
                 observer=environment.observer,
             ),

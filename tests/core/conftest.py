@@ -17,7 +17,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill import PrefillChoice
+from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
@@ -32,7 +32,7 @@ class Driver:
         policy: str = "fifo",
         *,
         queue_order: MakeQueueOrder = Arrival,
-        prefill_choice: PrefillChoice | None = None,
+        prefill_choice: MakePrefillChoice = FewestTokens,
         **limits: int | None,
     ) -> None:
         config = SchedulerConfig(**{"ranks": 1, "batch_limit": 1, **limits})  # type: ignore[arg-type]

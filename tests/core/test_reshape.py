@@ -44,6 +44,7 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.prefill import PrefillView
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -266,12 +267,12 @@ class FirstWithRoom:
 
     def choose(
         self,
-        request: RequestId,
+        ticket: Ticket,
         prompt_tokens: int,
         candidates: Sequence[PrefillerId],
-        held_tokens: Sequence[int],
+        view: PrefillView,
     ) -> PrefillerId:
-        del request, prompt_tokens, held_tokens
+        del ticket, prompt_tokens, view
         return candidates[0]
 
 
@@ -334,9 +335,9 @@ SHAPE = SchedulerConfig(
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_follows_is_as_if_it_had_had_this_shape_from_the_start(name: str, seed: int) -> None:
     small = replace(SHAPE, ranks=2, batch_limit=7, prefillers=1, ttl_ns=None, rank_kv_tokens=None)
-    reshaped = Scheduler(small, Rehearsed(), prefill_choice=FirstWithRoom())
+    reshaped = Scheduler(small, Rehearsed(), prefill_choice=FirstWithRoom)
     policy = Rehearsed(policy_for(name, SHAPE))
-    always = Scheduler(SHAPE, policy, prefill_choice=FirstWithRoom())
+    always = Scheduler(SHAPE, policy, prefill_choice=FirstWithRoom)
     life = Life(random.Random(f"{name} {seed}"), always)
 
     def feed(event: Event) -> list[Action]:

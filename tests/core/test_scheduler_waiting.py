@@ -26,6 +26,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.prefill import PrefillView
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver
@@ -193,16 +194,16 @@ class TheLast:
 
     def choose(
         self,
-        request: RequestId,
+        ticket: Ticket,
         prompt_tokens: int,
         candidates: Sequence[PrefillerId],
-        held_tokens: Sequence[int],
+        view: PrefillView,
     ) -> PrefillerId:
-        del request, prompt_tokens, held_tokens
+        del ticket, prompt_tokens, view
         return candidates[-1]
 
 
 def test_another_prefill_choice_says_who_takes_the_probe(new_driver: "type[Driver]") -> None:
-    driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast())
+    driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]

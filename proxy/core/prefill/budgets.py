@@ -1,58 +1,17 @@
-"""Prefiller budgets: which prefiller takes the next probe, and what each one still holds.
+"""Prefiller budgets: which prefillers may take the next probe, and what each one still holds.
 
 A prefiller is charged a request's prompt tokens from its probe until the KV cache has left it: the
 first decoded token, or a release. A **direct** request, all of which it answers, is charged the
 prompt of each sequence until it ends, and takes no probe but its sequences, of which there is a limit.
-`Prefillers` only counts; the scheduler says when. Which of the prefillers with room takes a request is
-a `PrefillChoice`, the seam for prefix affinity.
+`Prefillers` only counts; the scheduler says when. Which of the prefillers with room takes a request
+is a `PrefillChoice`.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from balanceroute.proxy.core.avoidance import allowed
-from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.core.turns import Turns
-
-
-class PrefillChoice(Protocol):
-    """Chooses the prefiller of a probe."""
-
-    def choose(
-        self,
-        request: RequestId,
-        prompt_tokens: int,
-        candidates: Sequence[PrefillerId],
-        held_tokens: Sequence[int],
-    ) -> PrefillerId:
-        """Return one of the candidates.
-
-        Args:
-            request: Who is to be prefilled.
-            prompt_tokens: Its prompt.
-            candidates: The open prefillers with room for it, ascending; at least one.
-            held_tokens: KV tokens held, by prefiller. Not to be written to.
-        """
-        ...
-
-
-class FewestHeldTokens:
-    """The candidate that holds the fewest KV tokens; equal ones take turns."""
-
-    def __init__(self) -> None:
-        self._turns = Turns()
-
-    def choose(
-        self,
-        request: RequestId,
-        prompt_tokens: int,
-        candidates: Sequence[PrefillerId],
-        held_tokens: Sequence[int],
-    ) -> PrefillerId:
-        """Return the emptiest candidate."""
-        del request, prompt_tokens
-        fewest = min(held_tokens[one] for one in candidates)
-        return self._turns.take([one for one in candidates if held_tokens[one] == fewest])
+from balanceroute.proxy.core.events import PrefillerId, Ticket
+from balanceroute.proxy.core.prefill.base import PrefillChoice
 
 
 class Prefillers:
@@ -84,7 +43,7 @@ class Prefillers:
         probe_limit: int | None = None,
         kv_capacity_tokens: int | None = None,
         direct_limit: int | None = None,
-        choice: PrefillChoice | None = None,
+        choice: PrefillChoice,
     ) -> None:
         self.is_open: list[bool] = []
         self.on_trial: list[bool] = []
@@ -92,7 +51,7 @@ class Prefillers:
         self.probing = 0
         self.direct: list[int] = []
         self.held_tokens: list[int] = []
-        self._choice = FewestHeldTokens() if choice is None else choice
+        self._choice = choice
         self.reshape(
             instances,
             probe_limit=probe_limit,
@@ -122,7 +81,7 @@ class Prefillers:
 
     def choose(
         self,
-        request: RequestId,
+        ticket: Ticket,
         prompt_tokens: int,
         lost_on: Sequence[PrefillerId] = (),
         *,
@@ -133,7 +92,7 @@ class Prefillers:
         """Return who takes the probe of a request, or all of it, or None if it has to wait.
 
         Args:
-            request: Who is to be prefilled.
+            ticket: Of the request that is to be prefilled.
             prompt_tokens: What it will be charged.
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
             sequences: Of a direct request; 0 for a probe.
@@ -155,7 +114,7 @@ class Prefillers:
         ]
         if not candidates:
             return None
-        chosen = self._choice.choose(request, prompt_tokens, candidates, self.held_tokens)
+        chosen = self._choice.choose(ticket, prompt_tokens, candidates, self)
         assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
         return chosen
 
