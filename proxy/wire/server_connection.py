@@ -24,9 +24,9 @@ from balanceroute.proxy.wire.heads import (
     encode_fields,
     parse_request_head,
 )
+from balanceroute.proxy.wire.http1_reply import Http1Reply
 from balanceroute.proxy.wire.incoming_body import IncomingBody
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
-from balanceroute.proxy.wire.reply import Reply
 from balanceroute.proxy.wire.service import Service
 
 _LOG = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class ServerConnection(asyncio.Protocol):
         self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
         self._body_since_s = 0.0
         # The present answer.
-        self._reply: Reply | None = None
+        self._reply: Http1Reply | None = None
         self._drained = 0
         self._progress_s = 0.0
 
@@ -391,8 +391,8 @@ class ServerConnection(asyncio.Protocol):
             _LOG.exception("the application failed on %r", head.path)
             self._fail(reply)
 
-    def _begin_answer(self, head: RequestHead) -> Reply:
-        reply = Reply(
+    def _begin_answer(self, head: RequestHead) -> Http1Reply:
+        reply = Http1Reply(
             self,
             self._transport.write,
             head_only=head.method == b"HEAD",
@@ -405,7 +405,7 @@ class ServerConnection(asyncio.Protocol):
         self._watch_writes()
         return reply
 
-    def _fail(self, reply: Reply) -> None:
+    def _fail(self, reply: Http1Reply) -> None:
         """End a request whose application raised."""
         self.closes_after_answer = True
         if reply.closed:

@@ -1,0 +1,180 @@
+"""The answer to one request, written as HTTP/1.1 frames it; see `Reply`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from balanceroute.proxy.wire.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
+from balanceroute.proxy.wire.messages import Headers
+
+_LAST_CHUNK = b"0\r\n\r\n"
+# A larger body is handed over as it is: copying it behind its head would cost more than a write.
+_JOIN_BYTES = 65_536
+
+
+class Carrier(Protocol):
+    """The connection that carries a reply.
+
+    Attributes:
+        paused: More than the limit waits for the client to read.
+        closes_after_answer: The present answer is the last.
+    """
+
+    paused: bool
+    closes_after_answer: bool
+
+    def answered(self) -> None:
+        """Go on to the next request, or close."""
+
+    def release_body(self) -> None:
+        """Count the request's body no more."""
+
+    def cut(self, *, reset: bool, flush: bool) -> None:
+        """Close in the middle of an answer.
+
+        Args:
+            reset: Only a reset shows the client that the body is cut: nothing frames it.
+            flush: Send what was written first.
+        """
+
+
+class Http1Reply:
+    """The answer to one request over a connection of HTTP/1.1 or 1.0."""
+
+    __slots__ = (
+        "_chunked",
+        "_common",
+        "_connection",
+        "_head_only",
+        "_http_1_0",
+        "_write",
+        "closed",
+        "on_closed",
+        "on_pause",
+        "on_resume",
+        "started",
+        "written",
+    )
+
+    def __init__(
+        self,
+        connection: Carrier,
+        write: Callable[[bytes], None],
+        *,
+        head_only: bool,
+        http_1_0: bool,
+        common: bytes = b"",
+    ) -> None:
+        self.closed = False
+        self.on_closed: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self.started = False
+        self.written = 0
+        self._connection = connection
+        self._common = common  # Header lines, beside the application's.
+        self._write = write
+        self._head_only = head_only
+        self._http_1_0 = http_1_0
+        self._chunked = False
+
+    @property
+    def paused(self) -> bool:
+        """See `Reply`."""
+        return not self.closed and self._connection.paused
+
+    def release_body(self) -> None:
+        """See `Reply`."""
+        if not self.closed:
+            self._connection.release_body()
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        length = b"" if status in WITHOUT_BODY else b"content-length: %d\r\n" % len(body)
+        head = self._head(status, headers, length)
+        if self._head_only or status in WITHOUT_BODY:
+            body = b""
+        if len(body) > _JOIN_BYTES:
+            self._send(head)
+            self._send(body)
+        else:
+            self._send(head + body)
+        self._finish()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begin a streamed answer: chunked, or in HTTP/1.0 until the connection closes."""
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        if status in WITHOUT_BODY:
+            head = self._head(status, headers, b"")
+            self._head_only = True
+        elif self._http_1_0:
+            self._connection.closes_after_answer = True
+            head = self._head(status, headers, b"")
+        else:
+            head = self._head(status, headers, b"transfer-encoding: chunked\r\n")
+            self._chunked = not self._head_only
+        self.started = True
+        self._send(head)
+
+    def write(self, data: bytes) -> None:
+        """Send one piece of a streamed answer, as one chunk."""
+        if self.closed or not data:
+            return
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            assert self.started, "start the reply first"
+            if self._head_only:
+                return
+        self.written += len(data)
+        self._write(data)
+
+    def end(self) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        assert self.started, "start the reply first"
+        if self._chunked:
+            self._send(_LAST_CHUNK)
+        self._finish()
+
+    def abort(self) -> None:
+        """Close the connection, so that the client sees a cut body."""
+        if self.closed:
+            return
+        cut_body = self.started and not self._chunked and not self._head_only
+        self._close()
+        self._connection.cut(reset=cut_body, flush=self.started)
+
+    def lose_client(self) -> None:
+        """Say that the client is gone; only the connection calls this."""
+        on_closed = self.on_closed
+        self._close()
+        if on_closed is not None:
+            on_closed()
+
+    def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        fields = encode_fields(headers) + self._common
+        if self._connection.closes_after_answer:
+            framing += b"connection: close\r\n"
+        elif self._http_1_0:
+            framing += b"connection: keep-alive\r\n"
+        return b"%b%b%b\r\n" % (line, fields, framing)
+
+    def _send(self, data: bytes) -> None:
+        self.written += len(data)
+        self._write(data)
+
+    def _finish(self) -> None:
+        self._close()
+        self._connection.answered()
+
+    def _close(self) -> None:
+        self.closed = True
+        # The application's objects often refer to the reply: leave no cycle behind.
+        self.on_closed = self.on_pause = self.on_resume = None
