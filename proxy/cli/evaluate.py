@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +11,11 @@ from balanceroute.predictors import NoPrediction, files, training
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.evaluation_plots import write_plots
-from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
-from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.past_flags import (
-    BOUNDS,
+    MAX_HORIZON,
+    Chosen,
     Past,
     add_past_flags,
     check_source,
@@ -25,16 +25,34 @@ from balanceroute.proxy.cli.past_flags import (
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import flag, integer, number
 from balanceroute.proxy.pictures import require_matplotlib
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from balanceroute.predictors import PastRequest, Predictor
 
-_BOUNDS = BOUNDS | {"--train-share": (0, 0.95), "--age-step": (1, 1e6)}
 _BASELINE = "survival"
 _BASELINES = ("none", _BASELINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What predictors are asked, and what they may know."""
+
+    horizon: int = integer(40, "steps ahead that are asked about", 1, MAX_HORIZON, metavar="H")
+    age_step: int = integer(20, "tokens between two questions", 1, 10**6)
+    train_share: float = number(
+        0.0,
+        "pass over the first share of the requests instead of --skip; survival begins with what is "
+        "passed over",
+        0,
+        0.95,
+        metavar="SHARE",
+    )
+    frozen: bool = flag("nobody learns from the requests that end")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,7 +62,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="judge predictors of output lengths on requests of the past",
         description=f"{__doc__} Beside them stand two that need no file: none, and the empirical "
         "survival of the requests that have ended.",
-        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -56,24 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a predictor that `train` wrote; may be given more than once",
     )
     add_past_flags(parser)
-    group = parser.add_argument_group("questions")
-    group.add_argument(
-        "--horizon", type=int, default=40, metavar="H", help="steps ahead that are asked about"
-    )
-    group.add_argument(
-        "--age-step", type=int, default=20, metavar="N", help="tokens between two questions"
-    )
-    group.add_argument(
-        "--train-share",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="pass over the first share of the requests instead of --skip; survival begins with "
-        "what is passed over",
-    )
-    group.add_argument(
-        "--frozen", action="store_true", help="nobody learns from the requests that end"
-    )
+    add_flags(parser.add_argument_group("questions"), Questions)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
@@ -88,16 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
         PredictorFileError: A predictor cannot be read.
         OSError: The output cannot be written.
     """
-    check_numbers(arguments, _BOUNDS)
+    given = read_flags(arguments, Chosen, Questions)
+    chosen, asked = given.read(Chosen), given.read(Questions)
     check_source(arguments)
-    if arguments.skip and arguments.train_share:
+    if chosen.skip and asked.train_share:
         raise ConfigError("--train-share stands instead of --skip, not beside it")
     _check_outputs(arguments)
     with StageBar() as bar:
         models = _models(arguments.model)
         bar.show(f"reading {source_of(arguments)}")
-        history, judged = _parts(read_past(arguments), arguments.train_share)
-        replay = Replay(judged, horizon_steps=arguments.horizon, age_step=arguments.age_step)
+        history, judged = _parts(read_past(arguments, chosen), asked.train_share)
+        replay = Replay(judged, horizon_steps=asked.horizon, age_step=asked.age_step)
         if arguments.plots is not None:
             _make_folder(arguments.plots)
         baselines: dict[str, Predictor] = {
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             replay,
             baselines | models,
             baseline=_BASELINE,
-            learn=not arguments.frozen,
+            learn=not asked.frozen,
             progress=lambda name, share: bar.show(f"judging {name}", share),
         )
     warn_of_limits(judged)
@@ -117,11 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
         judgements,
         baseline=_BASELINE,
         title=title,
-        caption=" ".join([terms(replay, age_step=arguments.age_step), *_notes(arguments, history)]),
+        caption=" ".join([terms(replay, age_step=asked.age_step), *_notes(given, models, history)]),
     )
     if arguments.json is not None:
         results = as_json(replay.rows, judgements, baseline=_BASELINE)
-        report = {"config": _config(arguments), "results": results}
+        report = {"config": _config(arguments, given), "results": results}
         text = json.dumps(report, indent=2, allow_nan=False)
         write_output("--json", arguments.json, text + "\n")
     if arguments.plots is not None:
@@ -177,16 +178,19 @@ def _models(paths: "Sequence[Path]") -> "dict[str, Predictor]":
     return models
 
 
-def _notes(arguments: argparse.Namespace, history: "Sequence[PastRequest]") -> list[str]:
+def _notes(
+    given: Given, models: "Mapping[str, Predictor]", history: "Sequence[PastRequest]"
+) -> list[str]:
     """Return what else must be known to read the figures."""
+    asked = given.read(Questions)
     notes = []
     known = f"the {len(history):,} requests that had ended before" if history else "nothing"
     notes.append(f"{_BASELINE} begins with {known}.")
-    if arguments.frozen:
+    if asked.frozen:
         notes.append("Nobody learned from the requests that ended.")
     else:
         notes.append("All learned from the requests that ended.")
-    if arguments.model and not arguments.train_share and not arguments.skip:
+    if models and not asked.train_share and not given.read(Chosen).skip:
         notes.append(
             "A predictor that was trained on some of these requests looks better than it is: "
             "--skip or --train-share leaves them out."
@@ -194,10 +198,14 @@ def _notes(arguments: argparse.Namespace, history: "Sequence[PastRequest]") -> l
     return notes
 
 
-def _config(arguments: argparse.Namespace) -> dict[str, object]:
+def _config(arguments: argparse.Namespace, given: Given) -> dict[str, object]:
     chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
     for name in ("json", "plots"):
         del chosen[name]
     for name in ("trace", "log"):
         chosen[name] = None if chosen[name] is None else str(chosen[name])
-    return chosen | {"model": [str(path) for path in arguments.model], "version": __version__}
+    return (
+        chosen
+        | given.values
+        | {"model": [str(path) for path in arguments.model], "version": __version__}
+    )

@@ -10,21 +10,32 @@ from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import add_flags
+from balanceroute.proxy.live.settings.setting import integer, optional_integer, optional_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from balanceroute.predictors import PastRequest
 
-# The range of every number.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "--requests": (1, 1e9),
-    "--skip": (0, 1e9),
-    "--token-ms": (0, 1e6),
-    # Questions look as far ahead, for each of many requests.
-    "--horizon": (1, 10_000),
-}
+# Questions look as far ahead, for each of many requests.
+MAX_HORIZON = 10_000
 _TOKEN_MS = 50.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Which requests."""
+
+    skip: int = integer(0, "pass over the first N", 0, 10**9)
+    requests: int | None = optional_integer("take only the first N of these", 1, 10**9)
+    token_ms: float | None = optional_number(
+        "time a token takes: traces do not say when a request ended",
+        0,
+        1e6,
+        shown_default=f"{_TOKEN_MS:g}",
+        metavar="MS",
+    )
 
 
 def add_past_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +45,7 @@ def add_past_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--trace", type=Path, metavar="FILE", help=TRACE_HELP)
     source.add_argument("--log", type=Path, metavar="FILE", help="the proxy's request log")
     add_format_flags(group)
-    group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
-    group.add_argument("--requests", type=int, metavar="N", help="take only the first N of these")
-    group.add_argument(
-        "--token-ms",
-        type=float,
-        metavar="MS",
-        help=f"time a token takes: traces do not say when a request ended (default: {_TOKEN_MS:g})",
-    )
+    add_flags(group, Chosen)
 
 
 def check_source(arguments: argparse.Namespace) -> None:
@@ -90,24 +94,24 @@ def warn_of_limits(past: "Sequence[PastRequest]") -> None:
         )
 
 
-def read_past(arguments: argparse.Namespace) -> Past:
+def read_past(arguments: argparse.Namespace, chosen: Chosen) -> Past:
     """Return the requests.
 
     Raises:
         ConfigError: None is chosen.
         TraceError: The trace or the log cannot be read.
     """
-    end = None if arguments.requests is None else arguments.skip + arguments.requests
-    skipped, chosen = slice(arguments.skip), slice(arguments.skip, end)
+    end = None if chosen.requests is None else chosen.skip + chosen.requests
+    skipped, taken = slice(chosen.skip), slice(chosen.skip, end)
     if arguments.log is not None:
         logged = read_log(arguments.log)
-        past = Past(logged[skipped], logged[chosen])
+        past = Past(logged[skipped], logged[taken])
     else:
-        token_s = (_TOKEN_MS if arguments.token_ms is None else arguments.token_ms) / 1e3
+        token_s = (_TOKEN_MS if chosen.token_ms is None else chosen.token_ms) / 1e3
         trace = read_flagged_trace(arguments)
         past = Past(
             past_requests(trace[skipped], token_s=token_s),
-            past_requests(trace[chosen], token_s=token_s),
+            past_requests(trace[taken], token_s=token_s),
         )
     if not past.chosen:
         raise ConfigError(f"{source_of(arguments)}: none of the requests chosen has any output")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.help_format import HelpFormatter
-from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import (
+    choice,
+    file,
+    flag,
+    integer,
+    named,
+    number,
+    optional_integer,
+    optional_number,
+    seconds,
+    text,
+)
 from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.driver import replay
 from balanceroute.proxy.replay.figures import STEADY_STATE
@@ -37,19 +49,77 @@ if TYPE_CHECKING:
     from balanceroute.proxy.replay.workload import PlannedRequest
 
 _DEFAULTS = ReplaySettings(target="")
-# The range of every number.
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "--rate": (1e-6, 1e6),
-    "--concurrency": (1, 1e5),
-    "--requests": (1, 1e9),
-    "--skip": (0, 1e9),
-    "--timeout": (0.001, 1e6),
-    "--time-scale": (1e-3, 1e6),
-    "--max-prompt-tokens": (1, 1e9),
-    "--max-output-tokens": (1, 1e9),
-}
 # Of the bar, over which its tokens per second are taken.
 _RATE_UPDATES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where requests are sent, and how."""
+
+    model: str | None = text(None, "its name (default: the first of /v1/models)", metavar="M")
+    api: Api = choice(_DEFAULTS.api, "endpoint", named(Api))
+    timeout: float = seconds(_DEFAULTS.timeout_s, "seconds until a whole answer must be there")
+    api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
+    time_scale: float = number(
+        _DEFAULTS.time_scale,
+        "the target runs S times faster than real time: an emulated fleet; every time and rate "
+        "given or reported is the target's",
+        1e-3,
+        1e6,
+        metavar="S",
+    )
+    emulation: str | None = text(
+        None,
+        "any engine of the emulated fleet behind the target: it is told the lengths of the "
+        "answers, and its own figures are reported",
+        metavar="URL",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When requests are sent; one of them at most."""
+
+    rate: float | None = optional_number(
+        "open loop: speed up the trace's times (default 1)", 1e-6, 1e6, metavar="R"
+    )
+    concurrency: int | None = optional_integer(
+        "closed loop: N requests always outstanding", 1, 10**5
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What is replayed of a trace."""
+
+    requests: int | None = optional_integer("replay only the first N", 1, 10**9)
+    skip: int = integer(0, "pass over the first N", 0, 10**9)
+    max_prompt_tokens: int | None = optional_integer("cut longer prompts", 1, 10**9)
+    max_output_tokens: int | None = optional_integer("cut longer answers", 1, 10**9)
+    sharegpt: Path | None = file("prompts and output lengths of conversations")
+    lengths: Lengths | None = choice(
+        None,
+        "how engines learn how long answers are: hidden from the target (takes --emulation), "
+        "max_tokens as clients set it; or as max_tokens with ignore_eos, which tells predictors "
+        "the answer",
+        named(Lengths),
+        shown_default="hidden with --emulation, max-tokens without",
+    )
+    seed: int = integer(0, "of the prompts' words, and of limits", -(1 << 63), (1 << 63) - 1)
+    stop_at_last_arrival: bool = flag(
+        "give up what still runs when the last request is sent: by then all is measured"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is told of it."""
+
+    label: str = text("target", "what to call the target in the report", metavar="LABEL")
+
+
+SECTIONS = (Target, Pace, Replayed, Report)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -58,86 +128,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "replay",
         help="replay a trace over HTTP against an OpenAI-compatible endpoint",
         description=__doc__,
-        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
-    _add_target(parser)
-    _add_workload(parser)
+    target = parser.add_argument_group("target")
+    target.add_argument(
+        "--target", required=True, metavar="URL", help="http://host:port or https://host:port"
+    )
+    add_flags(target, Target)
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
+    add_format_flags(workload)
+    add_flags(workload.add_mutually_exclusive_group(), Pace)
+    add_flags(workload, Replayed)
     output = parser.add_argument_group("output")
-    output.add_argument("--label", default="target", help="what to call the target in the report")
+    add_flags(output, Report)
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument(
         "--requests-json", type=Path, metavar="OUT", help="write what happened to each request"
-    )
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("target")
-    group.add_argument(
-        "--target", required=True, metavar="URL", help="http://host:port or https://host:port"
-    )
-    group.add_argument("--model", metavar="M", help="its name (default: the first of /v1/models)")
-    group.add_argument(
-        "--api", default=_DEFAULTS.api.value, choices=[api.value for api in Api], help="endpoint"
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=_DEFAULTS.timeout_s,
-        metavar="S",
-        help="seconds until a whole answer must be there",
-    )
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="F", help="its one line is sent as a bearer token"
-    )
-    group.add_argument(
-        "--time-scale",
-        type=float,
-        default=_DEFAULTS.time_scale,
-        metavar="S",
-        help="the target runs S times faster than real time: an emulated fleet; every time and "
-        "rate given or reported is the target's",
-    )
-    group.add_argument(
-        "--emulation",
-        metavar="URL",
-        help="any engine of the emulated fleet behind the target: it is told the lengths of the "
-        "answers, and its own figures are reported",
-    )
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("workload")
-    group.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
-    add_format_flags(group)
-    pace = group.add_mutually_exclusive_group()
-    pace.add_argument(
-        "--rate", type=float, metavar="R", help="open loop: speed up the trace's times (default 1)"
-    )
-    pace.add_argument(
-        "--concurrency", type=int, metavar="N", help="closed loop: N requests always outstanding"
-    )
-    group.add_argument("--requests", type=int, metavar="N", help="replay only the first N")
-    group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the first N")
-    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="cut longer prompts")
-    group.add_argument("--max-output-tokens", type=int, metavar="N", help="cut longer answers")
-    group.add_argument(
-        "--sharegpt", type=Path, metavar="FILE", help="prompts and output lengths of conversations"
-    )
-    group.add_argument(
-        "--lengths",
-        choices=[one.value for one in Lengths],
-        help="how engines learn how long answers are: hidden from the target (takes --emulation), "
-        "max_tokens as clients set it; or as max_tokens with ignore_eos, which tells predictors "
-        "the answer (default: hidden with --emulation, max-tokens without)",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the prompts' words, and of limits"
-    )
-    group.add_argument(
-        "--stop-at-last-arrival",
-        action="store_true",
-        help="give up what still runs when the last request is sent: by then all is measured",
     )
 
 
@@ -151,11 +158,11 @@ def run(arguments: argparse.Namespace) -> int:
         WireError: The target does not answer.
         OSError: The output cannot be written.
     """
-    check_numbers(arguments, _BOUNDS)
-    settings = _settings(arguments)
-    for flag, path in (("--json", arguments.json), ("--requests-json", arguments.requests_json)):
-        check_output(flag, path)
-    requests, notes = _workload(arguments, settings)
+    given = read_flags(arguments, *SECTIONS)
+    settings, label = _settings(arguments, given), given.read(Report).label
+    check_output("--json", arguments.json)
+    check_output("--requests-json", arguments.requests_json)
+    requests, notes = _workload(arguments, given.read(Replayed), settings)
     _allow_open_files()
     result = _replay(settings, requests)
     if settings.time_scale != 1:
@@ -163,10 +170,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"The target runs {settings.time_scale:g} times faster than real time; "
             "all times and rates are its own."
         )
-    print_report(arguments.label, result, title=_title(arguments, requests, result), notes=notes)
+    print_report(label, result, title=_title(arguments, settings, requests, result), notes=notes)
     if arguments.json is not None:
-        config = _config(arguments, settings, requests, result)
-        write_output("--json", arguments.json, as_json(config, arguments.label, result))
+        config = _config(arguments, given, settings, requests, result)
+        write_output("--json", arguments.json, as_json(config, label, result))
     if arguments.requests_json is not None:
         text = requests_as_json(result, time_scale=settings.time_scale)
         write_output("--requests-json", arguments.requests_json, text)
@@ -175,33 +182,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if result.faults else 0
 
 
-def _settings(arguments: argparse.Namespace) -> ReplaySettings:
+def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
+    target, pace, replayed = given.read(Target), given.read(Pace), given.read(Replayed)
     parse_target("--target", arguments.target)
-    if arguments.emulation is not None:
-        parse_target("--emulation", arguments.emulation)
+    if target.emulation is not None:
+        parse_target("--emulation", target.emulation)
     return ReplaySettings(
         target=arguments.target,
-        model=arguments.model,
-        api=Api(arguments.api),
-        rate=1.0 if arguments.rate is None else arguments.rate,
-        concurrency=arguments.concurrency,
-        time_scale=arguments.time_scale,
-        timeout_s=arguments.timeout,
-        api_key=None if arguments.api_key_file is None else _api_key(arguments.api_key_file),
-        seed=arguments.seed,
+        model=target.model,
+        api=target.api,
+        rate=pace.rate or 1.0,
+        concurrency=pace.concurrency,
+        time_scale=target.time_scale,
+        timeout_s=target.timeout,
+        api_key=None if target.api_key_file is None else _api_key(target.api_key_file),
+        seed=replayed.seed,
         request_ids=f"replay-{secrets.token_hex(4)}",
-        emulation=arguments.emulation,
-        lengths=_lengths(arguments),
-        drain=not arguments.stop_at_last_arrival,
+        emulation=target.emulation,
+        lengths=_lengths(replayed.lengths, target.emulation),
+        drain=not replayed.stop_at_last_arrival,
     )
 
 
-def _lengths(arguments: argparse.Namespace) -> Lengths:
-    if arguments.lengths is None:
-        return Lengths.MAX_TOKENS if arguments.emulation is None else Lengths.HIDDEN
-    if arguments.lengths == Lengths.HIDDEN.value and arguments.emulation is None:
+def _lengths(asked: Lengths | None, emulation: str | None) -> Lengths:
+    if asked is None:
+        return Lengths.MAX_TOKENS if emulation is None else Lengths.HIDDEN
+    if asked is Lengths.HIDDEN and emulation is None:
         raise ConfigError("--lengths hidden: needs --emulation, for who is to tell the lengths")
-    return Lengths(arguments.lengths)
+    return asked
 
 
 def _api_key(path: Path) -> str:
@@ -213,23 +221,23 @@ def _api_key(path: Path) -> str:
 
 
 def _workload(
-    arguments: argparse.Namespace, settings: ReplaySettings
+    arguments: argparse.Namespace, replayed: Replayed, settings: ReplaySettings
 ) -> "tuple[list[PlannedRequest], list[str]]":
     """Return the requests, and what the report must say about them."""
     trace = read_flagged_trace(arguments)
     limits = {
-        "max_prompt_tokens": arguments.max_prompt_tokens,
-        "max_output_tokens": arguments.max_output_tokens,
+        "max_prompt_tokens": replayed.max_prompt_tokens,
+        "max_output_tokens": replayed.max_output_tokens,
     }
-    requests = plan(trace, skip=arguments.skip, count=arguments.requests, **limits)
+    requests = plan(trace, skip=replayed.skip, count=replayed.requests, **limits)
     notes = []
-    taken = len(trace[arguments.skip :][: arguments.requests])
+    taken = len(trace[replayed.skip :][: replayed.requests])
     if taken > len(requests):
         notes.append(f"{taken - len(requests):,} requests without output are left out.")
-    if arguments.sharegpt is not None:
-        requests = with_exchanges(requests, read_exchanges(arguments.sharegpt), **limits)
+    if replayed.sharegpt is not None:
+        requests = with_exchanges(requests, read_exchanges(replayed.sharegpt), **limits)
         notes.append(
-            f"Prompts are of {arguments.sharegpt.name}; lengths asked are estimates, a token for "
+            f"Prompts are of {replayed.sharegpt.name}; lengths asked are estimates, a token for "
             f"every {BYTES_PER_TOKEN} bytes."
         )
     if settings.lengths is Lengths.MAX_TOKENS:
@@ -319,32 +327,37 @@ class _Bar:
 
 
 def _title(
-    arguments: argparse.Namespace, requests: "list[PlannedRequest]", result: "ReplayResult"
+    arguments: argparse.Namespace,
+    settings: ReplaySettings,
+    requests: "list[PlannedRequest]",
+    result: "ReplayResult",
 ) -> str:
-    pace = f"rate {1.0 if arguments.rate is None else arguments.rate:g}"
-    if arguments.concurrency is not None:
-        pace = f"{arguments.concurrency:,} outstanding"
+    pace = f"rate {settings.rate:g}"
+    if settings.concurrency is not None:
+        pace = f"{settings.concurrency:,} outstanding"
     return (
         f"{arguments.trace.name}: {len(requests):,} requests, {pace}, "
-        f"to {result.model} at {arguments.target} ({arguments.api})"
+        f"to {result.model} at {arguments.target} ({settings.api.value})"
     )
 
 
 def _config(
     arguments: argparse.Namespace,
+    given: Given,
     settings: ReplaySettings,
     requests: "list[PlannedRequest]",
     result: "ReplayResult",
 ) -> dict[str, object]:
-    chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
-    for name in ("json", "requests_json", "api_key_file"):
+    chosen = vars(arguments) | given.values
+    for name in ("run", "json", "requests_json", "api_key_file"):
         del chosen[name]
-    rate = 1.0 if arguments.rate is None else arguments.rate
+    sharegpt = given.read(Replayed).sharegpt
     return chosen | {
+        "api": settings.api.value,
         "lengths": settings.lengths.value,
         "trace": str(arguments.trace),
-        "sharegpt": None if arguments.sharegpt is None else str(arguments.sharegpt),
-        "rate": rate if arguments.concurrency is None else None,
+        "sharegpt": None if sharegpt is None else str(sharegpt),
+        "rate": settings.rate if settings.concurrency is None else None,
         "model": result.model,
         "requests": len(requests),
         "interrupted": result.interrupted,

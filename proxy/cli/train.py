@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,11 @@ from rich.table import Table
 from balanceroute.predictors import NoPrediction, files, training
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay, cut_in_time
-from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
-from balanceroute.proxy.cli.numbers import check_numbers
 from balanceroute.proxy.cli.outputs import check_output
 from balanceroute.proxy.cli.past_flags import (
-    BOUNDS,
+    MAX_HORIZON,
+    Chosen,
     add_past_flags,
     check_source,
     read_past,
@@ -27,6 +27,8 @@ from balanceroute.proxy.cli.past_flags import (
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,9 +37,24 @@ if TYPE_CHECKING:
     from balanceroute.predictors.evaluation import Judgement
     from balanceroute.predictors.state import Savable
 
-_BOUNDS = BOUNDS | {"--holdout": (0, 0.9), "--seed": (0, 2**31 - 1)}
 _AGE_STEP = 20
 _BASELINE = "survival"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a predictor is trained, and checked before."""
+
+    horizon: int = integer(40, "steps ahead that are predicted", 1, MAX_HORIZON, metavar="H")
+    seed: int = integer(0, "of what is drawn", 0, (1 << 31) - 1)
+    holdout: float = number(
+        0.2,
+        "judge a predictor trained without the last share of the requests on these, before the one "
+        "that is written is trained on all (0: do not)",
+        0,
+        0.9,
+        metavar="SHARE",
+    )
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,24 +63,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "train",
         help="train a predictor of output lengths on requests of the past",
         description=f"{__doc__} The file is for `serve --predictor` and for `evaluate`.",
-        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     parser.add_argument("kind", choices=training.KINDS, help="what to train")
     add_past_flags(parser)
-    group = parser.add_argument_group("training")
-    group.add_argument(
-        "--horizon", type=int, default=40, metavar="H", help="steps ahead that are predicted"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn")
-    group.add_argument(
-        "--holdout",
-        type=float,
-        default=0.2,
-        metavar="SHARE",
-        help="judge a predictor trained without the last share of the requests on these, before "
-        "the one that is written is trained on all (0: do not)",
-    )
+    add_flags(parser.add_argument_group("training"), Training)
     output = parser.add_argument_group("output")
     output.add_argument("--out", required=True, type=Path, metavar="FILE", help="the predictor")
 
@@ -76,29 +80,30 @@ def run(arguments: argparse.Namespace) -> int:
         TraceError: The trace or the log cannot be read.
         PredictorFileError: The predictor cannot be written.
     """
-    check_numbers(arguments, _BOUNDS)
+    given = read_flags(arguments, Chosen, Training)
+    settings = given.read(Training)
     check_source(arguments)
     training.require(arguments.kind)
     _check_out(arguments.out)
     judged: tuple[Replay, Mapping[str, Judgement]] | None = None
     with StageBar() as bar:
         bar.show(f"reading {source_of(arguments)}")
-        past = read_past(arguments).chosen
-        if arguments.holdout:
+        past = read_past(arguments, given.read(Chosen)).chosen
+        if settings.holdout:
             try:
-                judged = _judge_held_out(arguments, past, bar)
+                judged = _judge_held_out(arguments.kind, settings, past, bar)
             except ConfigError as error:
-                share = f"the check without the last {100 * arguments.holdout:g} % of the requests"
+                share = f"the check without the last {100 * settings.holdout:g} % of the requests"
                 raise ConfigError(f"{share}: {error} (--holdout 0 leaves it out)") from None
         begin_s = time.perf_counter()
-        predictor = _train(arguments, past, bar, "training")
+        predictor = _train(arguments.kind, settings, past, bar, "training")
         trained_s = time.perf_counter() - begin_s
     state = predictor.state()
     written = files.write_state(arguments.out, state)
     warn_of_limits(past)
     _print_facts(arguments, past, trained_s=trained_s, written=written)
     if judged is not None:
-        _print_held_out(arguments, *judged)
+        _print_held_out(settings.holdout, *judged)
     return 0
 
 
@@ -115,30 +120,30 @@ def _check_out(path: Path) -> None:
 
 
 def _train(
-    arguments: argparse.Namespace, past: "Sequence[PastRequest]", bar: StageBar, words: str
+    kind: str, settings: Training, past: "Sequence[PastRequest]", bar: StageBar, words: str
 ) -> "Savable":
-    bar.show(f"{words} {arguments.kind}")
+    bar.show(f"{words} {kind}")
     return training.train(
-        arguments.kind,
+        kind,
         past,
-        horizon_steps=arguments.horizon,
-        seed=arguments.seed,
-        progress=lambda stage, share: bar.show(f"{words} {arguments.kind}: {stage}", share),
+        horizon_steps=settings.horizon,
+        seed=settings.seed,
+        progress=lambda stage, share: bar.show(f"{words} {kind}: {stage}", share),
     )
 
 
 def _judge_held_out(
-    arguments: argparse.Namespace, past: "Sequence[PastRequest]", bar: StageBar
+    kind: str, settings: Training, past: "Sequence[PastRequest]", bar: StageBar
 ) -> "tuple[Replay, Mapping[str, Judgement]]":
     """Train on the first requests and judge on the last ones, as `evaluate` would."""
-    cut = cut_in_time(past, 1 - arguments.holdout)
-    replay = Replay(cut.after, horizon_steps=arguments.horizon, age_step=_AGE_STEP, from_s=cut.at_s)
+    cut = cut_in_time(past, 1 - settings.holdout)
+    replay = Replay(cut.after, horizon_steps=settings.horizon, age_step=_AGE_STEP, from_s=cut.at_s)
     predictors: dict[str, Predictor] = {
         "none": NoPrediction(),
         _BASELINE: training.survival_of(cut.before),
     }
-    if arguments.kind not in predictors:
-        predictors[arguments.kind] = _train(arguments, cut.before, bar, "check: training")
+    if kind not in predictors:
+        predictors[kind] = _train(kind, settings, cut.before, bar, "check: training")
     judgements = judge(
         replay,
         predictors,
@@ -174,10 +179,8 @@ def _print_facts(
     console.print(facts)
 
 
-def _print_held_out(
-    arguments: argparse.Namespace, replay: Replay, judgements: "Mapping[str, Judgement]"
-) -> None:
-    share = 100 * arguments.holdout
+def _print_held_out(holdout: float, replay: Replay, judgements: "Mapping[str, Judgement]") -> None:
+    share = 100 * holdout
     print_judgements(
         judgements,
         baseline=_BASELINE,

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.help_format import HelpFormatter
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import integer
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.validate.load_log import read_load_log
 from balanceroute.proxy.validate.matching import match, read_traces
@@ -31,6 +32,18 @@ if TYPE_CHECKING:
 _PLAIN_WIDTH = 160
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Which samples count."""
+
+    min_tokens: int = integer(
+        1000,
+        "errors are told of samples at which the engine's load was at least N KV tokens",
+        1,
+        10**12,
+    )
+
+
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
@@ -39,7 +52,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description=f"{__doc__} The engines wrote theirs with BALANCEROUTE_STEP_TRACE, the proxy "
         "its own with `serve --load-log`. A trace is a rank's if the engine's port and "
         "data-parallel rank are those of the rank's URL; where that does not tell, --map does.",
-        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -55,13 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="RANK=FILE",
         help="which trace is a rank's; may be given more than once",
     )
-    parser.add_argument(
-        "--min-tokens",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="errors are told of samples at which the engine's load was at least N KV tokens",
-    )
+    add_flags(parser, Samples)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
@@ -75,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValidationError: A file cannot be used, or the files do not fit together.
         OSError: A file cannot be read or written.
     """
-    if arguments.min_tokens < 1:
-        raise ConfigError(f"--min-tokens is {arguments.min_tokens}, must be at least 1")
+    min_tokens = read_flags(arguments, Samples).read(Samples).min_tokens
     given = _given(arguments.map)
     if arguments.plots is not None:
         require_matplotlib()
@@ -85,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     spans = [(samples.times_ns[0], samples.times_ns[-1]) for samples in log.values()]
     span_ns = (int(min(begin for begin, _ in spans)), int(max(end for _, end in spans)))
     traces = match(read_traces(arguments.steps), list(log), given=given, span_ns=span_ns)
-    validation = validate(log, traces, min_tokens=arguments.min_tokens)
-    _print(validation, arguments.min_tokens)
+    validation = validate(log, traces, min_tokens=min_tokens)
+    _print(validation, min_tokens)
     if arguments.json is not None:
-        text = json.dumps(_as_json(arguments, validation), indent=2, allow_nan=False)
+        text = json.dumps(_as_json(arguments, min_tokens, validation), indent=2, allow_nan=False)
         arguments.json.write_text(text + "\n", encoding="utf-8")
     if arguments.plots is not None:
         title = f"{arguments.log.name}, {arguments.steps.name}: {len(validation.ranks)} ranks"
@@ -188,7 +193,9 @@ def _fit_line(fit: "Fit | None") -> str:
     return f"step time: {_equation(fit)}\n  balanceroute simulate {flags}"
 
 
-def _as_json(arguments: argparse.Namespace, validation: "Validation") -> dict[str, object]:
+def _as_json(
+    arguments: argparse.Namespace, min_tokens: int, validation: "Validation"
+) -> dict[str, object]:
     def plain(value: "Errors | Fit | None") -> dict[str, object] | None:
         return None if value is None else asdict(value)
 
@@ -197,7 +204,7 @@ def _as_json(arguments: argparse.Namespace, validation: "Validation") -> dict[st
             "steps": str(arguments.steps),
             "log": str(arguments.log),
             "map": arguments.map,
-            "min_tokens": arguments.min_tokens,
+            "min_tokens": min_tokens,
             "version": __version__,
         },
         "ranks": [

@@ -108,7 +108,7 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     [
         (["--rate", "0"], "--rate is 0.0, must be from 1e-06 to 1e+06"),
         (["--rate", "nan"], "--rate is nan, must be from"),
-        (["--rate", "fast"], "argument --rate: invalid float value: 'fast'"),
+        (["--rate", "fast"], "--rate is 'fast', must be a number"),
         (["--concurrency", "0"], "--concurrency is 0, must be from 1"),
         (["--concurrency", "1000000"], "--concurrency is 1000000, must be"),
         (["--rate", "1", "--concurrency", "8"], "not allowed with argument --rate"),
@@ -121,7 +121,7 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
         (["--time-scale", "nan"], "--time-scale is nan, must be"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0, must be from 1"),
         (["--max-output-tokens", "0"], "--max-output-tokens is 0, must be from 1"),
-        (["--seed", "many"], "argument --seed: invalid int value: 'many'"),
+        (["--seed", "many"], "--seed is 'many', must be an integer"),
         (["--api", "embeddings"], "argument --api: invalid choice: 'embeddings'"),
         (["--format", "parquet"], "argument --format: invalid choice: 'parquet'"),
         (["--target", "127.0.0.1:8000"], "--target: '127.0.0.1:8000' is not of the form"),

@@ -138,7 +138,7 @@ def test_engines_without_a_barrier_are_fitted_one_by_one(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--min-tokens", "0"], "--min-tokens is 0, must be at least 1"),
+        (["--min-tokens", "0"], "--min-tokens is 0, must be from 1 to 1e+12"),
         (["--map", "x"], "--map is 'x', must be RANK=FILE"),
         (["--map", "x="], "--map is 'x=', must be RANK=FILE"),
         (["--map", "x=y", "--map", "x=z"], "--map names 'x' twice"),

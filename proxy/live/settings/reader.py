@@ -17,6 +17,9 @@ T = TypeVar("T")
 class Given:
     """What is given of some sections. Every value is checked at once, also one that nothing asks for.
 
+    Attributes:
+        values: All settings by name.
+
     Args:
         sections: All that can be given.
         flags: Values by name; None for a flag that was not given.
@@ -55,11 +58,11 @@ class Given:
                 raise ConfigError(f"{place}: unknown key{did_you_mean(name, self._known)}")
             if self._known[name].at_top:
                 raise ConfigError(f"{place}: belongs at the top of the file")
-        self._values = {one.name: self._value(one) for one in self._known.values()}
+        self.values = {one.name: self._value(one) for one in self._known.values()}
 
     def read(self, section: type[T]) -> T:
         """Return a section."""
-        return section(**{one.name: self._values[one.name] for one in settings_of(section)})
+        return section(**{one.name: self.values[one.name] for one in settings_of(section)})
 
     def where(self, name: str) -> str:
         """Return what to call a setting: the flag, or the file and key if that is where it is."""

@@ -160,7 +160,7 @@ def choice(
             raise ConfigError(f"is {shown(value)}, must be one of {', '.join(values)}")
         return values[value]
 
-    shown_default = shown_default or next(word for word in values if values[word] == default)
+    shown_default = shown_default or next((word for word in values if values[word] == default), "")
     choices = tuple(values)
     return _declare(default, text, check, shown_default, None, choices=choices, at_top=at_top)
 
