@@ -180,6 +180,7 @@ class Deployment:
 
     def _make_driver(self) -> Driver:
         config, environment = self.config, self._environment
+        scheduling = config.scheduling
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         ranks = len(self.instances.ranks)
         return Driver(
@@ -187,8 +188,8 @@ class Deployment:
             Scheduler(
                 self._scheduler_config(),
                 self._make_policy(ranks, self._lap),
-                queue_order=QUEUE_ORDERS["arrival"],
-                prefill_choice=PREFILL_CHOICES["fewest-tokens"],
+                queue_order=QUEUE_ORDERS[scheduling.queue_order],
+                prefill_choice=PREFILL_CHOICES[scheduling.prefill_choice],
                 on_failure=self._failures.report,
                 observer=environment.observer,
             ),
@@ -199,7 +200,7 @@ class Deployment:
             metrics=self._metrics,
             failures=self._failures,
             log=environment.log,
-            admission=ADMISSIONS["bounded"](config.scheduling.queue_limit),
+            admission=ADMISSIONS[scheduling.admission](scheduling.queue_limit),
             settings=DriverSettings(config.legs, config.lease_s),
             rng=environment.rng,
             stopwatch=environment.stopwatch,

@@ -10,6 +10,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 
+from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.policies import (
     BETA_PER_RANK,
@@ -17,7 +18,9 @@ from balanceroute.proxy.core.policies import (
     POLICIES,
     PolicySettings,
 )
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
 from balanceroute.proxy.live.prediction.names import PREDICTORS
@@ -185,6 +188,15 @@ class SchedulingSettings:
     """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
 
     policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
+    queue_order: str = choice(
+        "arrival",
+        "in what order requests wait, for a prefiller and for a rank",
+        words(QUEUE_ORDERS),
+    )
+    prefill_choice: str = choice(
+        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+    )
     predictor: str = file_or_word(
         "survival",
         "for br-h: none, survival, exact-match, or a file made by `balanceroute train`",

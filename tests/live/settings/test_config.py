@@ -211,10 +211,12 @@ FILES = {
 AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
+# There is one of each so far: another value cannot be asked for.
+THE_ONLY_ONE = {"admission", "queue_order", "prefill_choice"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | THE_ONLY_ONE
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 
