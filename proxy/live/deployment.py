@@ -21,6 +21,7 @@ from balanceroute.proxy.live.engines.bootstrap import BootstrapIdentity, Identif
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
 from balanceroute.proxy.live.engines.scrape import Scraper
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-# Pages of metrics longer than this are not read.
+# Pages of engines longer than this are not read.
 _PAGE_BYTES = 4 << 20
 
 
@@ -58,6 +59,7 @@ class Deployment:
 
     Attributes:
         policy: The name of the policy that decides.
+        fetcher: For health probes, scrapes and discovery.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -75,6 +77,12 @@ class Deployment:
         self._metrics = metrics
         self._failures = failures
         self._engine_tls: SSLContext | None = None
+        key = config.credentials.engine_key
+        self.fetcher = Fetcher(
+            self._connect,
+            timeout_s=2 * config.times.connect_timeout_s,
+            key=None if key is None else key.value,
+        )
         self.instances = Instances()
         self.roster = Roster(
             self.instances,
@@ -88,7 +96,7 @@ class Deployment:
         self.predictors = self._make_predictors()
         self.health = Health(
             config.health,
-            fetch=environment.fetcher.status,
+            fetch=self.fetcher.status,
             on_change=self._health_changed,
             on_error=failures.report,
             clock=clock,
@@ -144,8 +152,7 @@ class Deployment:
         yield "scrape", self.scraper.run
         yield "models", self.served_models.run
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
-            fetcher = self._environment.fetcher
-            yield "bootstrap", Identification(self.instances, fetcher, self._identified).run
+            yield "bootstrap", Identification(self.instances, self._page, self._identified).run
         yield from self._tasks
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
@@ -157,6 +164,7 @@ class Deployment:
         if self._keeper is not None:
             await self._keeper.close()
         self.roster.close()
+        self.fetcher.close()
 
     def quarantines(self) -> dict[Target, Quarantine]:
         """Return the last quarantine of every engine."""
@@ -275,7 +283,7 @@ class Deployment:
         )
 
     async def _page(self, url: str) -> bytes:
-        return await self._environment.fetcher.body(url, max_bytes=_PAGE_BYTES)
+        return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)
 
     async def _discover(self, url: EngineUrl) -> int:
         try:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies import Policy
-from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.scheduling.driver import Log
 
@@ -20,7 +19,6 @@ class Environment:
     """What the outside world gives the proxy.
 
     Attributes:
-        fetcher: For health probes, scrapes and discovery.
         log: Takes a line per request.
         rng: Of every random choice.
         unix_s: Wall-clock time, for logs alone.
@@ -33,7 +31,6 @@ class Environment:
         policy: Returns what decides in place of a policy that was made.
     """
 
-    fetcher: Fetcher
     log: Log
     rng: random.Random
     unix_s: Callable[[], float]

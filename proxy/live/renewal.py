@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.security.tls import load_certificate
 from balanceroute.proxy.live.telemetry.process_log import redact_too
 
@@ -19,15 +19,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def renew(
-    proxy: "Proxy", read: Callable[[], Credentials], *, new_engine_key: Callable[[Secret], None]
-) -> None:
+def renew(proxy: "Proxy", read: Callable[[], Credentials]) -> None:
     """Read certificates and keys again, and use them from now on.
 
     Args:
         proxy: Serves.
         read: Reads and checks them. Raises ConfigError.
-        new_engine_key: Told the key for probes and scrapes.
     """
     try:
         credentials = read()
@@ -44,6 +41,7 @@ def renew(
     if proxy.pages is not None:
         proxy.pages.token = credentials.admin_token
     if credentials.engine_key is not None:
-        new_engine_key(credentials.engine_key)
+        for deployment in proxy.deployments.values():
+            deployment.fetcher.use_key(credentials.engine_key.value)
     fields = {"api_keys": len(credentials.api_keys)}
     _log.info("certificates and keys were read again", extra={"fields": fields})

@@ -9,19 +9,15 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
-from balanceroute.proxy.live.engines.http_client import make_http_client
-from balanceroute.proxy.live.engines.httpx_fetcher import HttpxFetcher
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.renewal import renew
-from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.telemetry.line_writer import LineWriter
 from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
 from balanceroute.proxy.live.telemetry.request_log import RequestLog
@@ -29,7 +25,7 @@ from balanceroute.proxy.live.telemetry.request_log import RequestLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from balanceroute.proxy.live.security.credentials import Credentials, Secret
+    from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
@@ -64,7 +60,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    log, engines = config.log, config.engines
+    log = config.log
     writer = _make_writer(log.log)
     # Without a sink too: Python itself would write warnings to standard error.
     write = _discard if writer is None else writer.write
@@ -78,24 +74,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
             one.reopen()
 
     loop.add_signal_handler(signal.SIGHUP, reopen)
-    headers: dict[str, str] = {}
-    fetcher = HttpxFetcher(
-        partial(
-            make_http_client,
-            engine_context(engines.engine_ca_file, insecure=engines.insecure_engines),
-            timeout_s=config.times.connect_timeout_s,
-            headers=headers,
-        )
-    )
-
-    def use_engine_key(key: "Secret") -> None:
-        headers["authorization"] = f"Bearer {key.value.decode()}"
-        fetcher.renew()
-
-    if config.credentials.engine_key is not None:
-        use_engine_key(config.credentials.engine_key)
     environment = Environment(
-        fetcher=fetcher,
         log=_NoLog() if writer is None else RequestLog(writer.write),
         rng=random.SystemRandom(),
         unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
@@ -108,7 +87,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
 
     def on_hangup() -> None:
         reopen()
-        renew(proxy, read_credentials, new_engine_key=use_engine_key)
+        renew(proxy, read_credentials)
 
     watch = DescriptorWatch(proxy.listening)
     try:
@@ -121,7 +100,6 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
         await _until(now, (proxy.drain(),))
         await proxy.close()
     finally:
-        await fetcher.aclose()
         for one in writers:
             one.close(timeout_s=_FLUSH_S)
     return 0

@@ -10,16 +10,17 @@ from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireF
 class _Collector:
     """Puts a response together."""
 
-    __slots__ = ("_body", "_max_bytes", "_status", "call", "headers", "result")
+    __slots__ = ("_body", "_cut", "_max_bytes", "_status", "call", "headers", "result")
 
     call: Call
 
-    def __init__(self, result: "asyncio.Future[Response]", max_bytes: int) -> None:
+    def __init__(self, result: "asyncio.Future[Response]", max_bytes: int, *, cut: bool) -> None:
         self.result = result
         self.headers: Headers = []
         self._status = 0
         self._body = BytesIO()
         self._max_bytes = max_bytes
+        self._cut = cut
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status = status
@@ -29,6 +30,9 @@ class _Collector:
         self._body.write(data)
         if self._body.tell() > self._max_bytes:
             self.call.abort()
+            if self._cut:
+                self.on_end()
+                return
             message = f"a response is larger than {self._max_bytes} bytes"
             self.on_error(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
 
@@ -50,6 +54,7 @@ async def fetch(
     *,
     timeout_s: float,
     max_bytes: int,
+    cut: bool = False,
 ) -> Response:
     """Make one exchange and return its response, whatever its status.
 
@@ -61,12 +66,13 @@ async def fetch(
         body: As for `Endpoint.request`.
         timeout_s: Until the response is complete, connecting included.
         max_bytes: Of the response's body.
+        cut: Whether the rest of a longer body does not matter; otherwise it is an error.
 
     Raises:
         WireError: There was no complete response (TIMEOUT: not in time).
         UnsafeHeaderError: The request cannot be written.
     """
-    collector = _Collector(asyncio.get_running_loop().create_future(), max_bytes)
+    collector = _Collector(asyncio.get_running_loop().create_future(), max_bytes, cut=cut)
     call = collector.call = endpoint.request(method, target, headers, body, collector)
     try:
         async with asyncio.timeout(timeout_s):

@@ -6,15 +6,13 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
-from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status
 
 _log = logging.getLogger(__name__)
-_PAGE_BYTES = 1 << 20
 _INTERVAL_S = 1.0
 
 
@@ -46,18 +44,18 @@ class Identification:
 
     Args:
         instances: Those that name a bootstrap server are asked for.
-        fetcher: Asks them.
+        fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         identified: Called with a prefiller when its identity is another.
     """
 
     def __init__(
         self,
         instances: Instances,
-        fetcher: Fetcher,
+        fetch: Callable[[str], Awaitable[bytes]],
         identified: Callable[[Prefiller, BootstrapIdentity], None],
     ) -> None:
         self._instances = instances
-        self._fetcher = fetcher
+        self._fetch = fetch
         self._identified = identified
 
     async def run(self) -> None:
@@ -73,7 +71,7 @@ class Identification:
 
     async def _ask(self, prefiller: Prefiller, bootstrap: str) -> None:
         try:
-            page = await self._fetcher.body(f"{bootstrap}/query", max_bytes=_PAGE_BYTES)
+            page = await self._fetch(f"{bootstrap}/query")
             identity = read_identity(page, bootstrap)
         except FetchError as error:
             if prefiller.identity is None:

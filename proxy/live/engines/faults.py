@@ -3,7 +3,6 @@
 import errno
 from collections.abc import Iterator
 from enum import Enum
-from socket import gaierror
 from ssl import SSLCertVerificationError
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -52,11 +51,6 @@ def fault_of(error: WireError) -> Fault:
 def is_local(error: BaseException) -> bool:
     """Tell whether an error comes, through any chain of causes, from a want of this process."""
     return any(isinstance(one, OSError) and one.errno in _LOCAL_ERRORS for one in _causes(error))
-
-
-def is_unresolved(error: BaseException) -> bool:
-    """Tell whether an error comes, through any chain of causes, from a name that did not resolve."""
-    return any(isinstance(one, gaierror) for one in _causes(error))
 
 
 def is_refused(error: BaseException) -> bool:

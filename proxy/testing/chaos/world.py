@@ -17,7 +17,6 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
     FaultyPolicy,
     FaultyPredictor,
 )
-from balanceroute.proxy.testing.chaos.fetcher import WireFetcher
 from balanceroute.proxy.testing.chaos.journal import Journal
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -73,7 +72,6 @@ class World:
         self.proxy: Proxy
         self._settings = settings
         self._rng = random.Random(rng.getrandbits(64))
-        self._fetcher = WireFetcher(timeout_s=1.0)
         self.observer = SchedulerWatch(lambda: self.scheduler, watch)
 
     async def start(self, front: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -102,7 +100,6 @@ class World:
             "connector": self._settings.engines.connector.value,
         }
         environment = Environment(
-            fetcher=self._fetcher,
             log=self,
             rng=self._rng,
             unix_s=lambda: _EPOCH_S + self.loop.time(),
@@ -133,7 +130,6 @@ class World:
     async def close(self) -> None:
         """End everything."""
         await self.proxy.close()
-        self._fetcher.close()
         await self.fleet.close()
 
 

@@ -15,10 +15,8 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, Admin
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
-from balanceroute.proxy.live.engines.http_client import fetch_status, make_http_client
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import as_secret
-from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.telemetry.process_log import LOGGER
 from balanceroute.proxy.live.telemetry.snapshot import (
     PrefillerState,
@@ -26,7 +24,9 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     RequestState,
     Snapshot,
 )
-from balanceroute.proxy.wire.messages import Headers, Request
+from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.messages import Headers, Request, Response
 from balanceroute.proxy.wire.server import Server
 
 TOKEN = as_secret(b"admin-token")
@@ -572,18 +572,25 @@ def test_it_is_an_application_of_the_http_server() -> None:
     async def main() -> None:
         server = Server(Bench().admin)
         await server.start("127.0.0.1", 0)
-        client = make_http_client(engine_context(None, insecure=False), timeout_s=5.0)
-        async with client:
-            url = f"http://127.0.0.1:{server.port}"
-            assert await fetch_status(client, f"{url}/ready") == 200
-            assert await fetch_status(client, f"{url}/admin/state") == 401
-            added = await client.post(
-                f"{url}/admin/instances",
-                json=INSTANCE,
-                headers={"authorization": "Bearer admin-token"},
+        endpoint = Endpoint("127.0.0.1", server.port)
+
+        async def ask(method: bytes, path: bytes, body: bytes = b"", **headers: bytes) -> Response:
+            fields = [(name.encode(), value) for name, value in headers.items()]
+            return await fetch(
+                endpoint, method, path, fields, body, timeout_s=5.0, max_bytes=65_536
             )
-            assert added.status_code == 200
-            assert added.json() == {"instances": Fleet().instance_rows()}
+
+        assert (await ask(b"GET", b"/ready")).status == 200
+        assert (await ask(b"GET", b"/admin/state")).status == 401
+        added = await ask(
+            b"POST",
+            b"/admin/instances",
+            json.dumps(INSTANCE).encode(),
+            authorization=b"Bearer admin-token",
+        )
+        assert added.status == 200
+        assert json.loads(added.body) == {"instances": Fleet().instance_rows()}
+        endpoint.close()
         server.close()
         await server.drain()
 

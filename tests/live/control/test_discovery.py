@@ -11,7 +11,6 @@ from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.testing.chaos.fetcher import WireFetcher
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 
 
-def proxy_before(site: "Site", decode: list[str], fetcher: WireFetcher) -> Proxy:
+def proxy_before(site: "Site", decode: list[str]) -> Proxy:
     flags = {
         "host": "127.0.0.1",
         "port": 0,
@@ -32,7 +31,6 @@ def proxy_before(site: "Site", decode: list[str], fetcher: WireFetcher) -> Proxy
         "decode": decode,
     }
     environment = Environment(
-        fetcher=fetcher,
         log=site.world,
         rng=random.Random(3),
         unix_s=site.loop.time,
@@ -45,10 +43,9 @@ def test_a_server_that_is_not_up_yet_is_awaited(play: "Play") -> None:
     """Finding L5: its ranks were asked for once, and without an answer the proxy did not start."""
 
     async def scenario(site: "Site") -> None:
-        fetcher = WireFetcher(timeout_s=1.0)
         engine = site.fleet.engine("decode/0")
         site.fleet.kill("decode/0")
-        proxy = proxy_before(site, [f"{engine.url}@discover"], fetcher)
+        proxy = proxy_before(site, [f"{engine.url}@discover"])
         await proxy.start()
         port = proxy.server.port
 
@@ -70,18 +67,15 @@ def test_a_server_that_is_not_up_yet_is_awaited(play: "Play") -> None:
         proxy.deployment.driver.scheduler.check()
         await proxy.drain()
         await proxy.close()
-        fetcher.close()
 
     play(scenario, ranks=3, dp_mode=DpMode.HEADER, at_rest=False)
 
 
 def test_a_server_that_answers_without_telling_is_an_error_at_start(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        fetcher = WireFetcher(timeout_s=1.0)
         site.handlers[b"/metrics"] = lambda _, __, reply: reply.send(404, [], b"")
-        proxy = proxy_before(site, [f"{site.fleet.engine('decode/0').url}@discover"], fetcher)
+        proxy = proxy_before(site, [f"{site.fleet.engine('decode/0').url}@discover"])
         with pytest.raises(ConfigError, match="cannot discover its ranks: protocol: status 404"):
             await proxy.start()
-        fetcher.close()
 
     play(scenario, at_rest=False)
