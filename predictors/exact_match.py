@@ -17,7 +17,7 @@ far each is believed. Defaults were tuned on the first halves of the public trac
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,8 @@ class ExactMatch:
     Raises:
         ConfigError: An option is out of range.
     """
+
+    uses_keys: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -20,9 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import NoReturn
 
-from balanceroute.predictors.exact_match import ExactMatch
+from balanceroute.predictors.registry import KINDS
 from balanceroute.predictors.state import Savable, State, StateError
-from balanceroute.predictors.survival import Survival
 from balanceroute.proxy.core.errors import BalanceRouteError
 
 FORMAT = "balanceroute-predictor"
@@ -119,22 +118,12 @@ def load(path: str | PathLike[str]) -> Savable:
     """
     path = Path(path)
     state = read_state(path)
+    if state.kind not in KINDS:
+        raise PredictorFileError(path, f"unknown kind of predictor: {state.kind[:40]!r}")
     try:
-        match state.kind:
-            case "survival":
-                return Survival.from_state(state)
-            case "exact-match":
-                return ExactMatch.from_state(state)
-            case "gbdt":
-                # Here alone: its library is an extra.
-                from balanceroute.predictors.gbdt import Gbdt  # noqa: PLC0415
-
-                return Gbdt.from_state(state)
-            case _:
-                reason = f"unknown kind of predictor: {state.kind[:40]!r}"
+        return KINDS[state.kind].restored(state)
     except StateError as error:
         raise PredictorFileError(path, str(error)) from error
-    raise PredictorFileError(path, reason)
 
 
 def read_state(path: str | PathLike[str]) -> State:

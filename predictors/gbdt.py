@@ -8,7 +8,7 @@ them.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,8 @@ class Gbdt:
         finish: Trees of the log odds of finishing within the horizon, less the marginal's.
         remaining: Trees of the mean steps left of those that do, less the marginal's.
     """
+
+    uses_keys: ClassVar[bool] = True
 
     def __init__(self, features: Features, finish: "Booster", remaining: "Booster") -> None:
         self._features = features

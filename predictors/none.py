@@ -1,6 +1,7 @@
 """No prediction: every request stays. BR-H then sees only the growth of the loads."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from balanceroute.proxy.core.events import RequestId
 
 class NoPrediction:
     """Says that every request outlives every horizon."""
+
+    uses_keys: ClassVar[bool] = False
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note nothing."""

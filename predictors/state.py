@@ -8,7 +8,7 @@ import binascii
 import math
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +156,13 @@ def packed(array: Array) -> str:
 
 
 class Savable(Predictor, Protocol):
-    """A predictor whose learning outlives it."""
+    """A predictor whose learning outlives it.
+
+    Attributes:
+        uses_keys: Whether it learns by the keys of requests.
+    """
+
+    uses_keys: ClassVar[bool]
 
     def state(self) -> State:
         """Return what it has learned."""

@@ -11,12 +11,13 @@ at most 0.4 % where they do not.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Self
+from operator import attrgetter
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.predictors.base import RequestFeatures
+from balanceroute.predictors.base import PastRequest, RequestFeatures
 from balanceroute.predictors.running_counts import RunningCounts, recency_weights
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, State
 from balanceroute.proxy.core.errors import ConfigError
@@ -44,6 +45,8 @@ class Survival:
         ConfigError: An option is out of range.
     """
 
+    uses_keys: ClassVar[bool] = False
+
     def __init__(
         self,
         history: Iterable[int] = (),
@@ -61,6 +64,12 @@ class Survival:
         self._half_life = half_life
         self._unseen = 0
         self._counts = self._count()
+
+    @classmethod
+    def of_past(cls, past: Iterable[PastRequest]) -> Self:
+        """Return one that has learned from requests, in the order in which they ended."""
+        ended = sorted(past, key=attrgetter("finished_s"))
+        return cls(request.output_tokens for request in ended)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note nothing."""

@@ -45,7 +45,6 @@ KNOWN = 2000  # Requests at the beginning, from which the first segment's predic
 BATCH = 16
 TEMPLATES = 400
 RECURRING = 8000
-PREDICTORS = ("survival", "exact-match", "gbdt", "oracle", "none")
 FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p99")
 
 
@@ -60,7 +59,7 @@ class Scenario:
         backlog: Requests that always wait; None for an open loop.
         rate: Of the open loop.
         learned: Makes what predictors have learned from instead of the trace's own past.
-        predictors: Which of `PREDICTORS` are compared, beside BR-0.
+        predictors: Which of `FORECASTS` are compared, beside BR-0.
         form: How BR-H projects.
     """
 
@@ -70,7 +69,7 @@ class Scenario:
     backlog: int | None = 64
     rate: float | None = None
     learned: Callable[[], list[TraceRequest]] | None = None
-    predictors: tuple[str, ...] = PREDICTORS
+    predictors: tuple[str, ...] = tuple(FORECASTS)
     form: Form | None = None
 
     def workloads(self) -> list[Workload]:

@@ -16,7 +16,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from balanceroute.predictors import training
+from balanceroute.predictors import registry
 from balanceroute.predictors.evaluation import GAINS, Judgement, judge
 from balanceroute.predictors.questions import Cut, Replay, cut_in_time
 from balanceroute.predictors.traced import past_requests
@@ -55,7 +55,7 @@ def rows_of(
     for kind in kinds:
         print(f"{trace.name}: {kind}", file=sys.stderr, flush=True)
         begin_s = time.perf_counter()
-        predictors[kind] = training.train(kind, cut.before, horizon_steps=horizon_steps)
+        predictors[kind] = registry.train(kind, cut.before, horizon_steps=horizon_steps)
         trained_s[kind] = time.perf_counter() - begin_s
     judgements = judge(replay, predictors, baseline=BASELINE, learn=not frozen)
     return [
@@ -107,7 +107,7 @@ def main() -> int:
     """Judge the chosen predictors on the chosen traces, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE")
-    parser.add_argument("--kinds", nargs="+", choices=training.KINDS, default=training.KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=registry.KINDS, default=registry.KINDS)
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of each trace")
     parser.add_argument("--horizon", type=int, default=40, metavar="H")
     parser.add_argument("--frozen", action="store_true", help="nobody learns in the second half")

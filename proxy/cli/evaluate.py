@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute import __version__
-from balanceroute.predictors import NoPrediction, files, training
+from balanceroute.predictors import NoPrediction, Survival, files
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.evaluation_plots import write_plots
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
             _make_folder(arguments.plots)
         baselines: dict[str, Predictor] = {
             "none": NoPrediction(),
-            _BASELINE: training.survival_of(history),
+            _BASELINE: Survival.of_past(history),
         }
         judgements = judge(
             replay,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.predictors import NoPrediction, files, training
+from balanceroute.predictors import NoPrediction, Survival, files, registry
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay, cut_in_time
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description=f"{__doc__} The file is for `serve --predictor` and for `evaluate`.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("kind", choices=training.KINDS, help="what to train")
+    parser.add_argument("kind", choices=registry.KINDS, help="what to train")
     add_past_flags(parser)
     add_flags(parser.add_argument_group("training"), Training)
     output = parser.add_argument_group("output")
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_flags(arguments, Chosen, Training)
     settings = given.read(Training)
     check_source(arguments)
-    training.require(arguments.kind)
+    registry.KINDS[arguments.kind].require()
     _check_out(arguments.out)
     judged: tuple[Replay, Mapping[str, Judgement]] | None = None
     with StageBar() as bar:
@@ -123,7 +123,7 @@ def _train(
     kind: str, settings: Training, past: "Sequence[PastRequest]", bar: StageBar, words: str
 ) -> "Savable":
     bar.show(f"{words} {kind}")
-    return training.train(
+    return registry.train(
         kind,
         past,
         horizon_steps=settings.horizon,
@@ -140,7 +140,7 @@ def _judge_held_out(
     replay = Replay(cut.after, horizon_steps=settings.horizon, age_step=_AGE_STEP, from_s=cut.at_s)
     predictors: dict[str, Predictor] = {
         "none": NoPrediction(),
-        _BASELINE: training.survival_of(cut.before),
+        _BASELINE: Survival.of_past(cut.before),
     }
     if kind not in predictors:
         predictors[kind] = _train(kind, settings, cut.before, bar, "check: training")

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.frontend.model_choice import AnyModel, ListedModels
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.prediction.names import predictor_name
+from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics

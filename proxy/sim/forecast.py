@@ -5,11 +5,12 @@ it would in a proxy that has served them; a trained one starts from its file.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from balanceroute.predictors import ExactMatch, NoPrediction, Oracle, Predictor, Survival
+from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
 from balanceroute.predictors.files import load
-from balanceroute.predictors.gbdt_training import train
+from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
@@ -25,16 +26,13 @@ def _oracle(workload: Workload, _: PolicySettings) -> Predictor:
     return Oracle({RequestId(i): tokens for i, tokens in enumerate(outputs)})
 
 
+def _trained(kind: str, workload: Workload, settings: PolicySettings) -> Predictor:
+    return train(kind, past_requests(workload.history), horizon_steps=settings.horizon_steps)
+
+
 def _survival(workload: Workload, _: PolicySettings) -> Predictor:
+    # In the order of arrival, as for all figures that are published.
     return Survival(request.output_tokens for request in workload.history)
-
-
-def _exact_match(workload: Workload, _: PolicySettings) -> Predictor:
-    return ExactMatch(past_requests(workload.history))
-
-
-def _gbdt(workload: Workload, settings: PolicySettings) -> Predictor:
-    return train(past_requests(workload.history), horizon_steps=settings.horizon_steps)
 
 
 def _none(_: Workload, __: PolicySettings) -> Predictor:
@@ -42,9 +40,8 @@ def _none(_: Workload, __: PolicySettings) -> Predictor:
 
 
 FORECASTS: dict[str, Forecast] = {
+    **{kind: partial(_trained, kind) for kind in KINDS},
     "survival": _survival,
-    "exact-match": _exact_match,
-    "gbdt": _gbdt,
     "oracle": _oracle,
     "none": _none,
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from balanceroute import __version__
-from balanceroute.predictors import PastRequest, files, training
+from balanceroute.predictors import PastRequest, Survival, files, registry
 from balanceroute.predictors.evaluation import GAINS
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.__main__ import main
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     # From the first half alone.
     past = past_requests(requests[:200])
-    files.save(path / MODEL, training.train("exact-match", past))
+    files.save(path / MODEL, registry.train("exact-match", past))
     return path
 
 
@@ -152,7 +152,7 @@ def test_what_is_written_has_learned_from_all_of_the_requests(tmp_path: Path) ->
     words = ["train", "exact-match", "--trace", TRACE, "--out", str(without), "--holdout", "0"]
     assert main(words) == 0
     assert files.read_state(with_check) == files.read_state(without)
-    expected = training.train("exact-match", past_requests(traced()))
+    expected = registry.train("exact-match", past_requests(traced()))
     assert files.read_state(without) == expected.state()
 
 
@@ -163,9 +163,9 @@ def test_the_check_learns_from_nothing_that_it_is_judged_on(
 
     def train(kind: str, past: list[PastRequest], **_: object) -> object:
         given.append(past)
-        return training.survival_of(past)
+        return Survival.of_past(past)
 
-    monkeypatch.setattr("balanceroute.predictors.training.train", train)
+    monkeypatch.setattr("balanceroute.predictors.registry.train", train)
     words = ["--out", str(tmp_path / "p.json"), "--holdout", "0.25"]
     assert main(["train", "exact-match", "--trace", TRACE, *words]) == 0
     past = past_requests(traced())
@@ -183,7 +183,7 @@ def test_without_a_holdout_there_is_no_check(
 def test_the_requests_are_those_chosen(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     assert main([*TRAIN, "--out", str(out), "--skip", "100", "--requests", "50"]) == 0
-    expected = training.train("survival", past_requests(traced()[100:150]))
+    expected = registry.train("survival", past_requests(traced()[100:150]))
     assert files.read_state(out) == expected.state()
 
 
@@ -193,9 +193,9 @@ def test_the_flags_reach_the_training(tmp_path: Path, monkeypatch: pytest.Monkey
     def train(kind: str, past: Sequence[object], **options: Any) -> object:
         del options["progress"]
         given.extend([kind, len(past), options])
-        return training.survival_of([])
+        return Survival.of_past([])
 
-    monkeypatch.setattr("balanceroute.predictors.training.train", train)
+    monkeypatch.setattr("balanceroute.predictors.registry.train", train)
     words = ["--holdout", "0", "--horizon", "64", "--seed", "9"]
     assert main(["train", "gbdt", "--log", LOG, "--out", str(tmp_path / "p"), *words]) == 0
     assert given == ["gbdt", 400, {"horizon_steps": 64, "seed": 9}]
@@ -414,7 +414,7 @@ def test_frozen_predictors_do_not_learn(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_model_may_be_called_as_a_baseline_is(tmp_path: Path) -> None:
-    files.save("survival", training.survival_of([]))
+    files.save("survival", Survival.of_past([]))
     results = report(["evaluate", "--trace", TRACE, "--model", "survival"], tmp_path)["results"]
     assert [row["predictor"] for row in results] == ["none", "survival", "./survival"]
 

@@ -8,18 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
-from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, read_state, write_state
+from balanceroute.predictors.registry import KINDS
 from balanceroute.predictors.state import StateError
 from balanceroute.proxy.core.errors import ConfigError, shown
-from balanceroute.proxy.live.prediction.names import PREDICTORS, predictor_name
 from balanceroute.proxy.live.prediction.predictor_set import NamedPredictor
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
-    from balanceroute.predictors import Predictor
     from balanceroute.predictors.state import Savable, State
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
@@ -28,12 +26,12 @@ InThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 SAVE_INTERVAL_S = 60.0
 
-_MADE: "dict[str, Callable[[], Savable | NoPrediction]]" = {
+PREDICTORS: "dict[str, Callable[[], Savable | NoPrediction]]" = {
     "none": NoPrediction,
-    "survival": Survival,
-    "exact-match": ExactMatch,
+    **{name: kind.untrained for name, kind in KINDS.items() if kind.untrained is not None},
 }
-assert _MADE.keys() == set(PREDICTORS)
+"""Those that need no file, by name."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +44,7 @@ def make_predictor(word: str) -> "Savable | NoPrediction":
     Raises:
         ConfigError: The file cannot be used; the message reads on from a flag.
     """
-    made = _MADE.get(word)
+    made = PREDICTORS.get(word)
     if made is not None:
         return made()
     if not os.path.lexists(word):
@@ -60,13 +58,14 @@ def make_predictor(word: str) -> "Savable | NoPrediction":
         raise ConfigError(f"is {word}: {error}") from error
 
 
-def named(word: str, predictor: "Predictor") -> NamedPredictor:
+def predictor_name(word: str) -> str:
+    """Return what metrics call the predictor that `make_predictor` makes of a word."""
+    return word if word in PREDICTORS else Path(word).name
+
+
+def named(word: str, predictor: "Savable | NoPrediction") -> NamedPredictor:
     """Return a predictor under its name; no limit of a request is exceeded in what it says."""
-    return NamedPredictor(
-        predictor_name(word),
-        Capped(predictor),
-        uses_keys=not isinstance(predictor, NoPrediction | Survival),
-    )
+    return NamedPredictor(predictor_name(word), Capped(predictor), uses_keys=predictor.uses_keys)
 
 
 class StateKeeper:

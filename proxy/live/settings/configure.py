@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import CONNECTORS
-from balanceroute.proxy.live.prediction.names import predictor_name
-from balanceroute.proxy.live.prediction.predictors import make_predictor
+from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
     Credentials,

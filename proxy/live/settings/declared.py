@@ -23,7 +23,7 @@ from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
-from balanceroute.proxy.live.prediction.names import PREDICTORS
+from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.settings.setting import (
     choice,
@@ -200,7 +200,7 @@ class SchedulingSettings:
     predictor: str = file_or_word(
         "survival",
         "for br-h: none, survival, exact-match, or a file made by `balanceroute train`",
-        PREDICTORS,
+        tuple(PREDICTORS),
     )
     predictor_state: Path | None = file(
         "keeps what the predictor learns: read at start if it is there, saved every minute and at "
@@ -208,7 +208,7 @@ class SchedulingSettings:
     )
     shadow_predictor: tuple[str, ...] = files_or_words(
         "predictors, as for --predictor, that are scored on the traffic and decide nothing",
-        PREDICTORS,
+        tuple(PREDICTORS),
     )
     seed: int = integer(0, "of random policies", 0, (1 << 63) - 1)
     # vLLM's own default of --max-num-seqs on most devices.

@@ -12,11 +12,10 @@ from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, 
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save
 from balanceroute.predictors.logged import read_log
-from balanceroute.predictors.training import train
+from balanceroute.predictors.registry import train
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.prediction.names import predictor_name
-from balanceroute.proxy.live.prediction.predictors import make_predictor
+from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SchedulingSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
