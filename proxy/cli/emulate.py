@@ -27,7 +27,6 @@ from balanceroute.proxy.live.settings.setting import (
     integer,
     named,
     number,
-    optional_integer,
     part,
     seconds,
     text,
@@ -45,11 +44,11 @@ class Fleet:
     prefillers: int = integer(_DEFAULTS.prefillers, "prefill engines", 0, 1_000, metavar="P")
     ranks: int = integer(_DEFAULTS.ranks, "decode ranks", 0, 10_000, metavar="G")
     batch: int = integer(_DEFAULTS.batch_limit, "batch limit of a rank", 1, 10**9, metavar="B")
-    kv_capacity: int | None = optional_integer(
-        "KV tokens per rank", 1, 10**12, shown_default="no limit", metavar="TOKENS"
+    kv_capacity: int | None = integer(
+        None, "KV tokens per rank", 1, 10**12, shown_default="no limit", metavar="TOKENS"
     )
-    prefill_kv_capacity: int | None = optional_integer(
-        "the same, per prefiller", 1, 10**12, shown_default="no limit", metavar="TOKENS"
+    prefill_kv_capacity: int | None = integer(
+        None, "the same, per prefiller", 1, 10**12, shown_default="no limit", metavar="TOKENS"
     )
     connector: Connector = choice(
         _DEFAULTS.connector, "how KV caches travel", named(Connector), at_top=True
@@ -131,11 +130,7 @@ class Place:
 
     host: str = text("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = integer(
-        9100,
-        "of the first engine; the others follow (0: free ones)",
-        0,
-        _MAX_PORT,
-        metavar="PORT",
+        9100, "of the first engine; the others follow (0: free ones)", 0, _MAX_PORT, metavar="PORT"
     )
 
 

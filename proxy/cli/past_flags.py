@@ -11,7 +11,7 @@ from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags
-from balanceroute.proxy.live.settings.setting import integer, optional_integer, optional_number
+from balanceroute.proxy.live.settings.setting import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,9 @@ class Chosen:
     """Which requests."""
 
     skip: int = integer(0, "pass over the first N", 0, 10**9)
-    requests: int | None = optional_integer("take only the first N of these", 1, 10**9)
-    token_ms: float | None = optional_number(
+    requests: int | None = integer(None, "take only the first N of these", 1, 10**9)
+    token_ms: float | None = number(
+        None,
         "time a token takes: traces do not say when a request ended",
         0,
         1e6,

@@ -28,8 +28,6 @@ from balanceroute.proxy.live.settings.setting import (
     integer,
     named,
     number,
-    optional_integer,
-    optional_number,
     seconds,
     text,
 )
@@ -81,22 +79,20 @@ class Target:
 class Pace:
     """When requests are sent; one of them at most."""
 
-    rate: float | None = optional_number(
-        "open loop: speed up the trace's times (default 1)", 1e-6, 1e6, metavar="R"
+    rate: float | None = number(
+        None, "open loop: speed up the trace's times (default 1)", 1e-6, 1e6, metavar="R"
     )
-    concurrency: int | None = optional_integer(
-        "closed loop: N requests always outstanding", 1, 10**5
-    )
+    concurrency: int | None = integer(None, "closed loop: N requests always outstanding", 1, 10**5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """What is replayed of a trace."""
 
-    requests: int | None = optional_integer("replay only the first N", 1, 10**9)
+    requests: int | None = integer(None, "replay only the first N", 1, 10**9)
     skip: int = integer(0, "pass over the first N", 0, 10**9)
-    max_prompt_tokens: int | None = optional_integer("cut longer prompts", 1, 10**9)
-    max_output_tokens: int | None = optional_integer("cut longer answers", 1, 10**9)
+    max_prompt_tokens: int | None = integer(None, "cut longer prompts", 1, 10**9)
+    max_output_tokens: int | None = integer(None, "cut longer answers", 1, 10**9)
     sharegpt: Path | None = file("prompts and output lengths of conversations")
     lengths: Lengths | None = choice(
         None,

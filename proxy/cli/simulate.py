@@ -21,8 +21,6 @@ from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     integer,
     number,
-    optional_integer,
-    optional_number,
     text,
 )
 from balanceroute.proxy.pictures import require_matplotlib
@@ -51,18 +49,22 @@ if TYPE_CHECKING:
 class Pace:
     """When requests come; one of them at most."""
 
-    rate: float | None = optional_number(
-        "open loop: speed up the trace's times (default 1)", 1 / MAX_RATE, MAX_RATE, metavar="R"
+    rate: float | None = number(
+        None,
+        "open loop: speed up the trace's times (default 1)",
+        1 / MAX_RATE,
+        MAX_RATE,
+        metavar="R",
     )
-    backlog: int | None = optional_integer("saturated: N requests always wait for decode", 1, 10**9)
-    concurrency: int | None = optional_integer("closed loop: N requests always under way", 1, 10**9)
+    backlog: int | None = integer(None, "saturated: N requests always wait for decode", 1, 10**9)
+    concurrency: int | None = integer(None, "closed loop: N requests always under way", 1, 10**9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """What is replayed of a trace."""
 
-    requests: int | None = optional_integer("replay only the first N", 1, 10**9)
+    requests: int | None = integer(None, "replay only the first N", 1, 10**9)
     skip: int = integer(0, "pass over the first N", 0, 10**9)
     known: int = integer(0, "do not replay the first N: predictors learn from them", 0, 10**9)
     segments: int = integer(1, "cut the trace in S runs", 1, 10**9, metavar="S")
@@ -78,17 +80,18 @@ class Machines:
     # A step of no time would let virtual time stand still.
     step_base_ms: float = number(30.0, "step = a + b x max load", 0.001, 1e6, metavar="a")
     step_us_per_token: float = number(0.2, "see a", 0, 1e6, metavar="b")
-    kv_capacity: int | None = optional_integer(
-        "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
+    kv_capacity: int | None = integer(
+        None, "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
     )
-    prefill_servers: int | None = optional_integer(
-        "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
+    prefill_servers: int | None = integer(
+        None, "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
     )
     prefill_base_ms: float = number(20.0, "prefill = c + d x prompt", 0, 1e6, metavar="c")
     prefill_us_per_token: float = number(50.0, "see c", 0, 1e6, metavar="d")
     transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
     transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
-    pool_limit: int | None = optional_integer(
+    pool_limit: int | None = integer(
+        None,
         "requests in prefill or in the pool; others wait before prefill",
         1,
         10**9,
@@ -104,9 +107,7 @@ class Compared:
         "jsq,least-kv,fifo,br-0,br-h", f"of {', '.join(POLICIES)}", metavar="NAME[,NAME..]"
     )
     predictor: str = text(
-        "survival",
-        f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote",
-        metavar="NAME|FILE",
+        "survival", f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote", metavar="NAME|FILE"
     )
 
 
@@ -114,8 +115,8 @@ class Compared:
 class Knobs(PolicyKnobs):
     """Those of the policies, and the scheduler's."""
 
-    deadline: float | None = optional_number(
-        "pool wait after which a request goes first", 0.001, 1e6, metavar="S"
+    deadline: float | None = number(
+        None, "pool wait after which a request goes first", 0.001, 1e6, metavar="S"
     )
 
 

@@ -138,14 +138,11 @@ def _check_engines(given: Given, engines: EngineSettings) -> None:
         if engines.model.count(model) > 1:
             raise ConfigError(f"{given.where('model')} names {model!r} twice")
     if engines.engine_ca_file is not None:
-        place = given.where("engine_ca_file")
-        if engines.insecure_engines:
-            reason = "means nothing with --insecure-engines"
-            raise ConfigError(f"{place} is {engines.engine_ca_file}: {reason}")
-        try:
+        with given.blamed("engine_ca_file"):
+            if engines.insecure_engines:
+                reason = "means nothing with --insecure-engines"
+                raise ConfigError(f"is {engines.engine_ca_file}: {reason}")
             engine_context(engines.engine_ca_file, insecure=False)
-        except ConfigError as error:
-            raise ConfigError(f"{place} {error}") from None
 
 
 def _check_metaserver(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:
@@ -164,7 +161,11 @@ def _check_metaserver(given: Given, engines: EngineSettings, listening: Listenin
 def _credentials(
     given: Given, listening: ListeningSettings, environment: Mapping[str, str]
 ) -> Credentials:
-    engine_key = _secret(given, "engine_key_file", given.read(EngineSettings).engine_key_file)
+    key_file = given.read(EngineSettings).engine_key_file
+    engine_key = None
+    if key_file is not None:
+        with given.blamed("engine_key_file"):
+            engine_key = read_secret(key_file)
     if engine_key is None and ENGINE_KEY_VARIABLE in environment:
         try:
             engine_key = as_secret(environment[ENGINE_KEY_VARIABLE].encode(errors="replace"))
@@ -173,33 +174,20 @@ def _credentials(
     _check_certificate(given, listening)
     api_keys: tuple[Secret, ...] = ()
     if listening.api_key_file is not None:
-        try:
+        with given.blamed("api_key_file"):
             api_keys = read_secrets(listening.api_key_file)
-        except ConfigError as error:
-            raise ConfigError(f"{given.where('api_key_file')} {error}") from None
     admin_token = None
-    if listening.admin:
-        admin_token = _secret(given, "admin_token_file", listening.admin_token_file)
+    if listening.admin and listening.admin_token_file is not None:
+        with given.blamed("admin_token_file"):
+            admin_token = read_secret(listening.admin_token_file)
     return Credentials(api_keys, engine_key, admin_token)
-
-
-def _secret(given: Given, name: str, path: Path | None) -> Secret | None:
-    """Return the one key in the file that a setting names."""
-    if path is None:
-        return None
-    try:
-        return read_secret(path)
-    except ConfigError as error:
-        raise ConfigError(f"{given.where(name)} {error}") from None
 
 
 def _check_certificate(given: Given, listening: ListeningSettings) -> None:
     cert, key = listening.tls_cert, listening.tls_key
     if cert is not None and key is not None:
-        try:
+        with given.blamed("tls_cert"):
             server_context(cert, key)
-        except ConfigError as error:
-            raise ConfigError(f"{given.where('tls_cert')} {error}") from None
     elif cert is not None:
         raise ConfigError(f"{given.where('tls_cert')}: needs --tls-key too")
     elif key is not None:
@@ -238,14 +226,12 @@ def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
     for setting, words in (("predictor", (predictor,)), ("shadow_predictor", shadows)):
         for word in words:
             name = predictor_name(word)
-            if name in names:
-                reason = "metrics cannot tell it from another one of that name"
-                raise ConfigError(f"{given.where(setting)} has {name!r}: {reason}")
-            names.add(name)
-            try:
+            with given.blamed(setting):
+                if name in names:
+                    reason = "metrics cannot tell it from another one of that name"
+                    raise ConfigError(f"has {name!r}: {reason}")
+                names.add(name)
                 make_predictor(word)
-            except ConfigError as error:
-                raise ConfigError(f"{given.where(setting)} {error}") from None
     path = scheduling.predictor_state
     if path is None:
         return

@@ -33,8 +33,6 @@ from balanceroute.proxy.live.settings.setting import (
     integer,
     named,
     number,
-    optional_integer,
-    optional_number,
     part,
     seconds,
     switch,
@@ -215,23 +213,21 @@ class SchedulingSettings:
     batch: int = integer(
         256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
     )
-    rank_kv_tokens: int | None = optional_integer(
-        "KV tokens that fit on a rank", 1, 10**9, word="none"
+    rank_kv_tokens: int | None = integer(
+        None, "KV tokens that fit on a rank", 1, 10**9, word="none"
     )
-    probe_limit: int | None = optional_integer(
-        "prefills at a time on one prefiller", 1, 10**6, word="none"
+    probe_limit: int | None = integer(
+        None, "prefills at a time on one prefiller", 1, 10**6, word="none"
     )
-    prefiller_kv_tokens: int | None = optional_integer(
-        "KV tokens that one prefiller may hold for the pool",
-        1,
-        10**9,
-        word="none",
+    prefiller_kv_tokens: int | None = integer(
+        None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
     )
     prefiller_utilisation_limit: float = number(
         0.95, "KV cache use of a prefiller above which it gets no further prefill", 0.01, 1
     )
     # It is shallow because what it holds has leases.
-    pool_limit: int | None = optional_integer(
+    pool_limit: int | None = integer(
+        None,
         "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
         "cache",
         1,
@@ -250,7 +246,8 @@ class SchedulingSettings:
         10**6,
     )
     # What an engine says of a single request goes first.
-    lease_s: float | None = optional_number(
+    lease_s: float | None = number(
+        None,
         "how long a prefiller keeps a KV cache that no decoder has asked for; inf for ever",
         0.1,
         inf,
@@ -314,7 +311,8 @@ class PolicyKnobs:
     alpha: float = number(
         _KNOBS.alpha, "br-h's reward per token that fills a margin", 1e-9, 1e9, metavar="α"
     )
-    beta: float | None = optional_number(
+    beta: float | None = number(
+        None,
         "br-h's penalty per token beyond a margin",
         1e-9,
         1e9,
@@ -322,13 +320,14 @@ class PolicyKnobs:
         word="auto",
         metavar="β",
     )
-    theta: int | None = optional_integer(
-        "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
+    theta: int | None = integer(
+        None, "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
     )
     window: int = integer(
         _KNOBS.window, "candidates that stage 2 chooses from", 1, 10**9, metavar="K"
     )
-    patience: float | None = optional_number(
+    patience: float | None = number(
+        None,
         "overtakings that forgive a request one mean prompt of overflow; inf for never",
         1e-9,
         inf,
@@ -336,11 +335,7 @@ class PolicyKnobs:
         word="auto",
     )
     refresh_tokens: int = integer(
-        _KNOBS.refresh_tokens,
-        "tokens between two predictions of a request",
-        1,
-        10**9,
-        metavar="M",
+        _KNOBS.refresh_tokens, "tokens between two predictions of a request", 1, 10**9, metavar="M"
     )
     bypass_slots: int = integer(
         _KNOBS.bypass_slots,
@@ -368,7 +363,8 @@ class TimeLimits:
         inf,
         metavar="S",
     )
-    pool_deadline_s: float | None = optional_number(
+    pool_deadline_s: float | None = number(
+        None,
         "wait after prefill after which a request goes first; inf for never",
         0.001,
         inf,
@@ -408,10 +404,7 @@ class FailureSettings:
     scrape_interval_s: float = seconds(1.0, "between two readings of an engine's metrics")
     scrape_timeout_s: float = seconds(1.0, "for such a reading")
     quarantine_failures: int = integer(
-        3,
-        "failures in a row after which an engine gets nothing until it is healthy",
-        1,
-        10**6,
+        3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
     )
 
 
@@ -419,7 +412,8 @@ class FailureSettings:
 class ExchangeLimits:
     """What is accepted from a client and from an engine, and how long a client is waited for."""
 
-    connection_limit: int | None = optional_integer(
+    connection_limit: int | None = integer(
+        None,
         "connections of clients; beyond it idle ones are closed for newcomers, and then newcomers "
         "get 503",
         1,
@@ -427,7 +421,8 @@ class ExchangeLimits:
         shown_default="a third of the file descriptors left",
         word="auto",
     )
-    peer_connection_limit: int | None = optional_integer(
+    peer_connection_limit: int | None = integer(
+        None,
         "connections of one client address; beyond it newcomers get 429",
         1,
         10**6,

@@ -1,7 +1,8 @@
 """Settings as they are given: the flag before the file before the default."""
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -71,6 +72,14 @@ class Given:
         key = name if self._known[name].at_top else f"[{self._table_name}].{name}"
         return f"{self._file}: {key}"
 
+    @contextmanager
+    def blamed(self, name: str) -> Iterator[None]:
+        """Put the name of a setting before what is wrong with its value."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.where(name)} {error}") from None
+
     def _value(self, setting: Setting) -> object:
         if setting.name in self._flags:
             value = self._flags[setting.name]
@@ -80,10 +89,8 @@ class Given:
                 value = self._from_folder(value, setting.not_paths)
         else:
             return setting.default
-        try:
+        with self.blamed(setting.name):
             return setting.check(value)
-        except ConfigError as error:
-            raise ConfigError(f"{self.where(setting.name)} {error}") from None
 
     def _from_folder(self, value: object, words: tuple[str, ...]) -> object:
         """Return a file's value with its relative paths starting at the file's folder."""

@@ -100,44 +100,46 @@ def part(component: Callable[..., T], *sections: object, **others: object) -> T:
 # Kinds of settings. To a type checker each returns its default, as `field` does.
 
 
-def integer(default: int, text: str, least: int, most: int, *, metavar: str = "N") -> int:
-    """Declare an integer from `least` to `most`."""
-    check = partial(_integer, least=least, most=most)
-    return _declare(default, text, check, f"{default}", metavar, parse=_parse_integer)
-
-
-def optional_integer(
+def integer(
+    default: T,
     text: str,
     least: int,
     most: int,
     *,
-    shown_default: str = "",
     word: str = "",
+    shown_default: str = "",
     metavar: str = "N",
-) -> int | None:
-    """Declare an integer that is None by default, or if `word` is given; "" is no such word."""
-    check = _optional(partial(_integer, least=least, most=most, word=word), word)
-    return _declare(None, text, check, shown_default or word, metavar, parse=_parse_integer)
+) -> T | int:
+    """Declare an integer from `least` to `most`, or None if that is the default.
+
+    Args:
+        default: What it is if nobody says.
+        text: The help.
+        least: The smallest value.
+        most: The largest value.
+        word: How to ask for None; "" if nobody can.
+        shown_default: What None comes to, in words; the word itself if "".
+        metavar: What stands for it in the help.
+    """
+    check = _or_word(partial(_integer, least=least, most=most, word=word), word)
+    shown_default = shown_default or word if default is None else f"{default}"
+    return _declare(default, text, check, shown_default, metavar, parse=_parse_integer)
 
 
-def number(default: float, text: str, least: float, most: float, *, metavar: str = "X") -> float:
-    """Declare a number from `least` to `most`."""
-    check = partial(_number, least=least, most=most)
-    return _declare(default, text, check, f"{default:g}", metavar, parse=_parse_number)
-
-
-def optional_number(
+def number(
+    default: T,
     text: str,
     least: float,
     most: float,
     *,
-    shown_default: str = "",
     word: str = "",
+    shown_default: str = "",
     metavar: str = "X",
-) -> float | None:
-    """Declare a number that is None by default, or if `word` is given; "" is no such word."""
-    check = _optional(partial(_number, least=least, most=most, word=word), word)
-    return _declare(None, text, check, shown_default or word, metavar, parse=_parse_number)
+) -> T | float:
+    """Declare a number; see `integer`."""
+    check = _or_word(partial(_number, least=least, most=most, word=word), word)
+    shown_default = shown_default or word if default is None else f"{default:g}"
+    return _declare(default, text, check, shown_default, metavar, parse=_parse_number)
 
 
 def seconds(default: float, text: str, least: float = 0.001, most: float = 1e6) -> float:
@@ -261,7 +263,7 @@ def _declare(
 # Checks.
 
 
-def _optional(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
+def _or_word(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
     return lambda value: None if word and value == word else check(value)
 
 
