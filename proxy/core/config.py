@@ -61,3 +61,14 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.lease_margin_ns < 0:
             raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
+
+    def check_grown(self, before: "SchedulerConfig") -> None:
+        """Check that this can follow `before` while requests are under way.
+
+        Raises:
+            ConfigError: There are fewer ranks or prefillers: they keep their ids.
+        """
+        for name in ("ranks", "prefillers"):
+            then, now = getattr(before, name), getattr(self, name)
+            if now < then:
+                raise ConfigError(f"{name} is {now}, cannot be fewer than the {then} there are")

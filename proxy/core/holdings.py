@@ -1,43 +1,105 @@
-"""Recounting what every request holds: the scheduler's books against the requests' states."""
+"""What requests hold, and how they give it back.
 
-from typing import TYPE_CHECKING
+A queued request has a place in its line, a prefilling one the budget of a prefiller, a pooled one its
+place in the pool, and a decoding one slots and KV tokens of a rank. The budget of the prefiller stays
+charged until the KV cache has left it.
+"""
 
-from balanceroute.proxy.core.lifecycle import State
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, ReleasePrefill
+from balanceroute.proxy.core.ledger import Ledger
+from balanceroute.proxy.core.lifecycle import Request, State
+from balanceroute.proxy.core.line import Line
+from balanceroute.proxy.core.pool import Pool
+from balanceroute.proxy.core.prefill import Prefillers
 
 
-def check_holdings(scheduler: "Scheduler") -> None:
-    """Recount every holding from the requests' states and assert that nothing leaked."""
-    scheduler.ledger.check()
-    held = [0] * scheduler.config.prefillers
-    probes = [0] * scheduler.config.prefillers
-    direct = [0] * scheduler.config.prefillers
-    slots = [0] * scheduler.config.ranks
-    for request in scheduler.requests.values():
-        state, decodes = request.state, request.decode
+class Holdings:
+    """The books of one scheduler.
+
+    Attributes:
+        ledger: Of the ranks; another one once their number or the policy changes.
+    """
+
+    def __init__(self, line: Line, prefillers: Prefillers, pool: Pool, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._line = line
+        self._prefillers = prefillers
+        self._pool = pool
+
+    def release(self, request: Request, state: State, *, gone: bool) -> list[Action]:
+        """Release everything that `request` held in `state`.
+
+        `gone` says that the engine has ended its part already, so that there is nothing to abort.
+        """
+        actions: list[Action] = []
+        match state:
+            case State.QUEUED:
+                self._line.remove(request)
+            case State.PREFILLING:
+                assert request.prefiller is not None
+                if request.decode:
+                    self.end_probe(request)
+                else:
+                    self._prefillers.end_direct(request.prefiller, request.ticket.slots)
+                if not gone:
+                    actions.append(AbortPrefill(request.request, request.prefiller))
+            case State.POOLED:
+                self._pool.remove(request.request)
+                if request.prefiller is not None:
+                    actions.append(ReleasePrefill(request.request, request.prefiller))
+            case State.DECODING:
+                if not gone:
+                    assert request.rank is not None
+                    actions.append(AbortDecode(request.request, request.rank))
+                    if request.prefiller is not None:
+                        # Nobody will pull these blocks any more, unless the pull is under way.
+                        actions.append(ReleasePrefill(request.request, request.prefiller))
+                self.release_prefill(request)
+                self.unbind(request)
+            case State.DONE | State.FAILED | State.CANCELLED:
+                raise AssertionError(f"request {request.request} ended twice")
+        self.release_prefill(request)
+        return actions
+
+    def end_probe(self, request: Request) -> None:
+        """Note that its probe ended."""
+        assert request.prefiller is not None
+        assert request.probing
+        self._prefillers.end_probe(request.prefiller)
+        request.probing = False
+
+    def release_prefill(self, request: Request) -> None:
+        """Uncharge its prefiller, if it holds one."""
         if request.prefiller is not None:
-            assert request.ticket.prefill
-            held[request.prefiller] += request.held_tokens
-            probes[request.prefiller] += request.probing
-            direct[request.prefiller] += 0 if decodes else request.ticket.slots
-        if request.rank is not None:
-            slots[request.rank] += request.ticket.slots
-        assert request.probing == (state is State.PREFILLING and decodes)
-        assert (request.rank is not None) == (state is State.DECODING)
-        assert (request.request in scheduler.pool) == (state is State.POOLED)
-        assert (request in scheduler.line) == (state is State.QUEUED)
-        assert request.ticket.prefill or state in {State.POOLED, State.DECODING}
-        assert decodes or state in {State.QUEUED, State.PREFILLING}
-    assert direct == scheduler.prefillers.direct, f"{direct} != {scheduler.prefillers.direct}"
-    assert held == scheduler.prefillers.held_tokens, f"{held} != {scheduler.prefillers.held_tokens}"
-    assert probes == scheduler.prefillers.probes, f"{probes} != {scheduler.prefillers.probes}"
-    assert sum(probes) == scheduler.prefillers.probing
-    assert slots == scheduler.ledger.bound.tolist(), f"{slots} != {scheduler.ledger.bound}"
-    assert scheduler.pool.slots == sum(entry.slots for entry in scheduler.pool)
-    answered = sum(
-        request.rank is not None or (request.state is State.PREFILLING and not request.decode)
-        for request in scheduler.requests.values()
-    )
-    assert scheduler.waiting == len(scheduler.requests) - answered
+            self._prefillers.release(request.prefiller, request.held_tokens)
+            request.prefiller = None
+
+    def unbind(self, request: Request) -> None:
+        """Take it from its rank."""
+        held = self.ledger.unbind(request.request)
+        # If it is decoded again, what it emitted has to be prefilled with the prompt.
+        emitted = -((request.kv_tokens - held) // request.ticket.slots)  # Rounded up.
+        request.emitted_before += emitted
+        request.prompt_tokens += emitted
+        request.rank = None
+        request.started = False
+
+    def move(self, requests: Iterable[Request], ledger: Ledger) -> None:
+        """Charge all bound requests to a new ledger as they stand in the present one."""
+        for request in requests:
+            if request.rank is None:
+                continue
+            number = request.request
+            ledger.bind(
+                number,
+                request.rank,
+                request.kv_tokens,
+                age=request.emitted_before,
+                slots=request.ticket.slots,
+            )
+            ledger.emit(number, self.ledger.kv_tokens(number) - request.kv_tokens)
+            if request.started:
+                ledger.start(number)
+        self.ledger = ledger

@@ -144,3 +144,16 @@ class Request:
             msg = f"request {self.request}: {trigger.name} is not allowed in {self.state.name}"
             raise LifecycleError(msg)
         self.state = end
+
+
+def check_ticket(request: RequestId, ticket: Ticket) -> None:
+    """Refuse a request that nothing can be done about.
+
+    Raises:
+        LifecycleError: It has no tokens or no sequences, or nobody to compute its prompt.
+    """
+    for name, value in (("prompt tokens", ticket.prompt_tokens), ("slots", ticket.slots)):
+        if value < 1:
+            raise LifecycleError(f"request {request} arrived with {value} {name}")
+    if not (ticket.prefill or ticket.decode):
+        raise LifecycleError(f"request {request} arrived with nobody to compute its prompt")

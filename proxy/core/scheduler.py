@@ -9,17 +9,13 @@ order before the next event. Ticks decide admissions, so feed all events that ar
 Where nothing else happens, feed one at `Scheduler.next_deadline_ns`.
 """
 
-from typing import TYPE_CHECKING
-
-import numpy as np
+from functools import partial
 
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.decision import OnFailure, decide
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
 from balanceroute.proxy.core.events import (
-    AbortDecode,
-    AbortPrefill,
     Action,
     Admit,
     DecodeLost,
@@ -32,7 +28,6 @@ from balanceroute.proxy.core.events import (
     PrefillLost,
     RankClosed,
     RankOpened,
-    ReleasePrefill,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -44,18 +39,18 @@ from balanceroute.proxy.core.events import (
     Tick,
     TokensEmitted,
 )
-from balanceroute.proxy.core.holdings import check_holdings
+from balanceroute.proxy.core.holdings import Holdings
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State, Trigger
+from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
 from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.observer import Observer
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet, Policy
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.base import UNLIMITED, Policy
+from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from balanceroute.proxy.core.ranks import Ranks
+from balanceroute.proxy.core.recount import check_holdings
+from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -99,7 +94,6 @@ class Scheduler:
         self.pool = Pool(queue_order())
         self._on_failure = on_failure
         self._observer = observer
-        self.ledger = Ledger(config.ranks, policy.projection, on_failure=on_failure)
         self.prefillers = Prefillers(
             config.prefillers,
             probe_limit=config.probe_limit,
@@ -109,8 +103,14 @@ class Scheduler:
         )
         self.requests: dict[RequestId, Request] = {}
         self.line = Line(self.requests, self.prefillers, queue_order)
-        self._open_ranks: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
-        self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
+        ledger = self._new_ledger(config, policy)
+        self._holdings = Holdings(self.line, self.prefillers, self.pool, ledger)
+        self.ranks = Ranks(config.ranks)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the ranks hold."""
+        return self._holdings.ledger
 
     @property
     def waiting(self) -> int:
@@ -166,10 +166,8 @@ class Scheduler:
         That is when a request is given up or a lease lapses. It may be past. A pool deadline is not
         among them: it only decides who goes first once there is room.
         """
-        removal_ns, expiry_ns = self.pool.next_removal_ns(), self.line.next_expiry_ns()
-        if removal_ns is None or expiry_ns is None:
-            return expiry_ns if removal_ns is None else removal_ns
-        return min(removal_ns, expiry_ns)
+        ends_ns = self.pool.next_removal_ns(), self.line.next_expiry_ns()
+        return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
 
     def reshape(self, config: SchedulerConfig, policy: Policy) -> None:
         """Change the deployment, its limits or the policy while requests are under way.
@@ -187,18 +185,13 @@ class Scheduler:
             ConfigError: The number of ranks or prefillers shrinks, the policy was made for another
                 number of ranks, or its projection is in use already. Nothing was changed.
         """
-        for name in ("ranks", "prefillers"):
-            before, after = getattr(self.config, name), getattr(config, name)
-            if after < before:
-                raise ConfigError(f"{name} is {after}, cannot be fewer than the {before} there are")
+        config.check_grown(self.config)
         _check_ranks(config, policy)
         if policy.projection is not None and policy.projection is self.policy.projection:
             raise ConfigError("the policy is in use: its projection counts every request already")
-        self.ledger = self._rebound(config.ranks, policy)
+        self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
-        new_ranks = np.ones(config.ranks - len(self._open_ranks), np.bool_)
-        self._open_ranks = np.concatenate([self._open_ranks, new_ranks])
-        self._unlimited = np.full(config.ranks, UNLIMITED)
+        self.ranks.grow(config.ranks)
         self.prefillers.reshape(
             config.prefillers,
             probe_limit=config.probe_limit,
@@ -207,9 +200,9 @@ class Scheduler:
         )
         for request in self.requests.values():
             if request.state is State.POOLED:
-                self.pool.replace(self._entry(request))
+                self.pool.replace(pool_entry(request, self.config))
             elif request.state is State.QUEUED:
-                self.line.expire_at(request, self._queue_end_ns(request))
+                self.line.expire_at(request, queue_end_ns(request, self.config))
 
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
@@ -227,29 +220,18 @@ class Scheduler:
         number = event.request
         if number in self.requests:
             raise LifecycleError(f"request {number} has arrived already")
-        ticket = event.ticket
-        for name, value in (("prompt tokens", ticket.prompt_tokens), ("slots", ticket.slots)):
-            if value < 1:
-                raise LifecycleError(f"request {number} arrived with {value} {name}")
-        if not (ticket.prefill or ticket.decode):
-            raise LifecycleError(f"request {number} arrived with nobody to compute its prompt")
-        request = self.requests[number] = Request(number, ticket, waiting_since_ns=now_ns)
-        if not ticket.prefill:
-            self._skip_prefill(request, now_ns)
-            return []
-        self._enqueue(request)
+        check_ticket(number, event.ticket)
+        request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
+        self._queue(request, now_ns)
         return self._probe()
 
-    def _skip_prefill(self, request: Request, now_ns: int) -> None:
-        request.move(Trigger.SKIP_PREFILL)
-        self._to_pool(request, now_ns)
-
-    def _enqueue(self, request: Request) -> None:
-        self.line.add(request, self._queue_end_ns(request))
-
-    def _queue_end_ns(self, request: Request) -> int | None:
-        ttl_ns = self.config.queue_ttl_ns
-        return None if ttl_ns is None else request.waiting_since_ns + ttl_ns
+    def _queue(self, request: Request, now_ns: int) -> None:
+        """Let it wait for a prefiller, or for a rank if it needs none."""
+        if request.ticket.prefill:
+            self.line.add(request, queue_end_ns(request, self.config))
+        else:
+            request.move(Trigger.SKIP_PREFILL)
+            self._to_pool(request, now_ns)
 
     def _probe(self) -> list[Action]:
         """Start what budgets and the pool's depth allow."""
@@ -273,7 +255,7 @@ class Scheduler:
         if not request.decode:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
         request.move(Trigger.PREFILLED)
-        self._end_probe(request)
+        self._holdings.end_probe(request)
         assert request.prefiller is not None
         self.prefillers.correct(
             request.prefiller,
@@ -291,26 +273,7 @@ class Scheduler:
         # Deadline and time to live run from the first time here: a repeated prefill gains no time.
         if request.pooled_ns is None:
             request.pooled_ns = now_ns
-        self.pool.add(self._entry(request))
-
-    def _entry(self, request: Request) -> PoolEntry:
-        config, since_ns = self.config, request.pooled_ns
-        assert since_ns is not None
-        lease_ends_ns = request.lease_expires_ns
-        if lease_ends_ns is not None:
-            assert request.prefilled_ns is not None
-            left_ns = max(0, lease_ends_ns - request.prefilled_ns)
-            lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
-        return PoolEntry(
-            request.request,
-            request.ticket,
-            request.prompt_tokens,
-            age=request.emitted_before,
-            deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
-            expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
-            lease_ends_ns=lease_ends_ns,
-            lost_on=request.lost_on_ranks,
-        )
+        self.pool.add(pool_entry(request, self.config))
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         if request.started:
@@ -319,14 +282,14 @@ class Scheduler:
             raise LifecycleError(f"request {request.request} has no prefill to lose")
         state, prefiller, rank = request.state, request.prefiller, request.rank
         request.move(Trigger.PREFILL_LOST)
-        actions = self._drop(request, state, gone=True)
+        actions = self._holdings.release(request, state, gone=True)
         if rank is not None and not event.same_rank:
             request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
         if event.elsewhere:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
         request.decode = request.decode and event.decode
-        self._enqueue(request)
+        self.line.add(request, queue_end_ns(request, self.config))
         return actions
 
     # In decode.
@@ -339,7 +302,7 @@ class Scheduler:
         self.ledger.start(request.request)
         request.pulled_from = request.prefiller
         # The first token proves that the KV cache left the prefiller.
-        self._release_prefill(request)
+        self._holdings.release_prefill(request)
         return self._probe()
 
     def _emit(self, request: Request, tokens: int) -> list[Action]:
@@ -359,14 +322,14 @@ class Scheduler:
         request.move(Trigger.DECODE_LOST)
         assert request.rank is not None
         request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
-        self._unbind(request)
+        self._holdings.unbind(request)
         self._to_pool(request, now_ns)
         return []
 
     def _recompute(self, request: Request, now_ns: int, *, elsewhere: bool) -> list[Action]:
         state, rank = request.state, request.rank
         request.move(Trigger.RECOMPUTE)
-        actions = self._drop(request, state, gone=True)
+        actions = self._holdings.release(request, state, gone=True)
         if elsewhere:
             assert rank is not None
             request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
@@ -376,43 +339,8 @@ class Scheduler:
         # It was served in between; this is a wait of its own.
         request.waiting_since_ns = now_ns
         request.pooled_ns = None
-        if request.ticket.prefill:
-            self._enqueue(request)
-        else:
-            self._skip_prefill(request, now_ns)
+        self._queue(request, now_ns)
         return actions
-
-    def _unbind(self, request: Request) -> None:
-        held = self.ledger.unbind(request.request)
-        # If it is decoded again, what it emitted has to be prefilled with the prompt.
-        emitted = -((request.kv_tokens - held) // request.ticket.slots)  # Rounded up.
-        request.emitted_before += emitted
-        request.prompt_tokens += emitted
-        request.rank = None
-        request.started = False
-
-    def _rebound(self, ranks: int, policy: Policy) -> Ledger:
-        """Return a new ledger with all bound requests."""
-        ledger = Ledger(ranks, policy.projection, on_failure=self._on_failure)
-        for request in self.requests.values():
-            if request.rank is not None:
-                self._rebind(request, ledger)
-        return ledger
-
-    def _rebind(self, request: Request, ledger: Ledger) -> None:
-        """Charge a bound request to a new ledger as it stands in the present one."""
-        number = request.request
-        assert request.rank is not None
-        ledger.bind(
-            number,
-            request.rank,
-            request.kv_tokens,
-            age=request.emitted_before,
-            slots=request.ticket.slots,
-        )
-        ledger.emit(number, self.ledger.kv_tokens(number) - request.kv_tokens)
-        if request.started:
-            ledger.start(number)
 
     # Anywhere.
 
@@ -420,62 +348,16 @@ class Scheduler:
         state = request.state
         request.move(trigger)
         finished = trigger is Trigger.FINISH
-        actions = self._drop(request, state, gone=finished)
+        actions = self._holdings.release(request, state, gone=finished)
         del self.requests[request.request]
         return actions
-
-    def _drop(self, request: Request, state: State, *, gone: bool) -> list[Action]:
-        """Release everything that `request` held in `state`.
-
-        `gone` says that the engine has ended its part already, so that there is nothing to abort.
-        """
-        actions: list[Action] = []
-        match state:
-            case State.QUEUED:
-                self.line.remove(request)
-            case State.PREFILLING:
-                assert request.prefiller is not None
-                if request.decode:
-                    self._end_probe(request)
-                else:
-                    self.prefillers.end_direct(request.prefiller, request.ticket.slots)
-                if not gone:
-                    actions.append(AbortPrefill(request.request, request.prefiller))
-            case State.POOLED:
-                self.pool.remove(request.request)
-                if request.prefiller is not None:
-                    actions.append(ReleasePrefill(request.request, request.prefiller))
-            case State.DECODING:
-                if not gone:
-                    assert request.rank is not None
-                    actions.append(AbortDecode(request.request, request.rank))
-                    if request.prefiller is not None:
-                        # Nobody will pull these blocks any more, unless the pull is under way.
-                        actions.append(ReleasePrefill(request.request, request.prefiller))
-                self._release_prefill(request)
-                self._unbind(request)
-            case State.DONE | State.FAILED | State.CANCELLED:
-                raise AssertionError(f"request {request.request} ended twice")
-        self._release_prefill(request)
-        return actions
-
-    def _end_probe(self, request: Request) -> None:
-        assert request.prefiller is not None
-        assert request.probing
-        self.prefillers.end_probe(request.prefiller)
-        request.probing = False
-
-    def _release_prefill(self, request: Request) -> None:
-        if request.prefiller is not None:
-            self.prefillers.release(request.prefiller, request.held_tokens)
-            request.prefiller = None
 
     # The instances.
 
     def _set_rank(self, event: RankClosed | RankOpened) -> list[Action]:
         if not 0 <= event.rank < self.config.ranks:
             raise LifecycleError(f"rank {event.rank} is unknown: there are {self.config.ranks}")
-        self._open_ranks[event.rank] = isinstance(event, RankOpened)
+        self.ranks.is_open[event.rank] = isinstance(event, RankOpened)
         return []
 
     def _set_prefiller(self, event: PrefillerClosed | PrefillerOpened) -> list[Action]:
@@ -505,9 +387,11 @@ class Scheduler:
         policy, projection = self.policy, self.policy.projection
         if projection is not None and self.ledger.projection is None:  # It failed.
             projection.clear()
-            self.ledger = self._rebound(self.config.ranks, policy)
+            ledger = self._new_ledger(self.config, policy)
+            self._holdings.move(self.requests.values(), ledger)
+        make_fleet = partial(self.ranks.fleet, self.ledger, self.config, policy.slots_beyond_batch)
         for number, rank in decide(
-            policy, self._fleet, self.pool, now_ns, on_failure=self.ledger.fail
+            policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail
         ):
             request = self.requests[number]
             request.move(Trigger.ADMIT)
@@ -522,22 +406,8 @@ class Scheduler:
             actions.append(Admit(number, rank))
         return actions
 
-    def _fleet(self) -> Fleet:
-        ledger = self.ledger
-        beyond = self.policy.slots_beyond_batch
-        if beyond is None:
-            free_slots = self._unlimited.copy()
-        else:
-            # A request with more slots than there were may have left a rank overbooked.
-            free_slots = np.maximum(self.config.batch_limit + beyond - ledger.bound, 0)
-        free_slots *= self._open_ranks
-        if self.config.rank_kv_tokens is None or beyond is None:
-            free_kv_tokens = self._unlimited.copy()
-        else:
-            free_kv_tokens = self.config.rank_kv_tokens - ledger.loads
-        return Fleet(
-            self._open_ranks, ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens
-        )
+    def _new_ledger(self, config: SchedulerConfig, policy: Policy) -> Ledger:
+        return Ledger(config.ranks, policy.projection, on_failure=self._on_failure)
 
 
 def _check_ranks(config: SchedulerConfig, policy: Policy) -> None:

@@ -46,6 +46,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.prefill import PrefillView
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.time_limits import pool_entry
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver
@@ -172,7 +173,8 @@ def test_overtakings_and_losses_are_remembered(new_driver: "type[Driver]") -> No
     driver(DecodeLost(A))
     driver.to_pool(B)
     driver.scheduler.pool.admit(B)
-    driver.scheduler.pool.add(driver.scheduler._entry(driver.scheduler.requests[B]))
+    request = driver.scheduler.requests[B]
+    driver.scheduler.pool.add(pool_entry(request, driver.scheduler.config))
     reshape(driver)
     assert [(entry.overtaken, entry.lost_on) for entry in driver.scheduler.pool] == [
         (1, (RANK0,)),

@@ -605,7 +605,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.next_deadline_ns(),
             scheduler.waiting,
             scheduler.prefillers.is_open,
-            scheduler._open_ranks,
+            scheduler.ranks.is_open,
             scheduler.prefillers.held_tokens,
             scheduler.prefillers.probes,
             scheduler.prefillers.direct,

@@ -1,0 +1,32 @@
+"""Until when a request waits: before prefill, in the pool, and with a KV cache under a lease."""
+
+from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.pool import PoolEntry
+
+
+def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
+    """Return when a request that waits before prefill is given up; None for never."""
+    ttl_ns = config.queue_ttl_ns
+    return None if ttl_ns is None else request.waiting_since_ns + ttl_ns
+
+
+def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
+    """Return the pool's entry of a request that has come there."""
+    since_ns = request.pooled_ns
+    assert since_ns is not None
+    lease_ends_ns = request.lease_expires_ns
+    if lease_ends_ns is not None:
+        assert request.prefilled_ns is not None
+        left_ns = max(0, lease_ends_ns - request.prefilled_ns)
+        lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
+    return PoolEntry(
+        request.request,
+        request.ticket,
+        request.prompt_tokens,
+        age=request.emitted_before,
+        deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
+        expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
+        lease_ends_ns=lease_ends_ns,
+        lost_on=request.lost_on_ranks,
+    )
