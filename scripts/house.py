@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
     "proxy.wire": {"proxy.core.errors"},
-    "proxy.live.connectors": {"proxy.core"},
+    "proxy.live.connectors": {"proxy.core", "topologies"},
     "proxy.live.openai": {"proxy.core", "proxy.wire"},
     "proxy.live.security": {"proxy.core", "proxy.wire"},
     "proxy.live.engines": {
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     },
     "proxy.live.settings": {
         *("proxy.core", "proxy.wire", "topologies"),
-        *("proxy.live.connectors", "proxy.live.engines", "proxy.live.prediction"),
+        *("proxy.live.engines", "proxy.live.prediction"),
         *("proxy.live.request", "proxy.live.security"),
     },
     "proxy.live.frontend": {

@@ -10,10 +10,10 @@ from balanceroute.topologies.checks import (
     check_local_prefill,
 )
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
+from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts, KvFlow
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
 from balanceroute.topologies.tables import TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
-    CONNECTORS,
     DecodeEntry,
     PrefillEntry,
     Topology,
@@ -25,9 +25,11 @@ __all__ = [
     "CONNECTORS",
     "MAX_RANKS",
     "Command",
+    "ConnectorFacts",
     "DecodeEntry",
     "Engines",
     "Finding",
+    "KvFlow",
     "PortUse",
     "PrefillEntry",
     "RoleEngines",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
 
+from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
 from balanceroute.topologies.engines import Engines, RoleEngines
 from balanceroute.topologies.placement import EngineProcess, place
 from balanceroute.topologies.tables import MAX_PORT
@@ -114,14 +115,15 @@ def _sizes(engines: Engines) -> Iterator[Finding]:
 
 
 def _connector(engines: Engines) -> Iterator[Finding]:
-    prefill = engines.prefill
-    if engines.connector == "mooncake" and prefill.data_parallel > 1:
+    prefill, facts = engines.prefill, CONNECTORS[engines.connector]
+    if facts.has_bootstrap and prefill.data_parallel > 1:
         reason = (
             f"is {prefill.data_parallel}: the proxy asks a Mooncake prefiller's bootstrap server for "
             "its rank 0 alone; use several instances"
         )
         yield Finding("error", "engines.prefill.data_parallel", reason)
-    if engines.connector == "mooncake-ascend" and not engines.decode.recompute_scheduler:
+    pulls = facts.flow is KvFlow.PULL
+    if facts.recomputes and pulls and not engines.decode.recompute_scheduler:
         reason = (
             "is off: under KV pressure a rank preempts and computes the prompt itself, in the step "
             "of all others"
@@ -158,12 +160,12 @@ def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Itera
         if process.rpc_port is not None and process.ranks.start == 0:
             rpc = range(process.rpc_port, process.rpc_port + 1)
             yield PortUse(process.host, rpc, f"{place_of}.rpc_port", f"{name}'s RPC")
-        key = {"nixl": "side_channel_port", "mooncake": "bootstrap_port"}.get(
-            engines.connector, "kv_port"
-        )
-        kv_ports = process.kv_ports(engines.connector)
+        facts = CONNECTORS[engines.connector]
+        kv_ports = process.kv_ports(facts)
         if kv_ports:
-            yield PortUse(process.host, kv_ports, f"{place_of}.{key}", f"{name}'s connector")
+            yield PortUse(
+                process.host, kv_ports, f"{place_of}.{facts.port_key}", f"{name}'s connector"
+            )
 
 
 def _clashes(uses: Iterable[PortUse]) -> Iterator[Finding]:

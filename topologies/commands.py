@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from types import MappingProxyType
 
+from balanceroute.topologies.connector_facts import CONNECTORS
 from balanceroute.topologies.engines import Engines
 from balanceroute.topologies.placement import EngineProcess, place
 
 PROXY = "proxy"
-_KV_CONNECTORS = {
-    "nixl": "NixlConnector",
-    "mooncake": "MooncakeConnector",
-    "mooncake-ascend": "MooncakeConnectorV1",
-    "mooncake-layerwise": "MooncakeLayerwiseConnector",
-}
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _INTERFACES = {
@@ -28,7 +23,6 @@ _INTERFACES = {
     "npu": ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
     "cpu": ("GLOO_SOCKET_IFNAME",),
 }
-_MOONCAKE = ("mooncake", "mooncake-ascend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +122,14 @@ def _environment(engines: Engines, process: EngineProcess) -> Mapping[str, str]:
             found["HCCL_IF_IP"] = process.host
     if engines.interface is not None:
         found |= dict.fromkeys(_INTERFACES[engines.device], engines.interface)
-    if engines.connector == "nixl":
-        found["VLLM_NIXL_SIDE_CHANNEL_HOST"] = process.host
-        found["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(process.kv_port)
-    elif engines.connector == "mooncake" and process.kv_port is not None:
-        found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(process.kv_port)
-    if engines.connector in _MOONCAKE and engines.lease_s is not None:
-        found["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(engines.lease_s)
+    facts = CONNECTORS[engines.connector]
+    for variable, value in (
+        (facts.host_variable, process.host),
+        (facts.port_variable, process.kv_port),
+        (facts.lease_variable, engines.lease_s),
+    ):
+        if variable and value is not None:
+            found[variable] = str(value)
     return MappingProxyType({**found, **process.role.environment})
 
 
@@ -195,9 +190,9 @@ def _additional(process: EngineProcess) -> dict[str, object]:
 
 
 def _kv_transfer(engines: Engines, process: EngineProcess) -> dict[str, object]:
-    role = process.role
+    role, facts = process.role, CONNECTORS[engines.connector]
     found: dict[str, object] = {
-        "kv_connector": _KV_CONNECTORS[engines.connector],
+        "kv_connector": facts.vllm_class,
         "kv_role": _KV_ROLES[role.role],
     }
     more = dict(role.kv_transfer)
@@ -209,8 +204,8 @@ def _kv_transfer(engines: Engines, process: EngineProcess) -> dict[str, object]:
             side.role: {"dp_size": side.data_parallel, "tp_size": side.tensor_parallel}
             for side in engines.roles
         }
-    elif engines.connector == "nixl" and engines.lease_s is not None:
-        extra = {"kv_lease_duration": engines.lease_s}
+    elif facts.lease_key and engines.lease_s is not None:
+        extra = {facts.lease_key: engines.lease_s}
     extra |= given if isinstance(given, dict) else {}
     return {**found, **more, **({"kv_connector_extra_config": extra} if extra else {})}
 

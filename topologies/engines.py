@@ -22,7 +22,7 @@ data_parallel = 1                      # Ranks of an instance; default 1.
 dp_mode = "external"                   # One of DP_MODES; needed if it has several ranks.
 rpc_port = 12321                       # Of an instance's first rank; needed likewise.
 max_num_seqs = 8
-kv_port = 36000                        # The connector's: see KV_PORT_KEYS.
+kv_port = 36000                        # The connector's: see `connector_facts.py`.
 [engines.prefill.flags]                # Goes before [engines.flags], key by key; as do
 [engines.prefill.kv_transfer]          # these two
 [engines.prefill.environment]
@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from balanceroute.topologies.connector_facts import CONNECTORS
 from balanceroute.topologies.tables import Table
 
 Role = Literal["prefill", "decode"]
@@ -49,18 +50,8 @@ DEVICES = ("cuda", "npu", "cpu")
 # external: one API server a rank. internal: one API server an instance, and X-data-parallel-rank.
 DP_MODES = ("external", "internal")
 MAX_RANKS = 10_000
-# Which port a connector needs of which role, by the role's key.
-KV_PORT_KEYS: Mapping[str, Mapping[str, tuple[Role, ...]]] = MappingProxyType(
-    {
-        # https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html
-        "nixl": {"side_channel_port": ("prefill", "decode")},
-        # https://docs.vllm.ai/en/latest/features/mooncake_connector_usage.html
-        "mooncake": {"bootstrap_port": ("prefill",)},
-        # https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
-        "mooncake-ascend": {"kv_port": ("prefill", "decode")},
-        "mooncake-layerwise": {"kv_port": ("prefill", "decode")},
-    }
-)
+# The keys of the ports that one connector or another needs.
+_KV_PORT_KEYS = tuple(dict.fromkeys(facts.port_key for facts in CONNECTORS.values()))
 
 _FLAG = re.compile(r"[a-z][a-z0-9_]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -101,10 +92,16 @@ _OWN_VARIABLES = {
     "TP_SOCKET_IFNAME": "write [engines].interface",
     "VLLM_API_KEY": "secrets do not belong in this file: set it where the engine runs",
     "VLLM_HOST_IP": "it is each host's own address",
-    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "write [engines].lease_s",
-    "VLLM_MOONCAKE_BOOTSTRAP_PORT": "write bootstrap_port",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST": "it is each host's own address",
-    "VLLM_NIXL_SIDE_CHANNEL_PORT": "write side_channel_port",
+    **{
+        variable: reason
+        for facts in CONNECTORS.values()
+        for variable, reason in (
+            (facts.lease_variable, "write [engines].lease_s"),
+            (facts.port_variable, f"write {facts.port_key}"),
+            (facts.host_variable, "it is each host's own address"),
+        )
+        if variable
+    },
 }
 _OWN_KV_KEYS = {
     "engine_id": "each engine makes its own, which no two may share",
@@ -138,9 +135,7 @@ _ROLE_KEYS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "gpu_memory_utilization",
-    "side_channel_port",
-    "bootstrap_port",
-    "kv_port",
+    *_KV_PORT_KEYS,
     "compilation",
     "additional",
     "kv_transfer",
@@ -250,7 +245,7 @@ def read_engines(table: Table, connector: str | None) -> Engines:
         raise engines.error("device", f"is missing: one of {', '.join(DEVICES)}")
     _check_device(engines, device, connector)
     lease_s = engines.integer("lease_s", 6, 1_000_000)
-    if lease_s is not None and connector == "mooncake-layerwise":
+    if lease_s is not None and CONNECTORS[connector].lease_s is None:
         raise engines.error("lease_s", f"means nothing with {connector}, which pushes KV caches")
     proxy_host = engines.required_text("proxy_host")
     prefill, decode = (_role(engines, role, connector) for role in ROLES)
@@ -270,10 +265,10 @@ def read_engines(table: Table, connector: str | None) -> Engines:
 
 
 def _check_device(engines: Table, device: str, connector: str) -> None:
-    of_ascend = connector in ("mooncake-ascend", "mooncake-layerwise")
-    if of_ascend != (device == "npu"):
-        fits = "npu" if of_ascend else "cuda or cpu"
-        raise engines.error("device", f"is {device!r}: connector {connector} needs {fits}")
+    fitting = CONNECTORS[connector].devices
+    if device not in fitting:
+        reason = f"is {device!r}: connector {connector} needs {' or '.join(fitting)}"
+        raise engines.error("device", reason)
     if device == "cpu" and "devices_per_host" in engines:
         raise engines.error("devices_per_host", "means nothing with device 'cpu'")
     if device != "cpu" and "devices_per_host" not in engines:
@@ -296,7 +291,7 @@ def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
     if port is None:
         raise table.error("port", "is missing")
     recomputes = table.switch("recompute_scheduler")
-    if recomputes and connector not in ("mooncake-ascend", "mooncake-layerwise"):
+    if recomputes and not CONNECTORS[connector].recomputes:
         raise table.error("recompute_scheduler", "is vllm-ascend's: it needs its connectors")
     return RoleEngines(
         role=role,
@@ -334,11 +329,10 @@ def _instances(table: Table, hosts: int, data_parallel: int) -> int:
 
 
 def _kv_port(table: Table, role: Role, connector: str) -> int | None:
-    needed = KV_PORT_KEYS[connector]
-    found = None
-    for key in ("side_channel_port", "bootstrap_port", "kv_port"):
+    facts, found = CONNECTORS[connector], None
+    for key in _KV_PORT_KEYS:
         port = table.port(key)
-        if role in needed.get(key, ()):
+        if key == facts.port_key and role in facts.port_roles:
             if port is None:
                 raise table.error(key, f"is missing: connector {connector} needs it")
             found = port

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts
 from balanceroute.topologies.engines import Engines, RoleEngines
 
 
@@ -45,21 +46,15 @@ class EngineProcess:
         """Where its instance's first rank listens for the others; None if there are none."""
         return None if self.role.rpc_port is None else self.role.rpc_port + self.slot
 
-    def kv_ports(self, connector: str) -> range:
+    def kv_ports(self, connector: ConnectorFacts) -> range:
         """Return the ports on its host that its connector listens on."""
         if self.kv_port is None:
             return range(0)
-        match connector:
-            case "nixl":
-                # One a rank (vllm, nixl/base_scheduler.py).
-                return range(self.kv_port + self.ranks.start, self.kv_port + self.ranks.stop)
-            case "mooncake":
-                return range(self.kv_port, self.kv_port + 1)
-            case _:
-                # One a device (vllm-ascend, kv_p2p/mooncake_connector.py).
-                width = self.role.tensor_parallel
-                first = self.kv_port + self.ranks.start * width
-                return range(first, first + len(self.ranks) * width)
+        if connector.port_per == "process":
+            return range(self.kv_port, self.kv_port + 1)
+        width = _ports_of_rank(connector, self.role)
+        first = self.kv_port + self.ranks.start * width
+        return range(first, first + len(self.ranks) * width)
 
 
 def place(engines: Engines) -> tuple[EngineProcess, ...]:
@@ -75,6 +70,7 @@ def place(engines: Engines) -> tuple[EngineProcess, ...]:
 
 def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> list[EngineProcess]:
     hosts, found = role.hosts, list[EngineProcess]()
+    connector = CONNECTORS[engines.connector]
     served = Counter[str]()
     span = max(1, len(hosts) // role.instances)
     per_host = max(1, role.instances // len(hosts))
@@ -100,7 +96,7 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
                     ranks=range(start, start + width),
                     port=None if headless else role.port + served[host],
                     devices=range(devices[host], devices[host] + used),
-                    kv_port=_kv_port(engines.connector, role, slot, served[host]),
+                    kv_port=_kv_port(connector, role, slot, served[host]),
                 )
             )
             devices[host] += used
@@ -108,7 +104,7 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
     return found
 
 
-def _kv_port(connector: str, role: RoleEngines, slot: int, before: int) -> int | None:
+def _kv_port(connector: ConnectorFacts, role: RoleEngines, slot: int, before: int) -> int | None:
     """Return what a process is told.
 
     Args:
@@ -119,13 +115,13 @@ def _kv_port(connector: str, role: RoleEngines, slot: int, before: int) -> int |
     """
     if role.kv_port is None:
         return None
-    match connector:
-        case "nixl":
-            return role.kv_port + slot * role.data_parallel
-        case "mooncake":
-            return role.kv_port + before
-        case _:
-            return role.kv_port + slot * role.data_parallel * role.tensor_parallel
+    if connector.port_per == "process":
+        return role.kv_port + before
+    return role.kv_port + slot * role.data_parallel * _ports_of_rank(connector, role)
+
+
+def _ports_of_rank(connector: ConnectorFacts, role: RoleEngines) -> int:
+    return role.tensor_parallel if connector.port_per == "device" else 1
 
 
 def bracketed(host: str) -> str:

@@ -32,11 +32,11 @@ from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 
+from balanceroute.topologies.connector_facts import CONNECTORS
 from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
 from balanceroute.topologies.placement import bracketed, place
 from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
 
-CONNECTORS = ("nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise")
 MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -139,7 +139,7 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
     name = table.required_text("name") if "name" in table else path.stem
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
-    connector = table.word("connector", CONNECTORS)
+    connector = table.word("connector", tuple(CONNECTORS))
     prefill = tuple(
         PrefillEntry(entry.required_text("url"), entry.text("bootstrap"))
         for entry in table.tables("prefill", ("url", "bootstrap"))
@@ -194,7 +194,7 @@ def _addresses(
             raise table.error(f"engines.{role.role}.port", reason)
         if role.role == "prefill":
             bootstrap = None
-            if engines.connector == "mooncake":
+            if CONNECTORS[engines.connector].has_bootstrap:
                 bootstrap = f"http://{bracketed(process.host)}:{process.kv_port}"
             following["prefill"].append(PrefillEntry(process.url, bootstrap))
         elif role.dp_mode == "internal":

@@ -15,9 +15,9 @@ from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
-from balanceroute.proxy.live.engines.bootstrap import BootstrapIdentity, Identification
+from balanceroute.proxy.live.engines.bootstrap import Identification
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError

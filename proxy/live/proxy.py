@@ -121,7 +121,7 @@ class Proxy:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
         driver = self.deployment.driver
         driver.draining = True
-        if not driver.connector.decode_first:
+        if not driver.connector.facts.decode_first:
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
         try:

@@ -5,36 +5,23 @@ posts what the prefiller needs, verbatim, to the `metaserver` URL of its paramet
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.connectors.base import PrefillerIdentity
+from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector
 
 METASERVER_PATH = b"/v1/metaserver/"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerwiseConnector:
-    """MooncakeLayerwiseConnector of vllm-ascend.
-
-    Attributes:
-        callback: URL under which the decode engines reach this proxy.
-    """
-
-    callback: str = ""
-    name: str = "mooncake-layerwise"
-    lease_s: float | None = None
-    recomputes: bool = True
-    decode_first: bool = True
-    ranks_prefill: bool = False
+class LayerwiseConnector(Connector):
+    """MooncakeLayerwiseConnector of vllm-ascend."""
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Refuse: the decode rank makes the prefill leg's parameters."""
         raise AssertionError(f"{transfer}: the prefill leg is started by a hand-off")
 
     def decode_params(
-        self, transfer: str, returned: object, identity: PrefillerIdentity | None
+        self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:
         """Return the parameters that make the rank call back for its prefill.
 

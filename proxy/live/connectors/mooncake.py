@@ -5,28 +5,20 @@ from `GET <bootstrap>/query`, keyed by data-parallel rank.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from balanceroute.proxy.live.connectors.base import MissingKvError, PrefillerIdentity
+from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector, MissingKvError
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeConnector:
+class MooncakeConnector(Connector):
     """MooncakeConnector of vLLM."""
-
-    name: str
-    lease_s: float | None
-    recomputes: bool = False
-    decode_first: bool = False
-    ranks_prefill: bool = True
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Return the parameters that name the transfer."""
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
 
     def decode_params(
-        self, transfer: str, returned: object, identity: PrefillerIdentity | None
+        self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:
         """Return the parameters with which a decoder finds the transfer.
 

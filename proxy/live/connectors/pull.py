@@ -6,10 +6,9 @@ recompute scheduler, which hands requests back under KV pressure.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from balanceroute.proxy.live.connectors.base import MissingKvError, PrefillerIdentity
+from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector, MissingKvError
 
 _PREFILL_PARAMS: Mapping[str, object] = {
     "do_remote_decode": True,
@@ -21,15 +20,8 @@ _PREFILL_PARAMS: Mapping[str, object] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PullConnector:
+class PullConnector(Connector):
     """NIXL in pull mode, and MooncakeConnectorV1 of vllm-ascend."""
-
-    name: str
-    lease_s: float | None
-    recomputes: bool
-    decode_first: bool = False
-    ranks_prefill: bool = True
 
     def prefill_params(self, transfer: str) -> Mapping[str, object]:
         """Return the parameters that make the prefiller keep the KV cache for a decoder."""
@@ -37,7 +29,7 @@ class PullConnector:
         return _PREFILL_PARAMS
 
     def decode_params(
-        self, transfer: str, returned: object, identity: PrefillerIdentity | None
+        self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:
         """Return what the prefiller returned, if a decoder can pull with it.
 

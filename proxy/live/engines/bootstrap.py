@@ -7,21 +7,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
+from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Status
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class BootstrapIdentity:
-    """A prefiller as decoders find it; see `PrefillerIdentity`."""
-
-    engine_id: str
-    bootstrap_address: str
 
 
 def read_identity(page: bytes, bootstrap: str) -> BootstrapIdentity:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.connectors import PrefillerIdentity
+    from balanceroute.proxy.live.connectors import BootstrapIdentity
     from balanceroute.proxy.wire.client import Endpoint
 
 
@@ -67,7 +67,7 @@ class Prefiller:
     target: Target
     endpoint: "Endpoint"
     bootstrap: str | None = None
-    identity: "PrefillerIdentity | None" = None
+    identity: "BootstrapIdentity | None" = None
     status: Status = Status.UP
     utilisation: float = 0.0
     crowded: bool = False

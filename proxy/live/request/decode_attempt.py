@@ -59,7 +59,7 @@ class DecodeAttempt(Attempt):
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
         super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
-        able = session.host.connector.recomputes and self._rank is not None
+        able = session.host.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
         self.stream: StreamLeg | None = None
         self._kv = kv  # Until the engine is known to have it.
@@ -100,7 +100,7 @@ class DecodeAttempt(Attempt):
         if self._kv is not None:
             self._kv.offers += 1
             params = self._kv.params
-        elif host.connector.decode_first and not session.shape.direct:
+        elif host.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
         asked = None
         if legs.count_tokens == "usage":

@@ -218,7 +218,7 @@ class Driver:
         """Return what is known of a request; `eligible` are the engines of its model."""
         legs = self.legs
         decode = not (shape.direct and legs.direct is Direct.PREFILL)
-        split = not shape.direct and not self.connector.decode_first
+        split = not shape.direct and not self.connector.facts.decode_first
         return Ticket(
             prompt_tokens=self._estimate.tokens(shape),
             slots=shape.sequences,

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
@@ -39,6 +38,7 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.settings.reader import Given
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from balanceroute.topologies import Topology

@@ -21,7 +21,6 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
-from balanceroute.proxy.live.connectors import CONNECTORS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
@@ -41,6 +40,7 @@ from balanceroute.proxy.live.settings.setting import (
     words,
 )
 from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.topologies import CONNECTORS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_WORDS = ("-", "none")

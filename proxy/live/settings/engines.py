@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
-# The connectors whose prefillers have bootstrap servers.
-_WITH_BOOTSTRAP = ("mooncake",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) 
     Raises:
         ConfigError: The connector has no bootstrap servers.
     """
-    if connector in _WITH_BOOTSTRAP:
+    if CONNECTORS[connector].has_bootstrap:
         return PrefillServer(url, bootstrap or EngineUrl("http", url.host, BOOTSTRAP_PORT))
     if bootstrap is not None:
         raise ConfigError(f"connector {connector} has no bootstrap servers")

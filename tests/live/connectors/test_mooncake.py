@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.connectors import CONNECTORS, MissingKvError
-from balanceroute.proxy.live.engines.bootstrap import BootstrapIdentity, read_identity
+from balanceroute.proxy.live.connectors import BootstrapIdentity, MissingKvError, make_connector
+from balanceroute.proxy.live.engines.bootstrap import read_identity
 
-MOONCAKE = CONNECTORS["mooncake"]
+MOONCAKE = make_connector("mooncake")
 
 
 def test_both_legs_are_asked_as_real_ones_were(body_of: Callable[[str], bytes]) -> None:

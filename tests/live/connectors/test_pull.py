@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.connectors import CONNECTORS, MissingKvError
+from balanceroute.proxy.live.connectors import MissingKvError, make_connector
 
-NIXL = CONNECTORS["nixl"]
+NIXL = make_connector("nixl")
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_prefill_leg_is_asked_as_a_real_one_was(
     body_of: Callable[[str], bytes], name: str
 ) -> None:
     worked = json.loads(body_of("nixl_chat_stream_usage_prefill.req"))["kv_transfer_params"]
-    assert CONNECTORS[name].prefill_params("xfer-1") == worked
+    assert make_connector(name).prefill_params("xfer-1") == worked
 
 
 def test_the_decode_leg_gets_what_a_real_one_got(
@@ -37,7 +37,7 @@ def test_the_decode_leg_gets_what_a_real_one_got(
 
 def test_keys_that_nobody_here_knows_pass_through(returned: dict[str, Any]) -> None:
     known_to_ascend = {"remote_pcp_size": 1, "last_token_id": 7, "num_prompt_blocks": [3]}
-    params = CONNECTORS["mooncake-ascend"].decode_params("x", returned | known_to_ascend, None)
+    params = make_connector("mooncake-ascend").decode_params("x", returned | known_to_ascend, None)
     assert params == returned | known_to_ascend
 
 

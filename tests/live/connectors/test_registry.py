@@ -2,7 +2,8 @@
 
 import pytest
 
-from balanceroute.proxy.live.connectors import CONNECTORS, make_connector
+from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.topologies import CONNECTORS
 
 
 @pytest.mark.parametrize(
@@ -17,11 +18,11 @@ from balanceroute.proxy.live.connectors import CONNECTORS, make_connector
 def test_each_connector_says_what_its_engines_do(
     name: str, lease_s: float | None, *, recomputes: bool, decode_first: bool
 ) -> None:
-    connector = make_connector(name)
-    assert connector.name == name
-    assert connector.lease_s == lease_s
-    assert connector.recomputes is recomputes
-    assert connector.decode_first is decode_first
+    facts = make_connector(name).facts
+    assert facts is CONNECTORS[name]
+    assert facts.lease_s == lease_s
+    assert facts.recomputes is recomputes
+    assert facts.decode_first is decode_first
 
 
 def test_there_is_no_other_connector() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.live.connectors import CONNECTORS
+from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.leg_body import decode_body, prefill_body
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
@@ -41,7 +41,7 @@ def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(
 ) -> None:
     decode = body_of(f"{name}_decode.req")
     worked = json.loads(body_of(f"{name}_prefill.req"))
-    connector = CONNECTORS[name.partition("_")[0]]
+    connector = make_connector(name.partition("_")[0])
     params = connector.prefill_params(worked["kv_transfer_params"].get("transfer_id", ""))
     made = json.loads(prefill_body(RequestBody(client_body(decode)), {}, params))
     # Ours makes sure of one token and one sequence.

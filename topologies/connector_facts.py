@@ -1,0 +1,114 @@
+"""The plain facts of each KV connector, which topologies, the proxy and the emulator read.
+
+NIXL: https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html. vLLM's Mooncake:
+https://docs.vllm.ai/en/latest/features/mooncake_connector_usage.html. Those of vllm-ascend:
+https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+
+class KvFlow(Enum):
+    """Who tells a decode rank where its KV cache is."""
+
+    PULL = "pull"  # The prefill answer carries the parameters of a pull.
+    NAMED = (
+        "named"  # The proxy names the transfer; the prefiller's bootstrap server tells the rest.
+    )
+    DECODE_FIRST = "decode first"  # The rank calls the proxy back for its prefill, which pushes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorFacts:
+    """One connector.
+
+    Attributes:
+        vllm_class: What `--kv-transfer-config` calls it.
+        flow: The order of its legs.
+        devices: Those that it runs on.
+        lease_s: How long a prefiller keeps blocks that no decoder has asked for, unless it is told
+            otherwise; None if it pushes them.
+        lease_key: Tells it another lease, as a key of `kv_connector_extra_config`.
+        lease_variable: The same, as a variable of the environment.
+        port_key: The key of a topology that has its first port on a host.
+        port_roles: The roles that need it.
+        port_variable: Tells it the port; "" if `--kv-transfer-config` does.
+        host_variable: Tells it its host's address.
+        port_per: What listens on a port of its own.
+        recomputes: Whether a decode rank may hand a request back (`stop_reason` "recomputed").
+        ranks_prefill: Whether its decode ranks can be relied on to compute a prompt.
+    """
+
+    vllm_class: str
+    flow: KvFlow
+    devices: tuple[str, ...]
+    lease_s: float | None
+    lease_key: str = ""
+    lease_variable: str = ""
+    port_key: str
+    port_roles: tuple[str, ...] = ("prefill", "decode")
+    port_variable: str = ""
+    host_variable: str = ""
+    port_per: Literal["rank", "process", "device"]
+    recomputes: bool = False
+    ranks_prefill: bool = True
+
+    @property
+    def decode_first(self) -> bool:
+        """Whether the decode leg goes first and calls back for its prefill."""
+        return self.flow is KvFlow.DECODE_FIRST
+
+    @property
+    def has_bootstrap(self) -> bool:
+        """Whether its prefillers have bootstrap servers."""
+        return self.flow is KvFlow.NAMED
+
+
+CONNECTORS = {
+    "nixl": ConnectorFacts(
+        vllm_class="NixlConnector",
+        flow=KvFlow.PULL,
+        devices=("cuda", "cpu"),
+        lease_s=30.0,
+        lease_key="kv_lease_duration",
+        port_key="side_channel_port",
+        port_variable="VLLM_NIXL_SIDE_CHANNEL_PORT",
+        host_variable="VLLM_NIXL_SIDE_CHANNEL_HOST",
+        port_per="rank",  # vllm, nixl/base_scheduler.py.
+    ),
+    "mooncake": ConnectorFacts(
+        vllm_class="MooncakeConnector",
+        flow=KvFlow.NAMED,
+        devices=("cuda", "cpu"),
+        lease_s=480.0,
+        lease_variable="VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT",
+        port_key="bootstrap_port",
+        port_roles=("prefill",),
+        port_variable="VLLM_MOONCAKE_BOOTSTRAP_PORT",
+        port_per="process",
+    ),
+    "mooncake-ascend": ConnectorFacts(
+        vllm_class="MooncakeConnectorV1",
+        flow=KvFlow.PULL,
+        devices=("npu",),
+        lease_s=480.0,
+        lease_variable="VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT",
+        port_key="kv_port",
+        port_per="device",  # vllm-ascend, kv_p2p/mooncake_connector.py.
+        recomputes=True,
+        ranks_prefill=False,
+    ),
+    "mooncake-layerwise": ConnectorFacts(
+        vllm_class="MooncakeLayerwiseConnector",
+        flow=KvFlow.DECODE_FIRST,
+        devices=("npu",),
+        lease_s=None,
+        port_key="kv_port",
+        port_per="device",
+        recomputes=True,
+        ranks_prefill=False,
+    ),
+}
+"""By the name on the command line and in a topology."""
