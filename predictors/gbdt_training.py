@@ -306,11 +306,9 @@ def _fit(
     """
     lightgbm = require_lightgbm()
     earlier = ~later
-    parameters: dict[str, object] = _PARAMETERS | {
-        "objective": objective,
-        "seed": seed,
-        "min_data_in_leaf": max(1, min(_LEAST_ROWS_IN_LEAF, len(rows) // _LEAF_PARTS)),
-    }
+    leaf_rows = max(1, min(_LEAST_ROWS_IN_LEAF, len(rows) // _LEAF_PARTS))
+    varying = {"objective": objective, "seed": seed, "min_data_in_leaf": leaf_rows}
+    parameters: dict[str, object] = _PARAMETERS | varying
 
     def dataset(part: NDArray[np.bool_], reference: "Dataset | None" = None) -> "Dataset":
         made: Dataset = lightgbm.Dataset(
@@ -336,14 +334,7 @@ def _fit(
         valid_sets=[dataset(later, fitted)],
         callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False), told],
     )
-    scores = rows[later, start]
-    raw = raw_scores(trial, rows[later])  # Of as many trees as did best.
-    stage = Stage(
-        rows=len(rows),
-        trees=trial.best_iteration,
-        loss=_loss(objective, scores + raw, truth[later]),
-        marginal_loss=_loss(objective, scores, truth[later]),
-    )
+    stage = _judged(trial, objective, rows[later], truth[later], start=start, trained_on=len(rows))
     if stage.loss >= stage.marginal_loss:
         # One leaf for all rows, which is worth nothing: the marginal stays as it is.
         stage = replace(stage, trees=0, loss=stage.marginal_loss)
@@ -352,6 +343,26 @@ def _fit(
     grown: Booster = lightgbm.train(parameters, everything, max(1, stage.trees), callbacks=[told])
     progress(1.0)
     return grown, stage
+
+
+def _judged(
+    trial: "Booster",
+    objective: str,
+    rows: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    *,
+    start: int,
+    trained_on: int,
+) -> Stage:
+    """Return how trees did on rows that they had not seen."""
+    scores = rows[:, start]
+    raw = raw_scores(trial, rows)  # Of as many trees as did best.
+    return Stage(
+        rows=trained_on,
+        trees=trial.best_iteration,
+        loss=_loss(objective, scores + raw, truth),
+        marginal_loss=_loss(objective, scores, truth),
+    )
 
 
 def _loss(objective: str, scores: NDArray[np.float64], truth: NDArray[np.float64]) -> float:

@@ -182,20 +182,10 @@ def read_generation(
     if n < 1:
         raise bad_request(f"n must be at least 1, got {n}.")
     limits = tuple(_limit(values, prompt, settings, chat=chat) for prompt in prompts)
-    min_tokens = _or(values.get("min_tokens"), 0)
-    if not 0 <= min_tokens <= min(limits):
-        raise bad_request(
-            f"min_tokens must be less than or equal to max_tokens={min(limits)}, got {min_tokens}."
-            if min_tokens > 0
-            else f"min_tokens must be greater than or equal to 0, got {min_tokens}."
-        )
+    min_tokens = _min_tokens(values, min(limits))
     stop = values.get("stop") or ()
     listed = top_logprobs(values, chat=chat)
-    prompt_logprobs = values.get("prompt_logprobs")
-    if prompt_logprobs is not None and stream and prompt_logprobs >= 0:
-        raise bad_parameter(
-            "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
-        )
+    prompt_logprobs = _prompt_logprobs(values, stream=stream)
     for name, count in (("sample", listed), ("prompt", prompt_logprobs)):
         _check_logprobs(name, count)
     echo = bool(values.get("echo")) and not chat
@@ -227,6 +217,26 @@ def read_generation(
         kv=values.get("kv_transfer_params"),
         reasoning_parser=chat and settings.reasoning_parser,
     )
+
+
+def _min_tokens(values: Mapping[str, Any], max_tokens: int) -> int:
+    min_tokens: int = _or(values.get("min_tokens"), 0)
+    if not 0 <= min_tokens <= max_tokens:
+        raise bad_request(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
+            if min_tokens > 0
+            else f"min_tokens must be greater than or equal to 0, got {min_tokens}."
+        )
+    return min_tokens
+
+
+def _prompt_logprobs(values: Mapping[str, Any], *, stream: bool) -> int | None:
+    count: int | None = values.get("prompt_logprobs")
+    if count is not None and stream and count >= 0:
+        raise bad_parameter(
+            "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
+        )
+    return count
 
 
 def top_logprobs(values: Mapping[str, Any], *, chat: bool) -> int | None:

@@ -228,26 +228,30 @@ class Proxy:
                 config.engines.connector, callback=own.base
             )
         if config.listening.admin:
-            self.pages = Admin(
-                self,
-                deployment.roster,
-                page_of_metrics=page_of_metrics,
-                config=config.redacted(),
-                token=config.credentials.admin_token,
-                names={config.listening.admin_host, *config.listening.admin_name},
-            )
-            # Few and its own: it answers when the public listener is full.
-            limits = replace(
-                config.server_limits,
-                body_limit_bytes=MAX_BODY_BYTES,
-                connection_limit=_ADMIN_CONNECTIONS,
-                peer_connection_limit=None,
-            )
-            self.admin = Server(self.pages, limits=limits, refuse=_refuse)
-            place = "--admin-host {} --admin-port {}"
-            await _listen_at(
-                self.admin, place, config.listening.admin_host, config.listening.admin_port, None
-            )
+            await self._listen_for_admin(page_of_metrics)
+
+    async def _listen_for_admin(self, page_of_metrics: MetricsPage) -> None:
+        config = self.config
+        self.pages = Admin(
+            self,
+            self.deployment.roster,
+            page_of_metrics=page_of_metrics,
+            config=config.redacted(),
+            token=config.credentials.admin_token,
+            names={config.listening.admin_host, *config.listening.admin_name},
+        )
+        # Few and its own: it answers when the public listener is full.
+        limits = replace(
+            config.server_limits,
+            body_limit_bytes=MAX_BODY_BYTES,
+            connection_limit=_ADMIN_CONNECTIONS,
+            peer_connection_limit=None,
+        )
+        self.admin = Server(self.pages, limits=limits, refuse=_refuse)
+        place = "--admin-host {} --admin-port {}"
+        await _listen_at(
+            self.admin, place, config.listening.admin_host, config.listening.admin_port, None
+        )
 
 
 def _refuse(

@@ -53,13 +53,7 @@ def serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") 
 
 async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") -> int:
     loop = asyncio.get_running_loop()
-    stop, now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (now if stop.is_set() else stop).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    stop, now = _await_signals(loop)
     log = config.log
     writer = _make_writer(log.log)
     # Without a sink too: Python itself would write warnings to standard error.
@@ -103,6 +97,18 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
         for one in writers:
             one.close(timeout_s=_FLUSH_S)
     return 0
+
+
+def _await_signals(loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return what the first and the second signal set."""
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    return stop, now
 
 
 async def _until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None], ...]") -> None:
