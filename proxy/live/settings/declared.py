@@ -4,14 +4,12 @@ Each class is a part of `balanceroute serve --help`. Times are in seconds. `none
 `auto` for what a rule gives, `inf` for never.
 """
 
-import re
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from balanceroute.proxy.core.admission import ADMISSIONS
-from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.policies import (
     BETA_PER_RANK,
     PATIENCE_PER_SLOT,
@@ -21,9 +19,17 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
-from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.settings.checks import (
+    base_address,
+    decode_address,
+    host_name,
+    model_name,
+    own_address,
+    web_origin,
+)
 from balanceroute.proxy.live.settings.setting import (
     choice,
     file,
@@ -44,62 +50,18 @@ from balanceroute.topologies import CONNECTORS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_WORDS = ("-", "none")
-DISCOVER = "discover"
 # What has defaults of its own without settings.
 _KNOBS = PolicySettings()
 _LIMITS = ServerLimits()
-_ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
-_MODEL = re.compile(r"[!-~]{1,256}")
 _KIB = 1 << 10
 _MIB = 1 << 20
-
-
-def decode_address(word: str) -> tuple[EngineUrl, bool]:
-    """Read `URL`, `URL@RANK` or `URL@discover`: the address, and whether to ask it for its ranks.
-
-    Raises:
-        ConfigError: It is none of them.
-    """
-    if word.endswith(f"@{DISCOVER}"):
-        return EngineUrl.parse(word.removesuffix(f"@{DISCOVER}")), True
-    return EngineUrl.parse(word), False
-
-
-def _own_address(word: str) -> EngineUrl:
-    url = EngineUrl.parse(word)
-    if url.rank is not None:
-        raise ConfigError(f"is {url.name!r}: only decode engines are addressed by rank")
-    return url
-
-
-def _base(word: str) -> str:
-    return _own_address(word).base
-
-
-def _model(word: str) -> str:
-    if not _MODEL.fullmatch(word):
-        raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
-    return word
-
-
-def _origin(word: str) -> str:
-    if word != "*" and not _ORIGIN.fullmatch(word):
-        raise ConfigError(f"is {shown(word)}, must be *, or http:// or https:// and a host")
-    return word
-
-
-def _host(word: str) -> str:
-    try:
-        return valid_host(word)
-    except ConfigError as error:
-        raise ConfigError(f"is {shown(word)}: it {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddresses:
     """The engines that flags name, in place of a topology's."""
 
-    prefill: tuple[EngineUrl, ...] = texts("the prefillers", _own_address, metavar="URL")
+    prefill: tuple[EngineUrl, ...] = texts("the prefillers", own_address, metavar="URL")
     decode: tuple[tuple[EngineUrl, bool], ...] = texts(
         "the decode ranks: a URL each, or URL@RANK for one of the data-parallel ranks behind a "
         "URL, or URL@discover for all of them",
@@ -108,7 +70,7 @@ class EngineAddresses:
     )
     bootstrap: tuple[EngineUrl, ...] = texts(
         "with mooncake, each prefiller's bootstrap server, in the order of --prefill",
-        _own_address,
+        own_address,
         metavar="URL",
         shown_default="port 8998 of its host",
     )
@@ -122,7 +84,7 @@ class EngineSettings:
         "",
         "with mooncake-layerwise, where the decode engines reach this proxy, http://HOST:PORT "
         "(default: the address it listens on)",
-        _base,
+        base_address,
         metavar="URL",
     )
     connector: str = choice(
@@ -130,7 +92,7 @@ class EngineSettings:
     )
     model: tuple[str, ...] = texts(
         "the model names to serve",
-        _model,
+        model_name,
         metavar="NAME",
         shown_default="those that the engines serve",
     )
@@ -148,7 +110,7 @@ class ListeningSettings:
     host: str = text(
         "127.0.0.1",
         "address to serve clients on; 0.0.0.0 or :: for every interface",
-        _host,
+        host_name,
         metavar="ADDRESS",
     )
     port: int = integer(8000, "port to serve clients on; 0 for a free one", 0, 65_535)
@@ -159,7 +121,7 @@ class ListeningSettings:
     )
     cors_origin: tuple[str, ...] = texts(
         "sites whose pages may use the API from a browser, such as https://chat.example; * for all",
-        _origin,
+        web_origin,
         metavar="ORIGIN",
         at_top=False,
     )
@@ -167,7 +129,7 @@ class ListeningSettings:
         True, "serve /metrics to clients too, with an API key if they need one"
     )
     admin: bool = switch(True, "serve health, metrics and administration")
-    admin_host: str = text("127.0.0.1", "address to serve them on", _host, metavar="ADDRESS")
+    admin_host: str = text("127.0.0.1", "address to serve them on", host_name, metavar="ADDRESS")
     admin_port: int = integer(9000, "port to serve them on; 0 for a free one", 0, 65_535)
     admin_token_file: Path | None = file(
         "holds the token that administrators present; required unless --admin-host is loopback"
@@ -175,7 +137,7 @@ class ListeningSettings:
     admin_name: tuple[str, ...] = texts(
         "names, beside its addresses and localhost, under which the admin listener is called "
         "without a token",
-        _host,
+        host_name,
         metavar="NAME",
         at_top=False,
     )

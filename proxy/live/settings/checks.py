@@ -1,0 +1,71 @@
+"""What the text of a setting may be. Messages read on from the setting's name."""
+
+import re
+
+from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
+_MODEL = re.compile(r"[!-~]{1,256}")
+
+
+def decode_address(word: str) -> tuple[EngineUrl, bool]:
+    """Read `URL`, `URL@RANK` or `URL@discover`: the address, and whether to ask it for its ranks.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if word.endswith("@discover"):
+        return EngineUrl.parse(word.removesuffix("@discover")), True
+    return EngineUrl.parse(word), False
+
+
+def own_address(word: str) -> EngineUrl:
+    """Read an address without a rank.
+
+    Raises:
+        ConfigError: It is none, or names a rank.
+    """
+    url = EngineUrl.parse(word)
+    if url.rank is not None:
+        raise ConfigError(f"is {url.name!r}: only decode engines are addressed by rank")
+    return url
+
+
+def base_address(word: str) -> str:
+    """Return a URL without a path or a rank; see `own_address`."""
+    return own_address(word).base
+
+
+def model_name(word: str) -> str:
+    """Check the name of a model.
+
+    Raises:
+        ConfigError: It can be none.
+    """
+    if not _MODEL.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
+    return word
+
+
+def web_origin(word: str) -> str:
+    """Check the origin of a page, or `*` for all.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if word != "*" and not _ORIGIN.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be *, or http:// or https:// and a host")
+    return word
+
+
+def host_name(word: str) -> str:
+    """Check an address to listen on, or a name.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    try:
+        return valid_host(word)
+    except ConfigError as error:
+        raise ConfigError(f"is {shown(word)}: it {error}") from None
