@@ -25,7 +25,7 @@ from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, write_native
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHOWN = [block for block in BLOCKS if block.is_commands]
 TOPOLOGIES = [block for block in BLOCKS if block.kind == "toml"]
