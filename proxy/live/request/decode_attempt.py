@@ -102,11 +102,11 @@ class DecodeAttempt(Attempt):
             params = self._kv.params
         elif host.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
-        asked = None
+        asked, asking = None, session.body
         if legs.count_tokens == "usage":
             each = not self.engine.counts_dear
-            asked = ask_for_counts(session.shape, session.body.values, each=each)
-        body = decode_body(session.body, session.emitted.members, params, asked, drop=legs.drop)
+            asked = ask_for_counts(session.shape, asking.values, each=each)
+        body = decode_body(asking, session.emitted.members, params, asked, drop=legs.drop)
         handler: ResponseHandler
         if session.shape.stream:
             handler = self.stream = self._make_stream(asked)
@@ -257,9 +257,11 @@ class DecodeAttempt(Attempt):
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""
-        self._session.began(self, status, headers)
         self._served()
-        self._session.joined()
+        session = self._session
+        if session.record.first_token_ns is None:
+            session.record.first_token_ns = round(session.host.clock() * 1e9)
+        session.began(self, status, headers)
 
     def _served(self) -> None:
         host, pair = self._session.host, self.pair
@@ -278,7 +280,7 @@ class DecodeAttempt(Attempt):
 
     def stream_error(self, message: str) -> None:
         """End a stream in which the engine reported an error of its own."""
-        self._session.reported(message)
+        self._session.finished(message)
 
     def stream_error_first(self, event: bytes) -> None:
         """Fail when the first event is an error."""

@@ -13,9 +13,6 @@ Rules:
 
 from enum import Enum, auto
 
-from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import RequestId
-
 
 class Phase(Enum):
     """Where a request stands."""
@@ -47,13 +44,3 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.BACKOFF: frozenset({Phase.QUEUED, Phase.POOLED, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
-
-
-def check_move(request: RequestId, phase: Phase, to: Phase) -> None:
-    """Reject a move that is not in the table.
-
-    Raises:
-        LifecycleError: It is not.
-    """
-    if to not in TRANSITIONS[phase]:
-        raise LifecycleError(f"request {request} cannot go from {phase.name} to {to.name}")

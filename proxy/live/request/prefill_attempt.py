@@ -111,6 +111,8 @@ class PrefillAttempt(Attempt):
         session, legs = self._session, self._session.host.legs
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         if answer.complete and session.emitted.tokens == 0:
+            session.record.output_tokens = 1
+            session.record.first_token_ns = session.record.prefilled_ns
             session.prefill_was_all(answer.message)
         elif recompute and legs.direct is Direct.DECODE:
             session.prefilled(KvHandle(self.prefiller, None), answer.prompt_tokens, None)

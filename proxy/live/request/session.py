@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
+from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.shape import Shape
@@ -21,7 +22,7 @@ from balanceroute.proxy.live.request.emitted import Emitted
 from balanceroute.proxy.live.request.failures import Failure, Next
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
 from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.phases import Phase, check_move
+from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
 from balanceroute.proxy.live.request.session_host import Host
@@ -36,16 +37,14 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.server import Reply
 
+_CRASHED = "internal error; the proxy's log says more"
+
 
 class Session:
     """One request.
 
     Args:
-        number: Its arrival number.
-        host: The driver.
         ticket: What the scheduler knows of it.
-        shape: What it asks for.
-        body: What it sent.
         headers: For every engine leg.
         reply: The client.
         record: What is known of it, kept up to date.
@@ -102,9 +101,12 @@ class Session:
         self.emitted = Emitted()
         self.hung: Prefiller | None = None
         self.phase = Phase.QUEUED
-        left = host.guarded(self, "client left", self.client_left)
         self.answer = ClientAnswer(
-            reply, record, left=left, paused=self._pause, resumed=self._resume
+            reply,
+            record,
+            left=host.guarded(self, "client left", self.client_left),
+            paused=lambda: self._held.pause(),  # noqa: PLW0108 - it changes.
+            resumed=lambda: self._held.resume(),  # noqa: PLW0108
         )
         self._body: RequestBody | None = body
         self._held: Holding = NOTHING
@@ -146,7 +148,8 @@ class Session:
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
         """Leave the phase that it is in, with what it holds there."""
-        check_move(self.number, self.phase, phase)
+        if phase not in TRANSITIONS[self.phase]:
+            raise LifecycleError(f"request {self.number}: {self.phase.name} to {phase.name}")
         self.phase = phase
         before, self._held = self._held, held
         if before is not held:
@@ -221,9 +224,8 @@ class Session:
         """End the request, whose handling failed, its end perhaps. The scheduler knows."""
         if self.phase is not Phase.ENDED:
             self._enter(Phase.ENDED)
-        reason = "internal error; the proxy's log says more"
-        self.answer.fail(500, reason)
-        self._end(None, Outcome.INTERNAL_ERROR, reason)
+        self.answer.fail(500, _CRASHED)
+        self._end(None, Outcome.INTERNAL_ERROR, _CRASHED)
 
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
@@ -245,10 +247,9 @@ class Session:
     def engine_lost(self, target: Target) -> None:
         """Leave an engine that does not answer any more, unless its answer has begun."""
         leg = self._held.leg_at(target)
-        if leg is None or self.phase is Phase.BACKOFF:
+        begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
+        if leg is None or begun or self.phase is Phase.BACKOFF:
             return  # One that waits for its next attempt leaves anyway.
-        if self.phase is Phase.STREAMING and leg is not Leg.PREFILL:
-            return
         if self._recovery.may_leave(leg, Fault.CONNECT):
             self.instance_removed(target)
 
@@ -271,12 +272,6 @@ class Session:
         else:
             self._end(events.RequestCancelled(self.number), Outcome.CANCELLED)
 
-    def _pause(self) -> None:
-        self._held.pause()
-
-    def _resume(self) -> None:
-        self._held.resume()
-
     # What a prefiller answers.
 
     def prefilled(self, kv: KvHandle, prompt_tokens: int, lease_ns: int | None) -> None:
@@ -296,8 +291,6 @@ class Session:
     def prefill_was_all(self, message: "Mapping[str, Any]") -> None:
         """Answer with the one token of the prefill, behind which nothing comes."""
         self._enter(Phase.ENDED)
-        self.record.output_tokens = 1
-        self.record.first_token_ns = self.record.prefilled_ns
         answer_shortly(self.answer, self.shape, self.body, message)
         self._end(events.RequestFinished(self.number), Outcome.OK)
 
@@ -306,33 +299,25 @@ class Session:
     def began(self, attempt: DecodeAttempt, status: int, headers: "Headers") -> None:
         """Open the client's stream, unless it is open."""
         self._enter(Phase.STREAMING, attempt)
-        if self.record.first_token_ns is None:
-            self.record.first_token_ns = round(self.host.clock() * 1e9)
         if not self.answer.opened:
             self.answer.open(status, headers)
         if not attempt.hands_back:
             self._body = None
             self.answer.reply.release_body()
         self._kv = None
-
-    def joined(self) -> None:
-        """Note that the request is in the batch of its rank, if one decodes it."""
         if self.decodes:
             self.host.started(self)
             self.host.feed(events.DecodeStarted(self.number))
 
-    def finished(self) -> None:
-        """End the stream."""
+    def finished(self, error: str = "") -> None:
+        """End the stream, in which the engine may have reported an error of its own."""
         self._enter(Phase.ENDED)
         self.answer.reply.end()
-        self._end(events.RequestFinished(self.number), Outcome.OK)
-
-    def reported(self, message: str) -> None:
-        """End a stream in which the engine reported an error of its own."""
-        self._enter(Phase.ENDED)
-        self.answer.reply.end()
-        reason = f"the engine reported: {message}"
-        self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
+        if error:
+            reason = f"the engine reported: {error}"
+            self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
+        else:
+            self._end(events.RequestFinished(self.number), Outcome.OK)
 
     def answered(self, headers: "Headers", body: bytes) -> None:
         """Pass on a whole answer."""
@@ -367,8 +352,7 @@ class Session:
         else:
             self._enter(Phase.ENDED)
             reason = self.answer.pass_on(self.shape.api, *failure.answer)
-            mistaken = failure.answer[0] < 500
-            outcome = Outcome.CLIENT_ERROR if mistaken else Outcome.UPSTREAM_ERROR
+            outcome = Outcome.CLIENT_ERROR if failure.answer[0] < 500 else Outcome.UPSTREAM_ERROR
             self._end(events.RequestFailed(self.number), outcome, reason)
 
     def _go_on(self, retry: Retry) -> None:

@@ -1,20 +1,6 @@
 """The phases of a request: what leads where."""
 
-import pytest
-
-from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase, check_move
-
-
-def test_a_move_is_allowed_if_and_only_if_it_is_in_the_table() -> None:
-    for phase in Phase:
-        for to in Phase:
-            if to in TRANSITIONS[phase]:
-                check_move(RequestId(3), phase, to)
-            else:
-                with pytest.raises(LifecycleError, match=f"{phase.name} to {to.name}"):
-                    check_move(RequestId(3), phase, to)
+from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase
 
 
 def test_every_phase_can_be_reached_and_may_end_at_once() -> None:
