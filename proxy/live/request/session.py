@@ -327,7 +327,6 @@ class Session:
 
     def recomputed(self, *, advanced: bool) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
-        self.record.output_tokens = self.emitted.tokens
         self._kv = None
         if self.ticket.prefill:
             self._enter(Phase.QUEUED)

@@ -1,0 +1,392 @@
+"""A session among a host, a client and engines that do what a test says: no sockets and no event loop."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from balanceroute.proxy.core import events
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId, Ticket
+from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.shape import Api, read_shape
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.phases import Phase
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.hand_off import HandOff
+    from balanceroute.proxy.live.request.session_host import Host
+    from balanceroute.proxy.wire.client import Endpoint, ResponseHandler
+    from balanceroute.proxy.wire.server import Reply
+
+SSE = [(b"content-type", b"text/event-stream")]
+DONE = b"data: [DONE]\n\n"
+KV = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [1, 2],
+    "remote_engine_id": "p0",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+}
+# Where a session is when the scheduler hears of it.
+AFTER = {
+    events.PrefillDone: {Phase.POOLED},
+    events.PrefillLost: {Phase.QUEUED},
+    events.DecodeLost: {Phase.POOLED},
+    events.DecodeStarted: {Phase.STREAMING},
+    events.RequestRecomputed: {Phase.QUEUED, Phase.POOLED},
+    events.RequestFinished: {Phase.ENDED},
+    events.RequestFailed: {Phase.ENDED},
+    events.RequestCancelled: {Phase.ENDED},
+}
+
+
+def token(text: str, **choice: object) -> bytes:
+    """Return the event of one token."""
+    members = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, **choice}
+    return b"data: " + json.dumps({"choices": [members]}, separators=(",", ":")).encode() + b"\n\n"
+
+
+LAST = token("z", finish_reason="length")
+HANDED_BACK = token("", finish_reason="stop", stop_reason="recomputed")
+
+
+def prefill_answer(
+    params: Mapping[str, object] | None = KV, *, finish_reason: str = "length"
+) -> bytes:
+    """Return a prefiller's answer."""
+    return json.dumps(
+        {
+            "choices": [{"index": 0, "text": "a", "finish_reason": finish_reason}],
+            "usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}},
+            "kv_transfer_params": params,
+        }
+    ).encode()
+
+
+class Sent:
+    """One request to an engine, which answers by hand."""
+
+    def __init__(self, engine: str, headers: Headers, body: bytes, handler: Any) -> None:
+        self.engine = engine
+        self.headers = headers
+        self.values = json.loads(body)
+        self.handler: ResponseHandler = handler
+        self.aborted = self.done = self.paused = False
+
+    def abort(self) -> None:
+        if not self.done:
+            self.aborted = self.done = True
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def begin(self, *pieces: bytes) -> None:
+        """Begin a stream."""
+        self.handler.on_head(200, SSE)
+        self.more(*pieces)
+
+    def more(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.handler.on_data(piece)
+
+    def end(self) -> None:
+        self.done = True
+        self.handler.on_end()
+
+    def answer(self, status: int, body: bytes) -> None:
+        """Answer at once and as a whole."""
+        self.handler.on_head(status, [(b"content-type", b"application/json")])
+        self.handler.on_data(body)
+        self.end()
+
+    def stream(self, *pieces: bytes) -> None:
+        """Answer with a whole stream."""
+        self.begin(*pieces)
+        self.end()
+
+    def break_off(self, *, sent: bool = True) -> None:
+        self.done = True
+        self.handler.on_error(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
+
+
+class Engine:
+    """An endpoint."""
+
+    def __init__(self, name: str, sent: list[Sent]) -> None:
+        self.name = name
+        self.closed_idle = 0
+        self._sent = sent
+
+    def request(
+        self, method: bytes, path: bytes, headers: Headers, body: bytes, handler: Any, **_: object
+    ) -> Sent:
+        assert (method, path) == (b"POST", b"/v1/completions")
+        self._sent.append(Sent(self.name, headers, body, handler))
+        return self._sent[-1]
+
+    def close_idle(self) -> None:
+        self.closed_idle += 1
+
+
+class Client:
+    """A reply."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+        self.headers: Headers = []
+        self.over = ""
+        self.released = False
+        self.on_closed: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+
+    def start(self, status: int, headers: Headers) -> None:
+        assert not self.status, "a second head"
+        self.status, self.headers = status, headers
+
+    def write(self, data: bytes) -> None:
+        self.body += data
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        self.start(status, headers)
+        self.body = body
+        self.over = "sent"
+
+    def end(self) -> None:
+        self.over = "ended"
+
+    def abort(self) -> None:
+        self.over = "aborted"
+
+    def release_body(self) -> None:
+        self.released = True
+
+    def leave(self) -> None:
+        assert self.on_closed is not None
+        self.on_closed()
+
+
+class Timer:
+    """One call for later."""
+
+    def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.delay_s = delay_s
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Transfers:
+    """Takes note of pulls: of whom, by whom, and how they ended."""
+
+    def __init__(self) -> None:
+        self.pulls: list[tuple[str, str, Fault | None]] = []
+
+    def succeeded(self, prefiller: Prefiller, rank: Rank) -> None:
+        self.pulls.append((prefiller.name, rank.name, None))
+
+    def failed(
+        self, request: RequestId, prefiller: Prefiller, rank: Rank, fault: Fault, reason: str
+    ) -> None:
+        assert request == 3
+        assert reason
+        self.pulls.append((prefiller.name, rank.name, fault))
+
+
+class Site:
+    """The host of one session, with two prefillers and two ranks.
+
+    Attributes:
+        sent: What the engines were sent.
+        fed: What the scheduler was told.
+        replies: What it answers at once to a kind of event, from within.
+        stalled_since_s: Since when what comes may have waited to be read; None for not at all.
+        blamed: Which engines' health checks were told of a failure.
+        ended: How often the session ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        connector: str = "nixl",
+        stream: bool = True,
+        budget: int = 100,
+        members: Mapping[str, object] | None = None,
+        **flags: object,
+    ) -> None:
+        flags = {"prefill": ["http://p"], "decode": ["http://d"], "count_tokens": "events"} | flags
+        self.legs = make_config(None, flags).legs
+        self.connector = make_connector(connector, callback="http://proxy")
+        self.lease_s = self.connector.facts.lease_s
+        self.now_s = 100.0
+        self.stalled_since_s: float | None = None
+        self.budget = budget
+        self.sent: list[Sent] = []
+        self.fed: list[events.Event] = []
+        self.replies: dict[type, Callable[[], object]] = {}
+        self.blamed: list[tuple[str, Fault]] = []
+        self.praised: list[str] = []
+        self.timers: list[Timer] = []
+        self.hand_offs: dict[str, HandOff] = {}
+        self.ended_requests = 0
+        self.transfers, self.stalls, self.lost = Transfers(), self, self
+        self.engines: dict[str, Engine] = {}
+        self.prefillers = [
+            Prefiller(PrefillerId(i), f"p{i}", Target(Role.PREFILL, f"p{i}"), self._engine(f"p{i}"))
+            for i in range(2)
+        ]
+        self.ranks = [
+            Rank(RankId(i), f"d{i}", Target(Role.DECODE, f"d{i}"), self._engine(f"d{i}"), header)
+            for i, header in enumerate((None, b"1"))
+        ]
+        self.client = Client()
+        self.session = self._session(stream=stream, members=members or {})
+
+    def _engine(self, name: str) -> "Endpoint":
+        self.engines[name] = Engine(name, self.sent)
+        return cast("Endpoint", self.engines[name])
+
+    def _session(self, *, stream: bool, members: Mapping[str, object]) -> Session:
+        values = {"prompt": "a b", "max_tokens": 9, "stream": stream, **members}
+        body = RequestBody(json.dumps(values).encode())
+        shape = read_shape(Api.COMPLETIONS, body, max_sequences=8)
+        decode = not (shape.direct and self.legs.direct is Direct.PREFILL)
+        split = not shape.direct and not self.connector.facts.decode_first
+        session = Session(
+            RequestId(3),
+            cast("Host", self),
+            ticket=Ticket(2, shape.sequences, split or not decode, decode),
+            shape=shape,
+            body=body,
+            headers=[(b"x-request-id", b"r")],
+            reply=cast("Reply", self.client),
+            record=RequestRecord("r", "/v1/completions", 0, 0.0),
+        )
+        if not session.ticket.prefill:
+            session.pooled()
+        return session
+
+    # What the host does.
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def waiting_since_s(self) -> float:
+        return self.now_s if self.stalled_since_s is None else self.stalled_since_s
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(delay_s, callback))
+        return self.timers[-1]
+
+    def guarded(self, _: Session, __: str, do: Callable[..., object]) -> Callable[..., object]:
+        return do
+
+    def crashed(self, _: Session, __: str, error: Exception) -> None:
+        raise error
+
+    def feed(self, event: events.Event) -> None:
+        """Check that the session is where it will be, and has let go of its engines."""
+        assert self.session.phase in AFTER[type(event)], event
+        assert self.in_flight == [] or self.session.phase is Phase.STREAMING
+        self.fed.append(event)
+        self.replies.get(type(event), lambda: None)()
+
+    def unique(self) -> str:
+        return "1234"
+
+    def choose_prefiller(self, _: RequestId, other_than: Prefiller | None) -> Prefiller | None:
+        return next(one for one in self.prefillers if one is not other_than)
+
+    def expect(self, transfer: str, hand_off: "HandOff") -> None:
+        self.hand_offs[transfer] = hand_off
+
+    def expect_no_more(self, transfer: str) -> None:
+        self.hand_offs.pop(transfer, None)
+
+    def may_retry(self, _: str, __: Fault, *, free: bool = False) -> bool:
+        assert not free
+        self.budget -= 1
+        return self.budget >= 0
+
+    def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
+        assert reason
+        self.blamed.append((target.url, fault))
+
+    def leg_succeeded(self, target: Target) -> None:
+        self.praised.append(target.url)
+
+    def engine_seen(self, prefiller: Prefiller, engine_id: str) -> None:
+        prefiller.engines.add(engine_id)
+
+    def counted(self, _: Session, prompt_tokens: int) -> None:
+        assert prompt_tokens == 7
+
+    def observe_gap(self, gap_s: float) -> None:
+        assert gap_s >= 0.0
+
+    def started(self, session: Session) -> None:
+        assert session.record.admitted_ns is not None
+
+    def ended(self, session: Session) -> None:
+        assert session.record.outcome is not None
+        self.ended_requests += 1
+
+    # What a test does.
+
+    @property
+    def in_flight(self) -> list[Sent]:
+        """Requests that the engines still work on."""
+        return [one for one in self.sent if not one.done]
+
+    @property
+    def last(self) -> Sent:
+        """The latest of what the engines were sent."""
+        return self.sent[-1]
+
+    def is_in(self, phase: Phase) -> bool:
+        """Return whether the session is in a phase."""
+        return self.session.phase is phase
+
+    def prefill(self, number: int = 0) -> Sent:
+        """Have a prefiller start."""
+        self.session.start_prefill(self.prefillers[number])
+        return self.last
+
+    def decode(self, number: int = 0) -> Sent:
+        """Have a rank start."""
+        self.session.start_decode(self.ranks[number])
+        return self.last
+
+    def to_rank(self) -> Sent:
+        """Prefill and decode, as far as the decode leg."""
+        self.prefill().answer(200, prefill_answer())
+        return self.decode()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, and look at the deadlines."""
+        self.now_s += seconds
+        self.session.check_deadline(self.now_s)
+
+    def back_off(self) -> None:
+        """Let the backoff be over."""
+        assert self.session.phase is Phase.BACKOFF
+        self.timers[-1].callback()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing of the session goes on anywhere."""
+        idle_timers = all(timer.cancelled for timer in self.timers[-1:])
+        return not self.in_flight and not self.hand_offs and idle_timers
