@@ -10,8 +10,8 @@ import argparse
 import sys
 import time
 
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.testing.chaos.exactness import compare
+from balanceroute.topologies import CONNECTORS
 
 
 def main() -> int:
@@ -25,13 +25,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     differences = 0
-    for connector in Connector:
+    for connector in CONNECTORS:
         begin = time.perf_counter()
         found = compare(arguments.seed, requests=arguments.requests, connector=connector)
         differences += len(found.differences)
         statuses = ", ".join(f"{count} of {one}" for one, count in sorted(found.statuses.items()))
         print(
-            f"{connector.value:20} {found.requests} requests ({statuses}): {found.identical} the "
+            f"{connector:20} {found.requests} requests ({statuses}): {found.identical} the "
             f"same bytes, {found.interleaved} the same for each choice, "
             f"{len(found.differences)} different; {time.perf_counter() - begin:.1f} s"
         )

@@ -83,7 +83,7 @@ MAY_IMPORT = {
     # Replays a seed against the whole proxy, in virtual time.
     "proxy.testing.chaos": {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire", "predictors"),
-        "proxy.testing.virtual",
+        *("proxy.testing.virtual", "topologies"),
     },
     "proxy.testing.soak": {"proxy.core", "proxy.emulate", "proxy.wire"},
     "proxy.testing": set[str](),

@@ -57,7 +57,6 @@ PUBLIC = {
     ],
     "balanceroute.proxy.core.scheduler": ["Scheduler", "SchedulerConfig"],
     "balanceroute.proxy.emulate": [
-        "Connector",
         "DpMode",
         "EmulatedFleet",
         "EmulationSettings",

@@ -14,7 +14,6 @@ from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import (
-    Connector,
     DpMode,
     EmulatedFleet,
     EmulationSettings,
@@ -30,7 +29,9 @@ from balanceroute.proxy.live.settings.setting import (
     part,
     seconds,
     text,
+    words,
 )
+from balanceroute.topologies import CONNECTORS
 
 _DEFAULTS = EmulationSettings()
 _MAX_PORT = 65_535
@@ -50,8 +51,8 @@ class Fleet:
     prefill_kv_capacity: int | None = integer(
         None, "the same, per prefiller", 1, 10**12, shown_default="no limit", metavar="TOKENS"
     )
-    connector: Connector = choice(
-        _DEFAULTS.connector, "how KV caches travel", named(Connector), at_top=True
+    connector: str = choice(
+        _DEFAULTS.connector, "how KV caches travel", words(CONNECTORS), at_top=True
     )
     dp_mode: DpMode = choice(
         _DEFAULTS.dp_mode,

@@ -2,6 +2,6 @@
 
 from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import Connector, DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
 
-__all__ = ["Connector", "DpMode", "EmulatedFleet", "EmulationSettings", "Faults", "Preemption"]
+__all__ = ["DpMode", "EmulatedFleet", "EmulationSettings", "Faults", "Preemption"]

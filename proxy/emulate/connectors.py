@@ -4,12 +4,12 @@ NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, failures included. The 
 are as in its source (mooncake_connector.py, mooncake_layerwise_connector.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
-from balanceroute.proxy.emulate.settings import Connector
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 # A decoder that cannot reach the named prefiller says so after this time.
 CONNECT_TIMEOUT_S = 5.4
@@ -91,7 +91,7 @@ Claim = Lease | Failure | Stale | Await | AskMetaserver | Hang
 
 
 def claim(
-    connector: Connector,
+    connector: str,
     params: Mapping[str, Any],
     sources: list[KvSource],
     book: LeaseBook,
@@ -99,26 +99,28 @@ def claim(
     """Return what a decode rank does about the parameters of a request.
 
     Args:
-        connector: The fleet's.
+        connector: The fleet's, by its name.
         params: `kv_transfer_params` that ask for a remote prefill.
         sources: All prefillers, dead ones included.
         book: Their leases.
     """
-    match connector:
-        case Connector.NIXL | Connector.MOONCAKE_ASCEND:
+    match CONNECTORS[connector].flow:
+        case KvFlow.PULL:
             return _claim_pull(params, sources, book)
-        case Connector.MOONCAKE:
-            return _claim_mooncake(params, sources)
-        case Connector.LAYERWISE:
+        case KvFlow.NAMED:
+            return _claim_named(params, sources)
+        case KvFlow.DECODE_FIRST:
             url = params.get("metaserver")
             return AskMetaserver(url) if isinstance(url, str) and url else Hang()
 
 
 def prefill_answer(
-    connector: Connector, source: KvSource, lease: Lease, block_tokens: int, last_token: int
+    connector: str, source: KvSource, lease: Lease, block_tokens: int, last_token: int
 ) -> dict[str, object] | None:
     """Return `kv_transfer_params` of a prefill answer; None if the connector has none."""
-    params: dict[str, object] = {
+    if CONNECTORS[connector].flow is not KvFlow.PULL:
+        return None
+    return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [lease.blocks],
@@ -126,49 +128,27 @@ def prefill_answer(
         "remote_request_id": lease.key[1],
         "remote_host": source.host,
         "remote_port": source.side_port,
+        **_OWN_KEYS[connector](lease, block_tokens, last_token),
     }
-    match connector:
-        case Connector.NIXL:
-            return params | {
-                "tp_size": 1,
-                "dcp_size": 1,
-                "pp_size": 1,
-                "remote_num_tokens": len(lease.prompt.tokens),
-                "remote_blocks_expiry_time": None,
-                "transfer_mode": "pull",
-                "remote_prefill_cached_tokens": 0,
-            }
-        case Connector.MOONCAKE_ASCEND:
-            return params | {
-                "remote_pcp_size": 1,
-                "remote_dcp_size": 1,
-                "remote_ptp_size": 1,
-                "last_token_id": last_token,
-                "remote_multi_nodes_meta_mapping": {},
-                "num_prompt_blocks": len(lease.blocks),
-                "remote_block_size": block_tokens,
-            }
-        case Connector.MOONCAKE | Connector.LAYERWISE:
-            return None
 
 
 def lease_key(
-    connector: Connector, source: KvSource, params: Mapping[str, Any], internal_id: str
+    connector: str, source: KvSource, params: Mapping[str, Any], internal_id: str
 ) -> tuple[str, str]:
     """Return what a decoder has to name to get a prefill.
 
     Args:
-        connector: The fleet's.
+        connector: The fleet's, by its name.
         source: The prefiller.
         params: `kv_transfer_params` of the prefill request.
         internal_id: The request's id inside the prefiller.
     """
-    match connector:
-        case Connector.NIXL | Connector.MOONCAKE_ASCEND:
+    match CONNECTORS[connector].flow:
+        case KvFlow.PULL:
             return source.engine_id, internal_id
-        case Connector.MOONCAKE:
+        case KvFlow.NAMED:
             return source.engine_id, str(params.get("transfer_id"))
-        case Connector.LAYERWISE:
+        case KvFlow.DECODE_FIRST:
             return str(params.get("remote_engine_id")), str(params.get("request_id"))
 
 
@@ -210,6 +190,37 @@ def alien_params(params: dict[str, object]) -> dict[str, object]:
     }
 
 
+def _nixl_keys(lease: Lease, _block_tokens: int, _last_token: int) -> dict[str, object]:
+    return {
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": len(lease.prompt.tokens),
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def _ascend_keys(lease: Lease, block_tokens: int, last_token: int) -> dict[str, object]:
+    return {
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_ptp_size": 1,
+        "last_token_id": last_token,
+        "remote_multi_nodes_meta_mapping": {},
+        "num_prompt_blocks": len(lease.blocks),
+        "remote_block_size": block_tokens,
+    }
+
+
+# What a prefill answer has beside the keys that every pull needs.
+_OWN_KEYS: dict[str, Callable[[Lease, int, int], dict[str, object]]] = {
+    "nixl": _nixl_keys,
+    "mooncake-ascend": _ascend_keys,
+}
+
+
 # vLLM's NIXL and vllm-ascend's Mooncake read the blocks that are named. Neither asks whether they are
 # still, or ever were, those of the request; only the engine's id is looked at.
 def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook) -> Claim:
@@ -229,7 +240,7 @@ def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseB
     return lease
 
 
-def _claim_mooncake(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
+def _claim_named(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
     address = str(params.get("remote_bootstrap_addr")).rstrip("/")
     transfer = params.get("transfer_id")
     source = next((one for one in sources if one.bootstrap_url == address), None)

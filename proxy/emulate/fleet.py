@@ -16,7 +16,8 @@ from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefiller import Prefiller
-from balanceroute.proxy.emulate.settings import Connector, DpMode, EmulationSettings
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
+from balanceroute.topologies import CONNECTORS
 
 # Where vLLM's NIXL side channels begin; nobody listens there.
 _SIDE_PORT = 5600
@@ -224,7 +225,7 @@ class EmulatedFleet:
         split: list[tuple[int, ...]] = [(rank,) for rank in range(settings.ranks)]
         if settings.dp_mode is DpMode.HEADER and settings.ranks:
             split = [tuple(range(settings.ranks))]
-        has_bootstrap = settings.connector is Connector.MOONCAKE
+        has_bootstrap = CONNECTORS[settings.connector].has_bootstrap
         prefillers = [
             EngineRole(
                 f"prefill/{i}", (0,), settings.prefiller_kv_tokens, _SIDE_PORT + i, has_bootstrap

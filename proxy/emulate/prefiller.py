@@ -18,7 +18,8 @@ from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd
 from balanceroute.proxy.emulate.prefill_queue import PrefillJob, PrefillQueue
-from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.topologies import CONNECTORS
 
 
 class Prefiller:
@@ -118,7 +119,7 @@ class Prefiller:
         lease = Lease(source.engine_id, key, choice.prompt, blocks, self.pool)
         lease_s = exchange.faults.lease_s or settings.lease_s
         self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
-        if settings.connector is Connector.LAYERWISE and not lease.pulling:
+        if CONNECTORS[settings.connector].decode_first and not lease.pulling:
             self._book.finish(lease, LeaseEnd.RELEASED)  # Pushed to a decoder that is gone.
         if number == 0 and sequence is exchange.sequences[0]:
             params = prefill_answer(

@@ -11,17 +11,6 @@ from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 _YEAR_NS = 365 * 86_400 * 10**9
 
 
-class Connector(Enum):
-    """How KV caches get from a prefiller to a decode rank."""
-
-    NIXL = "nixl"  # vLLM: the prefill answer carries the parameters of a pull.
-    MOONCAKE = "mooncake"  # vLLM: the proxy names the transfer; a bootstrap server tells the rest.
-    MOONCAKE_ASCEND = "mooncake-ascend"  # vllm-ascend's MooncakeConnectorV1: as NIXL, other keys.
-    LAYERWISE = (
-        "mooncake-layerwise"  # vllm-ascend: decode first; its rank asks a metaserver for a prefill.
-    )
-
-
 class DpMode(Enum):
     """How a proxy addresses a decode rank."""
 
@@ -54,7 +43,7 @@ class EmulationSettings:
         prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
         block_tokens: Tokens of a KV block.
         lease_s: How long a prefiller keeps blocks that nobody pulls.
-        connector: How KV caches travel.
+        connector: How KV caches travel: a name in `balanceroute.topologies.CONNECTORS`.
         dp_mode: How ranks are addressed.
         preemption: What an overflow does.
         time_scale: How many emulated seconds pass in one second of the event loop.
@@ -90,7 +79,7 @@ class EmulationSettings:
     prefiller_kv_tokens: int | None = None
     block_tokens: int = 32
     lease_s: float = 30.0
-    connector: Connector = Connector.NIXL
+    connector: str = "nixl"
     dp_mode: DpMode = DpMode.PORTS
     preemption: Preemption = Preemption.INTERNAL
     time_scale: float = 1.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate import Connector, DpMode
+from balanceroute.proxy.emulate import DpMode
 from balanceroute.proxy.wire.chunked import ChunkedDecoder
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def test_a_mooncake_prefill_answers_in_the_recorded_form(play: "Play") -> None:
         (url,) = lab.fleet.bootstrap_urls
         assert_same_json(await lab.get_url(f"{url}/query"), query)
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 @pytest.mark.parametrize("name", ["nixl_chat_nonstream_decode", "nixl_chat_stream_logprobs_decode"])

@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import Connector, DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.emulate import DpMode, EmulationSettings, Preemption
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch)
             rank_kv_tokens=9_000,
             prefiller_kv_tokens=8_000,
             lease_s=9.0,
-            connector=Connector.MOONCAKE_ASCEND,
+            connector="mooncake-ascend",
             dp_mode=DpMode.HEADER,
             preemption=Preemption.STOP,
             time_scale=2.0,

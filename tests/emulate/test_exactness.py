@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate import Connector, Preemption
+from balanceroute.proxy.emulate import Preemption
 
 if TYPE_CHECKING:
     from tests.emulate.conftest import Exchanged, Lab, Play
@@ -328,18 +328,16 @@ def test_an_answer_goes_on_from_token_ids(play: "Play") -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(
-    "connector", [Connector.NIXL, Connector.MOONCAKE, Connector.MOONCAKE_ASCEND]
-)
-def test_every_connector_carries_an_answer(connector: Connector, play: "Play") -> None:
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend"])
+def test_every_connector_carries_an_answer(connector: str, play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
         values = body(CHAT, {"max_tokens": 7})
         alone = await lab.post("decode/0", CHAT, values)
         params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-        if connector is Connector.MOONCAKE:
+        if connector == "mooncake":
             params["transfer_id"] = "xfer-1"
         returned = (await lab.prefill(CHAT, values, params=params)).json["kv_transfer_params"]
-        if connector is Connector.MOONCAKE:
+        if connector == "mooncake":
             assert returned is None
             (url,) = lab.fleet.bootstrap_urls
             known = (await lab.get_url(f"{url}/query")).json

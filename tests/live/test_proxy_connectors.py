@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import Connector, DpMode, Preemption
+from balanceroute.proxy.emulate.settings import DpMode, Preemption
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.oracle import comparable
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -33,7 +34,7 @@ TALK: dict[str, Any] = {
     "max_tokens": 20,
     "ignore_eos": True,
 }
-VLLM = (Connector.NIXL, Connector.MOONCAKE)
+VLLM = ("nixl", "mooncake")
 BY_PATH = {COMPLETIONS: BODY, CHAT: TALK}
 PULL_KEYS = {
     "remote_block_ids",
@@ -72,10 +73,8 @@ def usage(exchanged: "Exchanged") -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dp_mode", DpMode)
-@pytest.mark.parametrize("connector", Connector)
-def test_the_answer_is_that_of_one_engine(
-    play: "Play", connector: Connector, dp_mode: DpMode
-) -> None:
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_the_answer_is_that_of_one_engine(play: "Play", connector: str, dp_mode: DpMode) -> None:
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(1.0)
         for path, values in BY_PATH.items():
@@ -116,7 +115,7 @@ def test_nixl_passes_on_what_the_prefiller_returned(play: "Play") -> None:
         assert decode.values == BODY | {"kv_transfer_params": params}
         assert site.fleet.stats()["leases"]["pulled"] == 1
 
-    play(scenario, connector=Connector.NIXL)
+    play(scenario, connector="nixl")
 
 
 def test_mooncake_on_ascend_passes_on_its_own_keys(play: "Play") -> None:
@@ -126,7 +125,7 @@ def test_mooncake_on_ascend_passes_on_its_own_keys(play: "Play") -> None:
         params = decode.values["kv_transfer_params"]
         assert params.keys() >= PULL_KEYS | {"last_token_id", "num_prompt_blocks"}
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 def test_mooncake_names_the_transfer_and_the_engine(play: "Play") -> None:
@@ -153,7 +152,7 @@ def test_mooncake_names_the_transfer_and_the_engine(play: "Play") -> None:
             }
         assert len({leg["transfer_id"] for leg in prefills}) == 2
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 # Mooncake's bootstrap servers.
@@ -170,7 +169,7 @@ def test_a_mooncake_prefiller_is_not_used_before_it_is_known(play: "Play") -> No
         same(await exchange.end(), await alone(site, COMPLETIONS, BODY | USAGE))
         assert site.fleet.stats()["leases"]["pulled"] == 1
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 @pytest.mark.parametrize("down_s", [0.0, 12.0])
@@ -191,7 +190,7 @@ def test_a_restarted_mooncake_prefiller_has_a_new_id(play: "Play", down_s: float
         assert {seen.engine for seen in site.received("prefill")} == {"prefill/0", "prefill/1"}
         assert site.fleet.stats()["leases"]["pulled"] == 5
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 def test_a_mooncake_prefiller_without_a_bootstrap_server_is_not_used(play: "Play") -> None:
@@ -203,7 +202,7 @@ def test_a_mooncake_prefiller_without_a_bootstrap_server_is_not_used(play: "Play
             assert (await exchange.end()).status == 200
         assert {seen.engine for seen in site.received("prefill")} == {"prefill/1"}
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 def test_a_mooncake_prefiller_can_be_added(play: "Play") -> None:
@@ -226,16 +225,14 @@ def test_a_mooncake_prefiller_can_be_added(play: "Play") -> None:
         assert known[-1] == "http://127.0.0.1:8998"
         assert not site.world.proxy.deployment.instances.prefillers[-1].open
 
-    play(scenario, connector=Connector.MOONCAKE)
+    play(scenario, connector="mooncake")
 
 
 # Leases and parameters that fail.
 
 
-@pytest.mark.parametrize("connector", [Connector.NIXL, Connector.MOONCAKE_ASCEND])
-def test_a_prefill_without_parameters_is_computed_by_the_rank(
-    play: "Play", connector: Connector
-) -> None:
+@pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
+def test_a_prefill_without_parameters_is_computed_by_the_rank(play: "Play", connector: str) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY | USAGE)
         site.fleet.faults.set("prefill", drop_kv_params=1.0)
@@ -245,8 +242,8 @@ def test_a_prefill_without_parameters_is_computed_by_the_rank(
     play(scenario, connector=connector, flags={"direct": "decode"})
 
 
-@pytest.mark.parametrize("connector", [Connector.NIXL, Connector.MOONCAKE_ASCEND])
-def test_if_told_so_it_is_prefilled_again_instead(play: "Play", connector: Connector) -> None:
+@pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
+def test_if_told_so_it_is_prefilled_again_instead(play: "Play", connector: str) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY | USAGE)
         site.fleet.faults.set("prefill/0", drop_kv_params=1.0)
@@ -260,8 +257,8 @@ def test_if_told_so_it_is_prefilled_again_instead(play: "Play", connector: Conne
     play(scenario, connector=connector, flags={"on_missing_kv": "fail"})
 
 
-@pytest.mark.parametrize("connector", [Connector.NIXL, Connector.MOONCAKE_ASCEND])
-def test_alien_parameters_cost_a_second_prefill(play: "Play", connector: Connector) -> None:
+@pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
+def test_alien_parameters_cost_a_second_prefill(play: "Play", connector: str) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, BODY | USAGE)
         site.fleet.faults.set("prefill", alien_kv_params=1.0)
@@ -277,11 +274,11 @@ def test_alien_parameters_cost_a_second_prefill(play: "Play", connector: Connect
 # Requests that a rank hands back.
 
 
-@pytest.mark.parametrize("connector", [Connector.MOONCAKE_ASCEND, Connector.LAYERWISE])
+@pytest.mark.parametrize("connector", ["mooncake-ascend", "mooncake-layerwise"])
 @pytest.mark.parametrize("path", BY_PATH)
 @pytest.mark.parametrize("after", [0, 1, 7])
 def test_a_request_that_is_handed_back_goes_on_unbroken(
-    play: "Play", connector: Connector, path: str, after: int
+    play: "Play", connector: str, path: str, after: int
 ) -> None:
     values = BY_PATH[path] | USAGE
 
@@ -302,7 +299,7 @@ def test_a_request_that_is_handed_back_goes_on_unbroken(
         assert (record.recomputes, record.outcome) == (1, Outcome.OK)
         assert (record.prompt_tokens, record.output_tokens) == usage(right)
         # A layerwise rank that hands back at once has called for no prefill yet.
-        at_once = after == 0 and connector is Connector.LAYERWISE
+        at_once = after == 0 and connector == "mooncake-layerwise"
         assert len(site.received("prefill")) == (1 if at_once else 2)
 
     play(scenario, connector=connector)
@@ -322,7 +319,7 @@ def test_handed_back_many_times_the_limit_still_holds(play: "Play", path: str) -
         (record,) = site.world.ended
         assert record.recomputes == 6
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -340,7 +337,7 @@ def test_a_clients_stop_word_of_that_name_is_no_hand_back(
         assert (record.recomputes, record.outcome) == (0, Outcome.OK)
         assert len(site.received("prefill")) == len(site.received("decode")) == 1
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 def test_a_whole_answer_that_is_handed_back_begins_again(play: "Play") -> None:
@@ -353,7 +350,7 @@ def test_a_whole_answer_that_is_handed_back_begins_again(play: "Play") -> None:
         same(await exchange.end(), right)
         assert [seen.values["max_tokens"] for seen in site.received("decode")] == [20, 20]
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 def test_ranks_that_run_out_of_memory_hand_back_and_all_answers_are_right(play: "Play") -> None:
@@ -372,7 +369,7 @@ def test_ranks_that_run_out_of_memory_hand_back_and_all_answers_are_right(play: 
 
     play(
         scenario,
-        connector=Connector.MOONCAKE_ASCEND,
+        connector="mooncake-ascend",
         preemption=Preemption.STOP,
         rank_kv_tokens=300,
     )
@@ -396,7 +393,7 @@ def test_a_request_that_cannot_go_on_ends_truthfully(play: "Play", engine: str, 
         (record,) = site.world.ended
         assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 4)
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 def test_what_text_cannot_carry_ends_truthfully(play: "Play") -> None:
@@ -411,7 +408,7 @@ def test_what_text_cannot_carry_ends_truthfully(play: "Play") -> None:
         assert error["code"] == 502
         assert "token ids" in error["message"]
 
-    play(scenario, connector=Connector.MOONCAKE_ASCEND)
+    play(scenario, connector="mooncake-ascend")
 
 
 def test_a_stop_reason_of_that_name_means_nothing_to_nixl(play: "Play") -> None:
@@ -421,7 +418,7 @@ def test_a_stop_reason_of_that_name_means_nothing_to_nixl(play: "Play") -> None:
         assert exchange.done
         assert len(site.received("decode")) == 1
 
-    play(scenario, connector=Connector.NIXL)
+    play(scenario, connector="nixl")
 
 
 # Decode first.
@@ -456,7 +453,7 @@ def test_the_decode_leg_goes_first_and_its_rank_calls_back(play: "Play") -> None
         assert record.rank == site.fleet.engine(decode.engine).url
         assert record.prompt_tokens == usage(await site.post(COMPLETIONS, BODY, ID))[0]
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 def test_a_callback_needs_no_key_and_no_client_can_guess_it(play: "Play", tmp_path: Path) -> None:
@@ -480,7 +477,7 @@ def test_a_callback_needs_no_key_and_no_client_can_guess_it(play: "Play", tmp_pa
         for seen in site.seen:
             assert seen.header(b"authorization") is None
 
-    play(scenario, connector=Connector.LAYERWISE, flags={"api_key_file": str(path)})
+    play(scenario, connector="mooncake-layerwise", flags={"api_key_file": str(path)})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"a":' * 500 + b"1" + b"}" * 500])
@@ -495,7 +492,7 @@ def test_a_callback_that_is_no_object_is_refused(play: "Play", body: bytes) -> N
         assert (await exchange.end()).done
         assert len(site.received("prefill")) == 1
 
-    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
+    play(scenario, connector="mooncake-layerwise", prefill_base_ns=200_000_000)
 
 
 def test_a_callback_that_comes_twice_starts_one_prefill(play: "Play") -> None:
@@ -508,7 +505,7 @@ def test_a_callback_that_comes_twice_starts_one_prefill(play: "Play") -> None:
         assert (await exchange.end()).done
         assert len(site.received("prefill")) == 1
 
-    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
+    play(scenario, connector="mooncake-layerwise", prefill_base_ns=200_000_000)
 
 
 @pytest.mark.parametrize("fault", ["kill", "status_500", "status_503", "reset_before_headers"])
@@ -525,7 +522,7 @@ def test_another_prefiller_does_what_the_first_one_fails_to(play: "Play", fault:
         assert len(site.received("prefill/1")) == 3
         assert {record.outcome for record in site.world.ended} == {Outcome.OK}
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 def test_a_prefiller_that_dies_meanwhile_is_replaced(play: "Play") -> None:
@@ -538,7 +535,7 @@ def test_a_prefiller_that_dies_meanwhile_is_replaced(play: "Play") -> None:
         assert len({seen.engine for seen in site.received("prefill")}) == 2
         assert len(site.received("decode")) == 1
 
-    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
+    play(scenario, connector="mooncake-layerwise", prefill_base_ns=200_000_000)
 
 
 def test_when_no_prefiller_can_the_client_is_told(play: "Play") -> None:
@@ -549,7 +546,7 @@ def test_when_no_prefiller_can_the_client_is_told(play: "Play") -> None:
         assert "prefill" in failed.json["error"]["message"]
         assert len(site.received("prefill")) >= 3
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 def test_a_prefillers_refusal_of_the_request_is_the_clients(play: "Play") -> None:
@@ -560,7 +557,7 @@ def test_a_prefillers_refusal_of_the_request_is_the_clients(play: "Play") -> Non
         assert refused.status == 400
         assert "valid string" in refused.json["error"]["message"]
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 @pytest.mark.parametrize("phase", ["before", "within", "after"])
@@ -587,7 +584,7 @@ def test_a_client_that_leaves_ends_both_legs(play: "Play", phase: str, stream: b
             one.status is Status.UP for one in site.world.proxy.deployment.instances.prefillers
         )
 
-    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
+    play(scenario, connector="mooncake-layerwise", prefill_base_ns=200_000_000)
 
 
 def test_a_removed_prefiller_hands_its_work_to_another(play: "Play") -> None:
@@ -608,7 +605,7 @@ def test_a_removed_prefiller_hands_its_work_to_another(play: "Play") -> None:
         assert len(site.received("prefill")) == 2
         assert len(site.received("decode")) == 1
 
-    play(scenario, connector=Connector.LAYERWISE, prefill_base_ns=200_000_000)
+    play(scenario, connector="mooncake-layerwise", prefill_base_ns=200_000_000)
 
 
 def test_while_the_proxy_drains_ranks_still_call_back(play: "Play") -> None:
@@ -625,7 +622,7 @@ def test_while_the_proxy_drains_ranks_still_call_back(play: "Play") -> None:
         await drain
         assert {record.retries for record in site.world.ended} == {0}
 
-    play(scenario, connector=Connector.LAYERWISE, flags={"batch": 1})
+    play(scenario, connector="mooncake-layerwise", flags={"batch": 1})
 
 
 def test_a_call_is_answered_even_if_every_prefiller_is_crowded(play: "Play") -> None:
@@ -643,7 +640,7 @@ def test_a_call_is_answered_even_if_every_prefiller_is_crowded(play: "Play") -> 
             await alone(site, COMPLETIONS, BODY | USAGE),
         )
 
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 def test_a_rank_that_never_calls_back_is_given_up(play: "Play") -> None:
@@ -658,7 +655,7 @@ def test_a_rank_that_never_calls_back_is_given_up(play: "Play") -> None:
 
     play(
         scenario,
-        connector=Connector.LAYERWISE,
+        connector="mooncake-layerwise",
         flags={"first_token_timeout_s": 2.0, "prefill_timeout_s": 3.0},
     )
 
@@ -678,7 +675,7 @@ def test_a_prefiller_that_hangs_is_to_blame_and_not_asked_again(
 
     play(
         scenario,
-        connector=Connector.LAYERWISE,
+        connector="mooncake-layerwise",
         flags={
             "first_token_timeout_s": 2.0,
             "prefill_timeout_s": 3.0,

@@ -16,13 +16,12 @@ from balanceroute.proxy.emulate.faults import (
     MalformedScrape,
     MalformedStream,
 )
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
 from balanceroute.proxy.testing.chaos.meddler import Meddling
 from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.topologies import CONNECTORS
 
-_RECOMPUTING = (Connector.MOONCAKE_ASCEND, Connector.LAYERWISE)
 # Costs 20 MiB for each stream that it meets.
 _HUGE_SHARE = 0.02
 # What a metrics page of 20 MiB costs is not worth it here.
@@ -189,7 +188,7 @@ def draw_injections(
     count: int,
     prefillers: int,
     decoders: int,
-    connector: Connector,
+    connector: str,
     policies: tuple[str, ...],
     span_s: float,
 ) -> list[Injection]:
@@ -227,14 +226,12 @@ class _When(NamedTuple):
     end_s: float
 
 
-def _draw(
-    rng: random.Random, when: _When, connector: Connector, policies: tuple[str, ...]
-) -> Injection:
+def _draw(rng: random.Random, when: _When, connector: str, policies: tuple[str, ...]) -> Injection:
     act = rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
     match act:
         case Act.BOARD:
             table = _PREFILL if when.role is Role.PREFILL else _DECODE
-            if when.role is Role.DECODE and connector in _RECOMPUTING:
+            if when.role is Role.DECODE and CONNECTORS[connector].recomputes:
                 table = (*table, _RECOMPUTED, _RECOMPUTED)
             kind, draw = rng.choice(table)
             changes = draw(rng)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from balanceroute.proxy.emulate.settings import Connector, EmulationSettings
+from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.answer_reader import AnswerReader, Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client, Visit
 from balanceroute.proxy.testing.chaos.fuzz_cases import FuzzCase, draw_case
@@ -23,6 +23,7 @@ from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.messages import MalformedError
+from balanceroute.topologies import CONNECTORS
 
 _CANARIES = 24
 # A case whose answer goes on is left by its client after this time.
@@ -74,7 +75,7 @@ class _Run:
         self._loop = loop
         self._report = report
         self._rng = random.Random(f"fuzz {report.seed}")
-        connectors = list(Connector)
+        connectors = list(CONNECTORS)
         self._settings = EmulationSettings(
             ranks=2,
             batch_limit=64,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.emulate.faults import MalformedStream
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
@@ -17,6 +16,7 @@ from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 from balanceroute.proxy.wire.sse import event_data
+from balanceroute.topologies import CONNECTORS
 
 # Kinds that leave every event whole.
 _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
@@ -71,7 +71,7 @@ class Judge:
         # A decode rank that called for its prefill may answer although the prefiller's answer is
         # lost.
         self._cached_known = (
-            plan.world.engines.connector is not Connector.LAYERWISE or not plan.injections
+            not CONNECTORS[plan.world.engines.connector].decode_first or not plan.injections
         )
 
     async def judge(

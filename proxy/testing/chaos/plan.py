@@ -6,7 +6,6 @@ from enum import Enum
 
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.emulate.settings import (
-    Connector,
     DpMode,
     EmulationSettings,
     Preemption,
@@ -21,6 +20,7 @@ from balanceroute.proxy.testing.chaos.faults import (
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.topologies import CONNECTORS
 
 MODEL = "emulated"
 _POLICIES = tuple(POLICIES)
@@ -133,8 +133,8 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
 
 
 def _engines(rng: random.Random) -> EmulationSettings:
-    connector = rng.choices(list(Connector), weights=[50, 15, 20, 15])[0]
-    recomputes = connector in (Connector.MOONCAKE_ASCEND, Connector.LAYERWISE)
+    connector = rng.choices(list(CONNECTORS), weights=[50, 15, 20, 15])[0]
+    recomputes = CONNECTORS[connector].recomputes
     return EmulationSettings(
         prefillers=rng.randint(1, 3),
         ranks=rng.randint(1, 4),

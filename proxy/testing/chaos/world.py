@@ -97,7 +97,7 @@ class World:
             "prefill": [known(url) for url in self.fleet.prefill_urls],
             "decode": [known(url) for url in self.fleet.decode_urls],
             "bootstrap": self.fleet.bootstrap_urls or None,
-            "connector": self._settings.engines.connector.value,
+            "connector": self._settings.engines.connector,
         }
         environment = Environment(
             log=self,

@@ -10,7 +10,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute import __version__
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
@@ -384,7 +383,7 @@ def test_a_clients_routing_fields_reach_no_engine(
             assert names == [b"content-length", b"content-type", b"host", b"x-request-id"]
             assert bool(own) != direct
 
-    play(scenario, connector=Connector(connector))
+    play(scenario, connector=connector)
 
 
 def test_a_clients_headers_for_tracing_reach_the_engines(play: "Play") -> None:

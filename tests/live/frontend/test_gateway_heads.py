@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.security.credentials import Secret
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> N
         assert status == 404
 
     play(scenario)
-    play(scenario, connector=Connector.LAYERWISE)
+    play(scenario, connector="mooncake-layerwise")
 
 
 @pytest.mark.parametrize(

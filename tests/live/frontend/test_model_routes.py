@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.engines.instances import Status
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def test_a_request_goes_to_the_engines_of_its_model(
             assert (await one.end()).status == 200
         only_where_served(site, TWO)
 
-    play(scenario, flags={"policy": policy}, engine_models=TWO, connector=Connector(connector))
+    play(scenario, flags={"policy": policy}, engine_models=TWO, connector=connector)
 
 
 def test_an_adapter_of_some_engines_finds_them(play: "Play") -> None:

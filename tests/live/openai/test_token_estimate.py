@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import Connector
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.token_estimate import DATA_TOKENS, TokenEstimate
 
@@ -109,4 +108,4 @@ def test_a_priority_reaches_both_legs_if_it_is_to(
         refused = await site.post(COMPLETIONS, values | {"priority": 2**63})
         assert refused.status == 400
 
-    play(scenario, connector=Connector(connector), flags={"pass_priority": passed})
+    play(scenario, connector=connector, flags={"pass_priority": passed})
