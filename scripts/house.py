@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "proxy.live.settings": {
         *("proxy.core", "proxy.wire", "topologies"),
         *("proxy.live.engines", "proxy.live.prediction"),
-        *("proxy.live.request", "proxy.live.security"),
+        *("proxy.live.request", "proxy.live.security", "proxy.live.telemetry"),
     },
     "proxy.live.frontend": {
         *("proxy.core", "proxy.wire", "__version__"),

@@ -45,10 +45,10 @@ from balanceroute.proxy.live.settings.setting import (
     texts,
     words,
 )
+from balanceroute.proxy.live.telemetry.process_log import LEVELS
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_WORDS = ("-", "none")
 # What has defaults of its own without settings.
 _KNOBS = PolicySettings()
@@ -432,7 +432,7 @@ class LogSettings:
     """Where and what to log."""
 
     log: str = file_or_word("-", "where to log: a file, - for standard error, or none", LOG_WORDS)
-    log_level: str = choice("info", "the least level to log", words(LOG_LEVELS))
+    log_level: str = choice("info", "the least level to log", words(LEVELS))
     load_log: Path | None = file(
         "takes samples of every rank's load as mirrored here, for `balanceroute validate`"
     )
