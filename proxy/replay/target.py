@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.replay.faults import from_status
+from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.client import Endpoint
 from balanceroute.proxy.wire.fetch import fetch
 from balanceroute.proxy.wire.messages import Headers
@@ -40,7 +41,7 @@ class Target:
     def connect(self) -> Endpoint:
         """Return a pool of connections to it; needs a running loop."""
         context = ssl.create_default_context() if self.tls else None
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = bracketed(self.host)
         default = 443 if self.tls else 80
         header = host if self.port == default else f"{host}:{self.port}"
         return Endpoint(self.host, self.port, ssl=context, host_header=header.encode())

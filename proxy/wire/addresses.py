@@ -104,6 +104,11 @@ class Addresses:
         return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
+def bracketed(host: str) -> str:
+    """Return a host as URLs and Host headers spell it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _is_literal(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
 
-from balanceroute.proxy.wire.addresses import Addresses, Resolve
+from balanceroute.proxy.wire.addresses import Addresses, Resolve, bracketed
 from balanceroute.proxy.wire.client_connection import Call, ClientConnection, ResponseHandler
 from balanceroute.proxy.wire.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, WireFault
@@ -60,14 +60,14 @@ class Endpoint:
         idle_timeout_s: float = 4.0,
         max_head_bytes: int = 65_536,
     ) -> None:
-        bracketed = f"[{host}]" if ":" in host else host
-        self.name = f"{'http' if ssl is None else 'https'}://{bracketed}:{port}"
+        address = f"{bracketed(host)}:{port}"
+        self.name = f"{'http' if ssl is None else 'https'}://{address}"
         self._server_hostname = None if ssl is None else host
         self._port = port
         self._loop = loop or asyncio.get_running_loop()
         self._addresses = Addresses(host, port, self._loop, resolve=resolve)
         self._ssl = ssl
-        self._host_header = host_header or f"{bracketed}:{port}".encode()
+        self._host_header = host_header or address.encode()
         self._connect_timeout_s = connect_timeout_s
         self._tcp_timeout_s = tcp_timeout_s
         self._max_idle = max_idle

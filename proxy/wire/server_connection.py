@@ -17,6 +17,7 @@ import struct
 from enum import Enum, auto
 from typing import cast
 
+from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.heads import (
     STATUS_LINES,
     RequestHead,
@@ -121,7 +122,7 @@ class ServerConnection(asyncio.Protocol):
         host = ""
         if address:
             host, port = address[:2]
-            self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._peer = f"{bracketed(host)}:{port}"
         self._idle_since_s = service.loop.time()
         self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
         self.closes_after_answer = service.stopping  # It was accepted just before.

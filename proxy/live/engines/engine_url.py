@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import MAX_RANKS
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -104,11 +105,6 @@ def valid_host(text: str) -> str:
         except ValueError:
             raise ConfigError("has a host that is not an IPv4 address") from None
     return ".".join(labels)
-
-
-def bracketed(host: str) -> str:
-    """Return a host as URLs and Host headers spell it."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _split_path(rest: str) -> tuple[str, str, str]:
