@@ -32,7 +32,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace
@@ -58,7 +58,7 @@ class Bench:
         running = rng.choices(requests, [r.output_tokens for r in requests], k=slots)
         settings = PolicySettings(horizon_steps=horizon)
         predictor = Survival(request.output_tokens for request in requests)
-        parts = Ingredients(ranks, batch, settings, rng, predictor, lap=self._lap)
+        parts = PolicyInputs(ranks, batch, settings, rng, predictor, on_stage=self._on_stage)
         self._scheduler = Scheduler(
             SchedulerConfig(ranks=ranks, batch_limit=batch), make_policy("br-h", parts)
         )
@@ -99,7 +99,7 @@ class Bench:
             for _ in admitted:
                 self._arrive_next()
 
-    def _lap(self, stage: str) -> None:
+    def _on_stage(self, stage: str) -> None:
         now = time.perf_counter_ns()
         self._laps[stage] = now - self._mark
         self._mark = now

@@ -169,7 +169,7 @@ class Scheduler:
         ends_ns = self.pool.next_removal_ns(), self.line.next_expiry_ns()
         return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
 
-    def reshape(self, config: SchedulerConfig, policy: Policy) -> None:
+    def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
         """Change the deployment, its limits or the policy while requests are under way.
 
         What follows is as if the scheduler had had this shape from the start: all times to live and
@@ -192,7 +192,7 @@ class Scheduler:
         self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
         self.ranks.grow(config.ranks)
-        self.prefillers.reshape(
+        self.prefillers.reconfigure(
             config.prefillers,
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,

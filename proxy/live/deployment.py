@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Scheduler
@@ -141,7 +141,7 @@ class Deployment:
             log=self._environment.log,
             limits=PassThroughLimits(scheduling.single_engine_limit, scheduling.queue_limit),
         )
-        self.roster.attach(self.driver, self.health, self.scraper, self._metrics, self._reshape)
+        self.roster.attach(self.driver, self.health, self.scraper, self._metrics, self._reconfigure)
         self._tasks = [
             ("discovery", partial(self.roster.await_decoder, server)) for server in silent
         ]
@@ -178,7 +178,7 @@ class Deployment:
         """
         before, self.policy = self.policy, name
         try:
-            self._reshape()
+            self._reconfigure()
         except ConfigError:
             self.policy = before
             raise
@@ -195,7 +195,7 @@ class Deployment:
             # The policy times its stages through the driver, which is not there yet.
             Scheduler(
                 self._scheduler_config(),
-                self._make_policy(ranks, self._lap),
+                self._make_policy(ranks, self._on_stage),
                 queue_order=QUEUE_ORDERS[scheduling.queue_order],
                 prefill_choice=PREFILL_CHOICES[scheduling.prefill_choice],
                 on_failure=self._failures.report,
@@ -214,29 +214,29 @@ class Deployment:
             stopwatch=environment.stopwatch,
         )
 
-    def _lap(self, stage: str) -> None:
-        self.driver.lap(stage)
+    def _on_stage(self, stage: str) -> None:
+        self.driver.stage_ended(stage)
 
-    def _reshape(self) -> None:
+    def _reconfigure(self) -> None:
         ranks = len(self.instances.ranks)
-        policy = self._make_policy(ranks, self._lap)
-        self.driver.scheduler.reshape(self._scheduler_config(), policy)
+        policy = self._make_policy(ranks, self._on_stage)
+        self.driver.scheduler.reconfigure(self._scheduler_config(), policy)
 
     def _scheduler_config(self) -> "SchedulerConfig":
         config = self.config.scheduler_config(len(self.instances.ranks))
         return replace(config, prefillers=len(self.instances.prefillers))
 
-    def _make_policy(self, ranks: int, lap: Callable[[str], None]) -> Policy:
+    def _make_policy(self, ranks: int, on_stage: Callable[[str], None]) -> Policy:
         scheduling = self.config.scheduling
         policy = make_policy(
             self.policy,
-            Ingredients(
+            PolicyInputs(
                 ranks,
                 scheduling.batch,
                 self.config.policies,
                 random.Random(scheduling.seed),
                 self.predictors,
-                lap,
+                on_stage,
             ),
         )
         return self._environment.policy(policy)

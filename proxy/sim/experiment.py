@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
-from balanceroute.proxy.core.policies import PREDICTING, Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
 from balanceroute.proxy.sim.recorder import RunMetrics
@@ -97,7 +97,7 @@ def make_simulation(
     # The others ask nothing, and training takes its time.
     asked = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
-    parts = Ingredients(
+    parts = PolicyInputs(
         deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
     )
     return Simulation(

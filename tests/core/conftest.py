@@ -16,7 +16,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.policies import Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -36,7 +36,7 @@ class Driver:
         **limits: int | None,
     ) -> None:
         config = SchedulerConfig(**{"ranks": 1, "batch_limit": 1, **limits})  # type: ignore[arg-type]
-        ingredients = Ingredients(
+        inputs = PolicyInputs(
             ranks=config.ranks,
             batch_limit=config.batch_limit,
             settings=PolicySettings(),
@@ -45,7 +45,7 @@ class Driver:
         )
         self.scheduler = Scheduler(
             config,
-            make_policy(policy, ingredients),
+            make_policy(policy, inputs),
             queue_order=queue_order,
             prefill_choice=prefill_choice,
         )

@@ -30,8 +30,8 @@ from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
     Fleet,
-    Ingredients,
     Policy,
+    PolicyInputs,
     PolicySettings,
     make_policy,
 )
@@ -77,7 +77,7 @@ class Fickle(NoPrediction):
 
 
 def policy_of(name: str, predictor: NoPrediction, **settings: Any) -> Policy:
-    parts = Ingredients(RANKS, BATCH, PolicySettings(**settings), random.Random(0), predictor)
+    parts = PolicyInputs(RANKS, BATCH, PolicySettings(**settings), random.Random(0), predictor)
     return make_policy(name, parts)
 
 

@@ -36,7 +36,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import (
     POLICIES,
-    Ingredients,
+    PolicyInputs,
     PolicySettings,
     make_policy,
 )
@@ -156,8 +156,8 @@ def test_no_request_goes_to_an_ineligible_instance(
         prefiller_kv_tokens=kv_tokens,
     )
     chosen = PolicySettings(paper=paper, window=2)
-    ingredients = Ingredients(INSTANCES, batch_limit, chosen, random.Random(1), NoPrediction())
-    world = _World(Scheduler(config, make_policy(name, ingredients)))
+    inputs = PolicyInputs(INSTANCES, batch_limit, chosen, random.Random(1), NoPrediction())
+    world = _World(Scheduler(config, make_policy(name, inputs)))
     for deed, value in deeds:
         if isinstance(deed, str):
             world.do(deed, value)

@@ -18,8 +18,8 @@ from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
     Fleet,
-    Ingredients,
     Policy,
+    PolicyInputs,
     PolicySettings,
     make_policy,
 )
@@ -45,7 +45,7 @@ def build(
 ) -> Policy:
     return make_policy(
         name,
-        Ingredients(
+        PolicyInputs(
             ranks=ranks,
             batch_limit=batch_limit,
             settings=PolicySettings(**knobs),

@@ -23,7 +23,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 A, B, C, D = (RequestId(number) for number in range(4))
@@ -36,14 +36,14 @@ def make(**changes: int) -> Scheduler:
 
 
 def jsq() -> Policy:
-    ingredients = Ingredients(
+    inputs = PolicyInputs(
         ranks=1,
         batch_limit=4,
         settings=PolicySettings(),
         rng=random.Random(1),
         predictor=NoPrediction(),
     )
-    return make_policy("jsq", ingredients)
+    return make_policy("jsq", inputs)
 
 
 def feed(scheduler: Scheduler, event: Event, now_ns: int = 0) -> list[Action]:
@@ -155,5 +155,5 @@ def test_a_new_limit_holds_for_what_comes() -> None:
     feed(scheduler, direct(A))
     feed(scheduler, direct(B))
     shape = SchedulerConfig(ranks=1, batch_limit=4, direct_limit=2)
-    scheduler.reshape(shape, jsq())
+    scheduler.reconfigure(shape, jsq())
     assert feed(scheduler, Tick()) == [StartPrefill(B, FIRST, 10)]

@@ -57,7 +57,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
-from balanceroute.proxy.core.policies import Ingredients, Policy, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 CONFIGS = st.builds(
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chosen = PolicySettings(**self.knobs, paper=bool(paper))  # type: ignore[arg-type]
         return make_policy(
             base,
-            Ingredients(
+            PolicyInputs(
                 ranks=config.ranks,
                 batch_limit=config.batch_limit,
                 settings=chosen,
@@ -462,7 +462,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.feed(PrefillerOpened(PrefillerId(prefiller)))
 
     @rule(config=CONFIGS)
-    def reshape(self, config: SchedulerConfig) -> None:
+    def reconfigure(self, config: SchedulerConfig) -> None:
         """Take over the limits of another deployment, and be no smaller than it."""
         ranks, prefillers = self.config.ranks, self.config.prefillers
         self.config = replace(
@@ -473,7 +473,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open_ranks += [True] * (self.config.ranks - ranks)
         self.open_prefillers += [True] * (self.config.prefillers - prefillers)
         self.policy = self.make_policy(self.config)
-        self.scheduler.reshape(self.config, self.policy)
+        self.scheduler.reconfigure(self.config, self.policy)
         self.nothing_leaked()
         self.tick(0)
 
@@ -776,7 +776,7 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
             case 8:
                 machine.switch(rng.choice(SWITCHES), index)
             case 9 if index % 5 == 0:
-                machine.reshape(random_config(rng))
+                machine.reconfigure(random_config(rng))
             case _ if machine.live:
                 machine.befall(rng.choice(BEFALLS), rng.choice(LIVE), index)
             case _:

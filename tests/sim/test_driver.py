@@ -33,8 +33,8 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import (
     POLICIES,
-    Ingredients,
     Policy,
+    PolicyInputs,
     PolicySettings,
     make_policy,
 )
@@ -79,7 +79,7 @@ def policy_of(name: str, deployment: Deployment, predictor: Predictor, seed: str
     settings = PolicySettings(horizon_steps=8, refresh_tokens=3)
     return make_policy(
         name,
-        Ingredients(
+        PolicyInputs(
             deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
         ),
     )
@@ -546,7 +546,7 @@ def test_the_predictor_learns_of_every_request_once_with_its_whole_output(
 HASH_THE_LOGS = """
 import hashlib, random
 from balanceroute.predictors import Survival
-from balanceroute.proxy.core.policies import POLICIES, Ingredients, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.workload import Workload
@@ -559,7 +559,7 @@ for backlog in (None, 7):
         history = [TraceRequest(0, 1, tokens) for tokens in (5, 12, 30)]
         workload = Workload(requests, history, backlog=backlog)
         predictor = Survival(request.output_tokens for request in workload.history)
-        parts = Ingredients(3, 4, PolicySettings(), random.Random("seed"), predictor)
+        parts = PolicyInputs(3, 4, PolicySettings(), random.Random("seed"), predictor)
         log = hashlib.sha256()
         Simulation(
             Deployment(3, 4, 1_000, 10.0, rank_kv_tokens=150, prefill=PrefillModel(2, 500, 20.0)),

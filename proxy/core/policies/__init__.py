@@ -31,7 +31,7 @@ from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
-from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, no_lap
+from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.projection import Form, Projection
 
@@ -45,8 +45,8 @@ __all__ = [
     "PREDICTING",
     "Assignment",
     "Fleet",
-    "Ingredients",
     "Policy",
+    "PolicyInputs",
     "PolicySettings",
     "make_policy",
 ]
@@ -124,7 +124,7 @@ PATIENCE_PER_SLOT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ingredients:
+class PolicyInputs:
     """What a policy may be made from.
 
     Attributes:
@@ -133,7 +133,7 @@ class Ingredients:
         settings: The knobs.
         rng: Seeded generator of the randomised baselines.
         predictor: BR-H's.
-        lap: Told the name of each dispatch stage as it ends.
+        on_stage: Told the name of each dispatch stage as it ends.
     """
 
     ranks: int
@@ -141,16 +141,16 @@ class Ingredients:
     settings: PolicySettings
     rng: "random.Random"
     predictor: "Predictor"
-    lap: Callable[[str], None] = no_lap
+    on_stage: Callable[[str], None] = ignore_stage
 
 
 def _two_stage(
-    parts: Ingredients,
+    inputs: PolicyInputs,
     weights: Weights,
     projection: Projection | None,
     gamma: float | None = None,
 ) -> TwoStage:
-    chosen = parts.settings
+    chosen = inputs.settings
     assert chosen.theta is not None
     assert chosen.patience is not None
     settings = TwoStageSettings(
@@ -161,47 +161,47 @@ def _two_stage(
         gamma=gamma,
         paper=chosen.paper,
     )
-    return TwoStage(settings, projection, parts.lap)
+    return TwoStage(settings, projection, inputs.on_stage)
 
 
-def _br_0(parts: Ingredients) -> Policy:
-    weights = Weights(np.ones(1), alpha=1.0, beta=float(parts.ranks))
-    return _two_stage(parts, weights, None)
+def _br_0(inputs: PolicyInputs) -> Policy:
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(inputs.ranks))
+    return _two_stage(inputs, weights, None)
 
 
-def _br_h(parts: Ingredients) -> Policy:
-    settings = parts.settings
+def _br_h(inputs: PolicyInputs) -> Policy:
+    settings = inputs.settings
     assert settings.beta is not None
     assert settings.form is not None
     steps = discounts(settings.horizon_steps, settings.gamma)
     weights = Weights(steps, alpha=settings.alpha, beta=settings.beta)
     if settings.horizon_steps == 0:
-        return _two_stage(parts, weights, None)
+        return _two_stage(inputs, weights, None)
     projection = Projection(
-        ranks=parts.ranks,
+        ranks=inputs.ranks,
         horizon_steps=settings.horizon_steps,
         refresh_tokens=settings.refresh_tokens,
-        predictor=parts.predictor,
+        predictor=inputs.predictor,
         form=settings.form,
     )
     gamma = None if settings.paper else settings.gamma
-    return _two_stage(parts, weights, projection, gamma)
+    return _two_stage(inputs, weights, projection, gamma)
 
 
 def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
     return OldestFirst(choose, slots_beyond_batch=None)
 
 
-POLICIES: dict[str, Callable[[Ingredients], Policy]] = {
-    "random": lambda parts: _early(RandomRank(parts.rng)),
+POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
+    "random": lambda inputs: _early(RandomRank(inputs.rng)),
     "round-robin": lambda _: _early(RoundRobin()),
-    "power-of-two": lambda parts: _early(PowerOfTwo(parts.rng)),
+    "power-of-two": lambda inputs: _early(PowerOfTwo(inputs.rng)),
     "jsq": lambda _: _early(shortest_queue),
     "least-kv": lambda _: _early(least_kv),
     "fifo": lambda _: OldestFirst(least_kv_with_room, slots_beyond_batch=0),
     "br-0": _br_0,
-    "br-0-bypass": lambda parts: OldestFirst(
-        best_score, slots_beyond_batch=parts.settings.bypass_slots
+    "br-0-bypass": lambda inputs: OldestFirst(
+        best_score, slots_beyond_batch=inputs.settings.bypass_slots
     ),
     "br-h": _br_h,
 }
@@ -210,7 +210,7 @@ POLICIES: dict[str, Callable[[Ingredients], Policy]] = {
 PREDICTING = frozenset({"br-h"})
 
 
-def make_policy(name: str, parts: Ingredients) -> Policy:
+def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     """Return the policy called `name`.
 
     Raises:
@@ -218,5 +218,5 @@ def make_policy(name: str, parts: Ingredients) -> Policy:
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    settings = parts.settings.resolved(ranks=parts.ranks, batch_limit=parts.batch_limit)
-    return POLICIES[name](replace(parts, settings=settings))
+    settings = inputs.settings.resolved(ranks=inputs.ranks, batch_limit=inputs.batch_limit)
+    return POLICIES[name](replace(inputs, settings=settings))

@@ -41,7 +41,7 @@ from balanceroute.proxy.core.turns import Turns
 _CHOOSY = attrgetter("choosy")
 
 
-def no_lap(stage: str) -> None:
+def ignore_stage(stage: str) -> None:
     """Ignore that a stage ended."""
     del stage
 
@@ -74,7 +74,7 @@ class TwoStage:
     Args:
         settings: The rule's settings; `settings.weights.steps` has one weight per projected step.
         projection: Loads ahead; None looks at the present step only.
-        lap: Called with the name of each stage as it ends, so that a driver can time them.
+        on_stage: Called with the name of each stage as it ends, so that a driver can time them.
     """
 
     slots_beyond_batch = 0
@@ -83,12 +83,12 @@ class TwoStage:
         self,
         settings: TwoStageSettings,
         projection: Projection | None,
-        lap: Callable[[str], None] = no_lap,
+        on_stage: Callable[[str], None] = ignore_stage,
     ) -> None:
         self.projection = projection
         self._settings = settings
         self._gamma = settings.gamma  # As lowered.
-        self._lap = lap
+        self._on_stage = on_stage
         self._turns = Turns()
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
@@ -101,15 +101,15 @@ class TwoStage:
             ahead = self.projection.loads_ahead(fleet.loads)
             self._discount(self.projection)
         stages = _Round(self._settings, self.projection, fleet, pool, ahead, turns=self._turns)
-        self._lap("projection")
+        self._on_stage("projection")
         if self._settings.paper:
             stages.fill_longest_queues()
         else:
             stages.place_overdue(now_ns)
             stages.place_all()
-        self._lap("stage_1")
+        self._on_stage("stage_1")
         stages.choose_subsets()
-        self._lap("stage_2")
+        self._on_stage("stage_2")
         return stages.assignments
 
     def _discount(self, projection: Projection) -> None:

@@ -52,14 +52,14 @@ class Prefillers:
         self.direct: list[int] = []
         self.held_tokens: list[int] = []
         self._choice = choice
-        self.reshape(
+        self.reconfigure(
             instances,
             probe_limit=probe_limit,
             kv_capacity_tokens=kv_capacity_tokens,
             direct_limit=direct_limit,
         )
 
-    def reshape(
+    def reconfigure(
         self,
         instances: int,
         *,

@@ -70,7 +70,7 @@ class Roster:
         self._scraper: Scraper | None = None
         self._metrics: Metrics | None = None
         # Makes the scheduler fit the instances; set with `attach`.
-        self._reshape: Callable[[], None] = lambda: None
+        self._reconfigure: Callable[[], None] = lambda: None
 
     def attach(
         self,
@@ -78,11 +78,11 @@ class Roster:
         health: "Health",
         scraper: "Scraper",
         metrics: "Metrics",
-        reshape: Callable[[], None],
+        reconfigure: Callable[[], None],
     ) -> None:
         """Say whom to tell from now on; they learn of the instances there are."""
         self._driver, self._health, self._scraper = driver, health, scraper
-        self._metrics, self._reshape = metrics, reshape
+        self._metrics, self._reconfigure = metrics, reconfigure
         for target in self.targets():
             health.add(target)
             scraper.add(target)
@@ -200,7 +200,7 @@ class Roster:
         assert self._driver is not None
         assert self._health is not None
         assert self._scraper is not None
-        self._reshape()
+        self._reconfigure()
         self._driver.grown()
         self._health.add(target)
         self._scraper.add(target)

@@ -184,7 +184,7 @@ class Driver:
         self._unready_since_s: dict[Eligible | None, float] = {}  # By the engines needed.
         self._rng = rng
         self._stopwatch = stopwatch
-        self._lap_s = 0.0
+        self._stage_start_s = 0.0
         self._retries = RetryBudget()
         self._arrived = 0
         self._ids: Counter[str] = Counter()  # Client request ids in use.
@@ -310,11 +310,11 @@ class Driver:
                 timer.cancel()
         self._tick_timer = self._sweep_timer = None
 
-    def lap(self, stage: str) -> None:
+    def stage_ended(self, stage: str) -> None:
         """Note that a stage of the present decision ended."""
         now_s = self._stopwatch()
-        self._metrics.dispatched(stage, now_s - self._lap_s)
-        self._lap_s = now_s
+        self._metrics.dispatched(stage, now_s - self._stage_start_s)
+        self._stage_start_s = now_s
 
     def reopen(self) -> None:
         """Tell the scheduler which instances are open now, after any of them changed."""
@@ -331,7 +331,7 @@ class Driver:
         self._serving = self.instances.serving()
 
     def grown(self) -> None:
-        """Note that instances were added, which the scheduler has been told by `reshape`."""
+        """Note that instances were added, which the scheduler has been told by `reconfigure`."""
         prefillers, ranks = self.instances.prefillers, self.instances.ranks
         self._open_prefillers += [(True, False)] * (len(prefillers) - len(self._open_prefillers))
         self._open_ranks += [True] * (len(ranks) - len(self._open_ranks))
@@ -499,7 +499,7 @@ class Driver:
             )
 
     def _decide(self) -> None:
-        self._lap_s = begin_s = self._stopwatch()
+        self._stage_start_s = begin_s = self._stopwatch()
         actions = self.scheduler.handle(Tick(), now_ns=self._now_ns())
         took_s = self._stopwatch() - begin_s
         for action in actions:

@@ -143,7 +143,7 @@ def test_new_prefillers_are_open_and_the_new_limits_hold() -> None:
     prefillers = Prefillers(1, probe_limit=1, choice=FewestTokens())
     prefillers.begin_probe(P0, 50)
     prefillers.is_open[0] = False
-    prefillers.reshape(2, probe_limit=None, kv_capacity_tokens=60, direct_limit=None)
+    prefillers.reconfigure(2, probe_limit=None, kv_capacity_tokens=60, direct_limit=None)
     assert prefillers.is_open == [False, True]
     assert (prefillers.probes, prefillers.held_tokens) == ([1, 0], [50, 0])
     prefillers.begin_probe(P1, 55)
@@ -154,7 +154,7 @@ def test_new_prefillers_are_open_and_the_new_limits_hold() -> None:
 
 def test_prefillers_cannot_shrink() -> None:
     with pytest.raises(AssertionError, match="cannot shrink"):
-        Prefillers(2, choice=FewestTokens()).reshape(
+        Prefillers(2, choice=FewestTokens()).reconfigure(
             1, probe_limit=None, kv_capacity_tokens=None, direct_limit=None
         )
 

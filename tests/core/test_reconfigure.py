@@ -38,8 +38,8 @@ from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
     Fleet,
-    Ingredients,
     Policy,
+    PolicyInputs,
     PolicySettings,
     make_policy,
 )
@@ -77,7 +77,7 @@ def policy_for(name: str, config: SchedulerConfig, predictor: Predictor | None =
     settings = PolicySettings(horizon_steps=4, refresh_tokens=3, theta=1)
     return make_policy(
         name,
-        Ingredients(
+        PolicyInputs(
             config.ranks,
             config.batch_limit,
             settings,
@@ -87,9 +87,9 @@ def policy_for(name: str, config: SchedulerConfig, predictor: Predictor | None =
     )
 
 
-def reshape(driver: "Driver", policy: str = "fifo", **changes: Any) -> None:
+def reconfigure(driver: "Driver", policy: str = "fifo", **changes: Any) -> None:
     config = replace(driver.scheduler.config, **changes)
-    driver.scheduler.reshape(config, policy_for(policy, config))
+    driver.scheduler.reconfigure(config, policy_for(policy, config))
     driver.scheduler.check()
 
 
@@ -97,7 +97,7 @@ def test_a_new_rank_takes_what_waits(new_driver: "type[Driver]") -> None:
     driver = new_driver()
     driver.to_decode(A)
     driver.to_pool(B, C)
-    reshape(driver, ranks=2)
+    reconfigure(driver, ranks=2)
     assert driver(Tick()) == [Admit(B, RANK1)]
     driver(DecodeStarted(A), DecodeStarted(B), StepCompleted())
     assert driver.held()["loads"] == [11, 11]
@@ -109,7 +109,7 @@ def test_a_new_prefiller_takes_the_probes_that_wait_at_the_next_tick(
 ) -> None:
     driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
-    reshape(driver, prefillers=2)
+    reconfigure(driver, prefillers=2)
     assert driver(Tick()) == [StartPrefill(B, P1, 10)]
     assert driver.held()["probes"] == [1, 1]
 
@@ -117,12 +117,12 @@ def test_a_new_prefiller_takes_the_probes_that_wait_at_the_next_tick(
 def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
     driver = new_driver(pool_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
-    reshape(driver, pool_limit=2, batch_limit=2)
+    reconfigure(driver, pool_limit=2, batch_limit=2)
     assert driver(Tick()) == [StartPrefill(B, P0, 10)]
     driver(PrefillDone(A, 10), PrefillDone(B, 10))
     assert driver(Tick()) == [Admit(A, RANK0), Admit(B, RANK0)]
     driver.to_pool(C)
-    reshape(driver, batch_limit=1)
+    reconfigure(driver, batch_limit=1)
     # One more than the batch now: both have to go before the next one is taken.
     assert driver(RequestFinished(A), Tick()) == []
     assert driver(RequestFinished(B), Tick()) == [Admit(C, RANK0)]
@@ -131,7 +131,7 @@ def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
 def test_closed_ones_stay_closed_and_new_ones_are_open(new_driver: "type[Driver]") -> None:
     driver = new_driver()
     driver(RankClosed(RANK0), PrefillerClosed(P0))
-    reshape(driver, ranks=2, prefillers=2, batch_limit=2)
+    reconfigure(driver, ranks=2, prefillers=2, batch_limit=2)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK1)]
 
@@ -143,7 +143,7 @@ def test_times_to_live_and_leases_count_by_the_new_settings(new_driver: "type[Dr
     driver.to_pool(C)
     driver(RequestArrived(D, Ticket(10)), RequestArrived(RequestId(4), Ticket(10)))
     assert driver.scheduler.next_deadline_ns() == 95
-    reshape(driver, ttl_ns=70, queue_ttl_ns=60, lease_margin_ns=40)
+    reconfigure(driver, ttl_ns=70, queue_ttl_ns=60, lease_margin_ns=40)
     assert driver.scheduler.next_deadline_ns() == 60
     assert driver.at(60, Tick()) == [ReleasePrefill(B, P0)]
     assert driver.at(70, Tick()) == [Expire(B), Expire(RequestId(4))]
@@ -154,7 +154,7 @@ def test_times_to_live_and_leases_count_by_the_new_settings(new_driver: "type[Dr
         RequestArrived(RequestId(6), Ticket(10)),
     )
     assert driver.scheduler.next_deadline_ns() == 140
-    reshape(driver, ttl_ns=None, queue_ttl_ns=None)
+    reconfigure(driver, ttl_ns=None, queue_ttl_ns=None)
     assert driver.scheduler.next_deadline_ns() is None
 
 
@@ -163,7 +163,7 @@ def test_a_deadline_counts_by_the_new_settings(new_driver: "type[Driver]") -> No
     driver.to_decode(A)
     driver.at(10)
     driver.to_pool(B)
-    reshape(driver, deadline_ns=20)
+    reconfigure(driver, deadline_ns=20)
     assert [entry.deadline_ns for entry in driver.scheduler.pool] == [30]
 
 
@@ -175,7 +175,7 @@ def test_overtakings_and_losses_are_remembered(new_driver: "type[Driver]") -> No
     driver.scheduler.pool.admit(B)
     request = driver.scheduler.requests[B]
     driver.scheduler.pool.add(pool_entry(request, driver.scheduler.config))
-    reshape(driver)
+    reconfigure(driver)
     assert [(entry.overtaken, entry.lost_on) for entry in driver.scheduler.pool] == [
         (1, (RANK0,)),
         (0, ()),
@@ -197,7 +197,7 @@ def test_a_new_projection_knows_how_much_each_request_has_emitted() -> None:
     assert spies[0].asked[-1] == (A, 2)
     feed(RequestArrived(B, Ticket(10, slots=3)), PrefillDone(B, 10), Tick())
     feed(DecodeStarted(A), DecodeStarted(B), StepCompleted(), TokensEmitted(B, 2))
-    scheduler.reshape(config, policy_for("br-h", config, spies[1]))
+    scheduler.reconfigure(config, policy_for("br-h", config, spies[1]))
     scheduler.ledger.check()
     assert spies[1].asked == [(A, 3), (B, 1)]
     feed(TokensEmitted(B, 1))
@@ -212,7 +212,7 @@ def test_fewer_ranks_or_prefillers_are_refused(new_driver: "type[Driver]", name:
     driver.to_decode(A)
     before, config = driver.held(), driver.scheduler.config
     with pytest.raises(ConfigError, match=f"^{name} is 1, cannot be fewer than the 2"):
-        reshape(driver, "br-0", **{name: 1})
+        reconfigure(driver, "br-0", **{name: 1})
     assert driver.scheduler.config is config
     assert driver.held() == before
     driver.scheduler.check()
@@ -225,7 +225,7 @@ def test_a_policy_for_another_number_of_ranks_is_refused() -> None:
         Scheduler(config, policy)
     scheduler = Scheduler(config, policy_for("br-0", config))
     with pytest.raises(ConfigError, match="the policy is for 1 ranks, there are 2"):
-        scheduler.reshape(config, policy)
+        scheduler.reconfigure(config, policy)
 
 
 def test_a_policy_whose_projection_is_in_use_is_refused() -> None:
@@ -233,7 +233,7 @@ def test_a_policy_whose_projection_is_in_use_is_refused() -> None:
     policy = policy_for("br-h", config)
     scheduler = Scheduler(config, policy)
     with pytest.raises(ConfigError, match="the policy is in use"):
-        scheduler.reshape(config, policy)
+        scheduler.reconfigure(config, policy)
 
 
 # As if it had been so from the start.
@@ -337,14 +337,14 @@ SHAPE = SchedulerConfig(
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_follows_is_as_if_it_had_had_this_shape_from_the_start(name: str, seed: int) -> None:
     small = replace(SHAPE, ranks=2, batch_limit=7, prefillers=1, ttl_ns=None, rank_kv_tokens=None)
-    reshaped = Scheduler(small, Rehearsed(), prefill_choice=FirstWithRoom)
+    reconfigured = Scheduler(small, Rehearsed(), prefill_choice=FirstWithRoom)
     policy = Rehearsed(policy_for(name, SHAPE))
     always = Scheduler(SHAPE, policy, prefill_choice=FirstWithRoom)
     life = Life(random.Random(f"{name} {seed}"), always)
 
     def feed(event: Event) -> list[Action]:
         actions = always.handle(event, now_ns=life.now_ns)
-        assert reshaped.handle(event, now_ns=life.now_ns) == actions
+        assert reconfigured.handle(event, now_ns=life.now_ns) == actions
         return actions
 
     def ahead(scheduler: Scheduler) -> object:
@@ -361,15 +361,15 @@ def test_what_follows_is_as_if_it_had_had_this_shape_from_the_start(name: str, s
         for request in always.requests.values():
             if request.rank is not None and not request.started:
                 feed(DecodeStarted(request.request))
-    reshaped.reshape(SHAPE, policy_for(name, SHAPE))
-    reshaped.check()
+    reconfigured.reconfigure(SHAPE, policy_for(name, SHAPE))
+    reconfigured.check()
     policy.rehearsing = False
     feed(Tick())
     admitted = 0
     for _ in range(600):
         actions = feed(life.next_event())
         admitted += sum(isinstance(action, Admit) for action in actions)
-        assert reshaped.next_deadline_ns() == always.next_deadline_ns()
-        assert ahead(reshaped) == ahead(always)
-    reshaped.check()
+        assert reconfigured.next_deadline_ns() == always.next_deadline_ns()
+        assert ahead(reconfigured) == ahead(always)
+    reconfigured.check()
     assert admitted > 10
