@@ -182,14 +182,14 @@ class RankOpened:
 
 @dataclass(frozen=True, slots=True)
 class PrefillerClosed:
-    """The prefiller takes no new probe; what it has continues. It may be closed already."""
+    """The prefiller takes no new prefill; what it has continues. It may be closed already."""
 
     prefiller: PrefillerId
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillerOpened:
-    """The prefiller takes probes again. It may be open already.
+    """The prefiller takes prefills again. It may be open already.
 
     With `on_trial` it takes one request at a time, until it is opened without.
     """
@@ -225,7 +225,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Send the prefill probe of `request` to `prefiller`, or all of it if it never decodes."""
+    """Send the prefill of `request` to `prefiller`, or all of it if it never decodes."""
 
     request: RequestId
     prefiller: PrefillerId
@@ -234,7 +234,7 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class AbortPrefill:
-    """Stop the probe that runs on `prefiller`."""
+    """Stop the prefill that runs on `prefiller`."""
 
     request: RequestId
     prefiller: PrefillerId

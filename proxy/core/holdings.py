@@ -40,7 +40,7 @@ class Holdings:
             case State.PREFILLING:
                 assert request.prefiller is not None
                 if request.decode:
-                    self.end_probe(request)
+                    self.end_prefill(request)
                 else:
                     self._prefillers.end_direct(request.prefiller, request.ticket.slots)
                 if not gone:
@@ -63,12 +63,12 @@ class Holdings:
         self.release_prefill(request)
         return actions
 
-    def end_probe(self, request: Request) -> None:
-        """Note that its probe ended."""
+    def end_prefill(self, request: Request) -> None:
+        """Note that its prefill ended."""
         assert request.prefiller is not None
-        assert request.probing
-        self._prefillers.end_probe(request.prefiller)
-        request.probing = False
+        assert request.prefilling
+        self._prefillers.end_prefill(request.prefiller)
+        request.prefilling = False
 
     def release_prefill(self, request: Request) -> None:
         """Uncharge its prefiller, if it holds one."""

@@ -3,12 +3,12 @@
 Rules:
 
 1. Every transition is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
-2. What a request holds follows from its state alone: a probe and KV budget on one prefiller from
+2. What a request holds follows from its state alone: a prefill and KV budget on one prefiller from
    `PREFILLING` on, a place in the pool in `POOLED`, its slots on one rank in `DECODING`. The
    prefill budget outlives the pool: it is held until the first decoded token shows that the
-   transfer is over. A request without prefill never holds a probe or a prefill budget, in any
+   transfer is over. A request without prefill never holds a prefill or a prefill budget, in any
    state; it is `QUEUED` only for the instant before it goes to the pool. A request without decode
-   is `PREFILLING` until it ends: it holds no probe, but its sequences and the KV budget of all of
+   is `PREFILLING` until it ends: it holds no prefill, but its sequences and the KV budget of all of
    them.
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
@@ -40,7 +40,7 @@ class Trigger(Enum):
 
     __hash__ = object.__hash__
 
-    PROBE = auto()
+    PREFILL = auto()
     SKIP_PREFILL = auto()
     PREFILLED = auto()
     PREFILL_LOST = auto()
@@ -53,7 +53,7 @@ class Trigger(Enum):
 
 
 TRANSITIONS: dict[tuple[State, Trigger], State] = {
-    (State.QUEUED, Trigger.PROBE): State.PREFILLING,
+    (State.QUEUED, Trigger.PREFILL): State.PREFILLING,
     # The decode engine will compute the prompt itself.
     (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
     (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
@@ -90,7 +90,7 @@ class Request:
         emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
-        probing: Whether its probe is still running there.
+        prefilling: Whether its prefill is still running there.
         pulled_from: The prefiller whose KV cache it decodes with, or did so last.
         lost_on_prefillers: Prefillers that it should not go to again, the latest last.
         prefilled_ns: When it was last prefilled.
@@ -109,7 +109,7 @@ class Request:
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
-    probing: bool = False
+    prefilling: bool = False
     pulled_from: PrefillerId | None = None
     lost_on_prefillers: tuple[PrefillerId, ...] = ()
     prefilled_ns: int | None = None
@@ -130,7 +130,7 @@ class Request:
 
     @property
     def held_tokens(self) -> int:
-        """What it adds to what a prefiller holds: a probe is of one sequence."""
+        """What it adds to what a prefiller holds: a prefill is of one sequence."""
         return self.prompt_tokens if self.decode else self.kv_tokens
 
     def move(self, trigger: Trigger) -> None:

@@ -78,7 +78,7 @@ class Line:
         """Take out and charge the requests that budgets let start, in order, with their prefillers.
 
         Args:
-            room: How many probes may start; of what is answered whole there is another limit.
+            room: How many prefills may start; of what is answered whole there is another limit.
         """
         if self._apart:
             yield from self._start_apart(room)
@@ -152,7 +152,7 @@ class Line:
         if prefiller is not None:
             self._take_out(request.request, queue)
             if request.decode:
-                self._prefillers.begin_probe(prefiller, tokens)
+                self._prefillers.begin_prefill(prefiller, tokens)
             else:
                 self._prefillers.begin_direct(prefiller, tokens, sequences)
         return prefiller

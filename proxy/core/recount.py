@@ -12,7 +12,7 @@ def check_holdings(scheduler: "Scheduler") -> None:
     """Recount every holding from the requests' states and assert that nothing leaked."""
     scheduler.ledger.check()
     held = [0] * scheduler.config.prefillers
-    probes = [0] * scheduler.config.prefillers
+    prefills = [0] * scheduler.config.prefillers
     direct = [0] * scheduler.config.prefillers
     slots = [0] * scheduler.config.ranks
     for request in scheduler.requests.values():
@@ -20,11 +20,11 @@ def check_holdings(scheduler: "Scheduler") -> None:
         if request.prefiller is not None:
             assert request.ticket.prefill
             held[request.prefiller] += request.held_tokens
-            probes[request.prefiller] += request.probing
+            prefills[request.prefiller] += request.prefilling
             direct[request.prefiller] += 0 if decodes else request.ticket.slots
         if request.rank is not None:
             slots[request.rank] += request.ticket.slots
-        assert request.probing == (state is State.PREFILLING and decodes)
+        assert request.prefilling == (state is State.PREFILLING and decodes)
         assert (request.rank is not None) == (state is State.DECODING)
         assert (request.request in scheduler.pool) == (state is State.POOLED)
         assert (request in scheduler.line) == (state is State.QUEUED)
@@ -32,8 +32,10 @@ def check_holdings(scheduler: "Scheduler") -> None:
         assert decodes or state in {State.QUEUED, State.PREFILLING}
     assert direct == scheduler.prefillers.direct, f"{direct} != {scheduler.prefillers.direct}"
     assert held == scheduler.prefillers.held_tokens, f"{held} != {scheduler.prefillers.held_tokens}"
-    assert probes == scheduler.prefillers.probes, f"{probes} != {scheduler.prefillers.probes}"
-    assert sum(probes) == scheduler.prefillers.probing
+    assert prefills == scheduler.prefillers.prefills, (
+        f"{prefills} != {scheduler.prefillers.prefills}"
+    )
+    assert sum(prefills) == scheduler.prefillers.prefilling
     assert slots == scheduler.ledger.bound.tolist(), f"{slots} != {scheduler.ledger.bound}"
     assert scheduler.pool.slots == sum(entry.slots for entry in scheduler.pool)
     answered = sum(

@@ -68,7 +68,7 @@ class Scheduler:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. One scheduler's alone, as it may keep a projection.
         queue_order: Makes the lines before prefill, and what a policy may choose among.
-        prefill_choice: Makes who chooses the prefiller of a probe.
+        prefill_choice: Makes who chooses the prefiller of a prefill.
         on_failure: Told when the policy or its projection fails; a round that failed is decided
             oldest first, and the projection is built anew for the next. None lets the exception
             out, which changes nothing else.
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that nobody answers yet: queued, prefilling or pooled."""
-        return len(self.line) + self.prefillers.probing + len(self.pool)
+        return len(self.line) + self.prefillers.prefilling + len(self.pool)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event and return what to do about it, in order.
@@ -147,14 +147,16 @@ class Scheduler:
                 return self._start(self._get(number))
             case RequestFinished() | RequestFailed() | RequestCancelled():
                 request = self._get(event.request)
-                return self._end(request, _ENDINGS[type(event)]) + self._probe()
+                return self._end(request, _ENDINGS[type(event)]) + self._start_prefills()
             case PrefillLost():
-                return self._lose_prefill(self._get(event.request), event) + self._probe()
+                return self._lose_prefill(self._get(event.request), event) + self._start_prefills()
             case DecodeLost(number):
                 return self._lose_decode(self._get(number), now_ns)
             case RequestRecomputed(number, elsewhere):
                 request = self._get(number)
-                return self._recompute(request, now_ns, elsewhere=elsewhere) + self._probe()
+                return (
+                    self._recompute(request, now_ns, elsewhere=elsewhere) + self._start_prefills()
+                )
             case RankClosed() | RankOpened():
                 return self._set_rank(event)
             case PrefillerClosed() | PrefillerOpened():
@@ -175,7 +177,7 @@ class Scheduler:
         What follows is as if the scheduler had had this shape from the start: all times to live and
         leases count by the new settings, and a projection starts with a fresh prediction of every
         request. New ranks and prefillers are open, closed ones stay closed. Feed a `Tick` next,
-        since there may be room for probes and admissions.
+        since there may be room for prefills and admissions.
 
         Args:
             config: The new shape. Ranks and prefillers keep their ids, so there can only be more.
@@ -223,7 +225,7 @@ class Scheduler:
         check_ticket(number, event.ticket)
         request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
         self._queue(request, now_ns)
-        return self._probe()
+        return self._start_prefills()
 
     def _queue(self, request: Request, now_ns: int) -> None:
         """Let it wait for a prefiller, or for a rank if it needs none."""
@@ -233,17 +235,17 @@ class Scheduler:
             request.move(Trigger.SKIP_PREFILL)
             self._to_pool(request, now_ns)
 
-    def _probe(self) -> list[Action]:
+    def _start_prefills(self) -> list[Action]:
         """Start what budgets and the pool's depth allow."""
         if not len(self.line):
             return []
         limit = self.config.pool_limit
-        room = UNLIMITED if limit is None else limit - self.prefillers.probing - len(self.pool)
+        room = UNLIMITED if limit is None else limit - self.prefillers.prefilling - len(self.pool)
         actions: list[Action] = []
         for request, prefiller in self.line.start(room):
-            request.move(Trigger.PROBE)
+            request.move(Trigger.PREFILL)
             request.prefiller = prefiller
-            request.probing = request.decode
+            request.prefilling = request.decode
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 
@@ -255,7 +257,7 @@ class Scheduler:
         if not request.decode:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
         request.move(Trigger.PREFILLED)
-        self._holdings.end_probe(request)
+        self._holdings.end_prefill(request)
         assert request.prefiller is not None
         self.prefillers.correct(
             request.prefiller,
@@ -267,7 +269,7 @@ class Scheduler:
         request.prefilled_ns = now_ns
         request.lease_expires_ns = event.lease_expires_ns
         self._to_pool(request, now_ns)
-        return self._probe()
+        return self._start_prefills()
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
         # Deadline and time to live run from the first time here: a repeated prefill gains no time.
@@ -303,7 +305,7 @@ class Scheduler:
         request.pulled_from = request.prefiller
         # The first token proves that the KV cache left the prefiller.
         self._holdings.release_prefill(request)
-        return self._probe()
+        return self._start_prefills()
 
     def _emit(self, request: Request, tokens: int) -> list[Action]:
         number = request.request
@@ -367,7 +369,7 @@ class Scheduler:
         self.prefillers.is_open[number] = isinstance(event, PrefillerOpened)
         self.prefillers.on_trial[number] = isinstance(event, PrefillerOpened) and event.on_trial
         # Closing one may end the avoidance of another.
-        return self._probe()
+        return self._start_prefills()
 
     # Decisions.
 
@@ -380,7 +382,7 @@ class Scheduler:
         if len(self.pool):
             actions += self._admit(now_ns)
         # All of this made room, and so may a new shape have done.
-        return actions + self._probe()
+        return actions + self._start_prefills()
 
     def _admit(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []

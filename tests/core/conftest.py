@@ -76,7 +76,7 @@ class Driver:
     def held(self) -> dict[str, list[int]]:
         return {
             "tokens": self.scheduler.prefillers.held_tokens.copy(),
-            "probes": self.scheduler.prefillers.probes.copy(),
+            "prefills": self.scheduler.prefillers.prefills.copy(),
             "loads": self.scheduler.ledger.loads.tolist(),
             "bound": self.scheduler.ledger.bound.tolist(),
         }

@@ -125,7 +125,7 @@ def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
 SETS = st.frozensets(st.integers(0, INSTANCES - 1), min_size=1)
 WHO = st.none() | st.builds(only, SETS, SETS)
 DEEDS = st.sampled_from(
-    ["probe", "lose probe", "tick", "join", "bounce", "finish", "recompute", "close", "open"]
+    ["prefill", "lose prefill", "tick", "join", "bounce", "finish", "recompute", "close", "open"]
 )
 
 
@@ -211,9 +211,9 @@ class _World:
                 self.feed(PrefillerClosed(prefiller) if close else RankClosed(rank))
             case "open":
                 self.feed(PrefillerOpened(prefiller) if close else RankOpened(rank))
-            case "probe" if (number := self.some(index, at_prefill)) is not None:
+            case "prefill" if (number := self.some(index, at_prefill)) is not None:
                 self.feed(PrefillDone(number, 10))
-            case "lose probe" if (number := self.some(index, at_prefill)) is not None:
+            case "lose prefill" if (number := self.some(index, at_prefill)) is not None:
                 self.feed(PrefillLost(number, elsewhere=True))
             case "join" if (number := self.some(index, at_rank)) is not None:
                 self.feed(DecodeStarted(number))

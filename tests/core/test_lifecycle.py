@@ -10,7 +10,7 @@ from balanceroute.proxy.core.lifecycle import TRANSITIONS, Request, State, Trigg
 
 # A row is a state, a column a trigger; "." is not allowed.
 GOLDEN = """
-           PROBE      SKIP_PREFILL PREFILLED PREFILL_LOST ADMIT    DECODE_LOST RECOMPUTE FINISH FAIL   CANCEL
+           PREFILL    SKIP_PREFILL PREFILLED PREFILL_LOST ADMIT    DECODE_LOST RECOMPUTE FINISH FAIL   CANCEL
 QUEUED     PREFILLING POOLED       .         .            .        .           .         .      FAILED CANCELLED
 PREFILLING .          .            POOLED    QUEUED       .        .           .         DONE   FAILED CANCELLED
 POOLED     .          .            .         QUEUED       DECODING .           .         .      FAILED CANCELLED
@@ -78,7 +78,7 @@ def test_a_new_request_waits_and_holds_nothing() -> None:
     request = Request(RequestId(0), Ticket(3), waiting_since_ns=0)
     assert request.state is State.QUEUED
     assert (request.prefiller, request.rank) == (None, None)
-    assert not request.probing
+    assert not request.prefilling
     assert not request.started
     assert request.emitted_before == 0
     assert (request.lost_on_prefillers, request.lost_on_ranks) == ((), ())

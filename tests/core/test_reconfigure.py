@@ -104,14 +104,14 @@ def test_a_new_rank_takes_what_waits(new_driver: "type[Driver]") -> None:
     assert driver(RequestFinished(A), Tick()) == [Admit(C, RANK0)]
 
 
-def test_a_new_prefiller_takes_the_probes_that_wait_at_the_next_tick(
+def test_a_new_prefiller_starts_the_waiting_prefills_at_the_next_tick(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(probe_limit=1)
     driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10)))
     reconfigure(driver, prefillers=2)
     assert driver(Tick()) == [StartPrefill(B, P1, 10)]
-    assert driver.held()["probes"] == [1, 1]
+    assert driver.held()["prefills"] == [1, 1]
 
 
 def test_limits_may_widen_and_shrink(new_driver: "type[Driver]") -> None:
@@ -299,9 +299,9 @@ class Life:
                 return RequestArrived(
                     number, Ticket(prompt_tokens, slots, prefill=rng.random() < 0.8)
                 )
-            case 2 | 3 if probing := [one for one in requests if one.probing]:
+            case 2 | 3 if prefilling := [one for one in requests if one.prefilling]:
                 lease_ns = rng.choice([None, self.now_ns + rng.randint(1, 60)])
-                return PrefillDone(rng.choice(probing).request, rng.randint(1, 60), lease_ns)
+                return PrefillDone(rng.choice(prefilling).request, rng.randint(1, 60), lease_ns)
             case 4 | 5 if bound := [
                 one for one in requests if one.rank is not None and not one.started
             ]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 P0 = PrefillerId(0)
 RANK0 = RankId(0)
 A, B, C, D = (RequestId(number) for number in range(4))
-NOTHING = {"tokens": [0], "probes": [0], "loads": [0], "bound": [0]}
+NOTHING = {"tokens": [0], "prefills": [0], "loads": [0], "bound": [0]}
 
 
 def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]") -> None:
@@ -51,7 +51,7 @@ def test_a_request_goes_from_arrival_to_its_last_token(new_driver: "type[Driver]
     assert driver(Tick()) == [Admit(A, RANK0)]
     assert driver(DecodeStarted(A)) == []
     assert driver(StepCompleted(), TokensEmitted(A, 2), StepCompleted()) == []
-    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [16], "bound": [1]}
+    assert driver.held() == {"tokens": [0], "prefills": [0], "loads": [16], "bound": [1]}
     assert driver(RequestFinished(A)) == []
     assert driver.held() == NOTHING
     assert driver.scheduler.requests == {}
@@ -81,7 +81,7 @@ def test_a_lost_prefill_is_tried_again_ahead_of_the_queue(new_driver: "type[Driv
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillDone(A, 10)) == [StartPrefill(B, P0, 10)]
     driver(RequestArrived(C, Ticket(10)))
-    # Its blocks are of no use to a decoder any more; it waits for B's probe, but not behind C.
+    # Its blocks are of no use to a decoder any more; it waits for B's prefill, but not behind C.
     assert driver(PrefillLost(A)) == [ReleasePrefill(A, P0)]
     assert driver(PrefillDone(B, 10)) == [StartPrefill(A, P0, 10)]
     assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 10)]
@@ -93,7 +93,7 @@ def test_a_decoder_that_finds_the_kv_cache_gone_gives_its_slot_back(
     driver = new_driver()
     driver.to_decode(A)
     assert driver(PrefillLost(A)) == [StartPrefill(A, P0, 10)]
-    assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
+    assert driver.held() == {"tokens": [10], "prefills": [1], "loads": [0], "bound": [0]}
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
 
 
@@ -286,7 +286,7 @@ def test_the_pool_limit_holds_requests_before_prefill(new_driver: "type[Driver]"
     assert driver(Tick()) == [Admit(B, RANK0), StartPrefill(D, P0, 10)]
 
 
-def test_probes_go_out_in_order_of_arrival_though_a_later_one_would_fit(
+def test_prefills_start_in_order_of_arrival_though_a_later_one_would_fit(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefiller_kv_tokens=20)
@@ -330,9 +330,9 @@ def test_a_request_takes_a_slot_and_a_prompt_for_each_sequence(new_driver: "type
     driver(PrefillDone(A, 12))
     assert driver.held()["tokens"] == [12]
     assert driver(Tick()) == [Admit(A, RANK0)]
-    assert driver.held() == {"tokens": [12], "probes": [0], "loads": [36], "bound": [3]}
+    assert driver.held() == {"tokens": [12], "prefills": [0], "loads": [36], "bound": [3]}
     driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 1))
-    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [43], "bound": [3]}
+    assert driver.held() == {"tokens": [0], "prefills": [0], "loads": [43], "bound": [3]}
     assert driver(RequestFinished(A)) == []
     assert driver.held() == NOTHING
 
@@ -381,7 +381,7 @@ def test_a_request_without_prefill_waits_in_the_pool_and_holds_no_prefiller(
     assert driver(RequestFailed(A)) == [ReleasePrefill(A, P0)]
     assert driver(Tick()) == [Admit(B, RANK0)]
     assert driver(DecodeStarted(B), StepCompleted()) == []
-    assert driver.held() == {"tokens": [0], "probes": [0], "loads": [11], "bound": [1]}
+    assert driver.held() == {"tokens": [0], "prefills": [0], "loads": [11], "bound": [1]}
     assert driver(RequestCancelled(B)) == [AbortDecode(B, RANK0)]
     assert driver.held() == NOTHING
 
@@ -459,7 +459,7 @@ def test_an_unknown_request_is_refused_and_nothing_changes(
     driver(RequestArrived(A, Ticket(10)))
     with pytest.raises(LifecycleError, match="request 1 is unknown or has ended"):
         driver(event)
-    assert driver.held() == {"tokens": [10], "probes": [1], "loads": [0], "bound": [0]}
+    assert driver.held() == {"tokens": [10], "prefills": [1], "loads": [0], "bound": [0]}
     assert list(driver.scheduler.requests) == [A]
 
 
@@ -551,7 +551,7 @@ def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
         SchedulerConfig(**limits)
 
 
-@pytest.mark.parametrize("counter", ["held_tokens", "probes"])
+@pytest.mark.parametrize("counter", ["held_tokens", "prefills"])
 def test_check_notices_a_leaked_budget(new_driver: "type[Driver]", counter: str) -> None:
     driver = new_driver()
     driver.to_decode(A)

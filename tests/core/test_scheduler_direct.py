@@ -71,7 +71,7 @@ def test_it_holds_the_prompt_of_each_sequence_until_it_ends(
     assert feed(scheduler, direct(A, 10, 3)) == [StartPrefill(A, FIRST, 10)]
     assert scheduler.prefillers.held_tokens == [30]
     assert scheduler.prefillers.direct == [3]
-    assert (scheduler.prefillers.probing, scheduler.waiting) == (0, 0)
+    assert (scheduler.prefillers.prefilling, scheduler.waiting) == (0, 0)
     assert feed(scheduler, end) == expected
     assert scheduler.prefillers.held_tokens == [0]
     assert scheduler.prefillers.direct == [0]
@@ -111,10 +111,10 @@ def test_a_lost_one_goes_to_another_prefiller_and_so_does_one_without_a_kv_cache
     assert feed(scheduler, PrefillLost(A, elsewhere=True)) == [StartPrefill(A, SECOND, 10)]
     assert scheduler.prefillers.held_tokens == [0, 20]
     assert feed(scheduler, RequestArrived(B, Ticket(7))) == [StartPrefill(B, FIRST, 7)]
-    assert scheduler.prefillers.probes == [1, 0]
+    assert scheduler.prefillers.prefills == [1, 0]
     lost = PrefillLost(B, elsewhere=True, decode=False)
     assert feed(scheduler, lost) == [StartPrefill(B, SECOND, 7)]
-    assert scheduler.prefillers.probes == [0, 0]
+    assert scheduler.prefillers.prefills == [0, 0]
     assert scheduler.prefillers.direct == [0, 3]
     # It stays so, wherever it goes.
     assert feed(scheduler, PrefillLost(B, elsewhere=True)) == [StartPrefill(B, FIRST, 7)]

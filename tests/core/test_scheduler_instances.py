@@ -51,7 +51,7 @@ def test_a_request_that_its_rank_never_took_goes_to_another_with_the_same_kv_cac
     (before,) = driver.scheduler.pool
     assert driver.at(30, Tick()) == [Admit(A, RANK0)]
     assert driver.at(40, DecodeLost(A)) == []
-    assert driver.held() == {"tokens": [10], "probes": [0], "loads": [0, 0], "bound": [0, 0]}
+    assert driver.held() == {"tokens": [10], "prefills": [0], "loads": [0, 0], "bound": [0, 0]}
     (entry,) = driver.scheduler.pool
     assert (entry.deadline_ns, entry.expires_ns, entry.lease_ends_ns) == (27, 97, 55)
     assert (entry.lost_on, before.lost_on) == ((RANK0,), ())
@@ -248,7 +248,7 @@ def test_without_an_open_rank_requests_wait_until_one_opens(new_driver: "type[Dr
         assert driver(Tick()) == [Admit(A, RANK1)]
 
 
-def test_a_closed_prefiller_takes_no_probe_and_keeps_what_it_has(
+def test_a_closed_prefiller_takes_no_prefill_and_keeps_what_it_has(
     new_driver: "type[Driver]",
 ) -> None:
     driver = new_driver(prefillers=2)
@@ -260,7 +260,7 @@ def test_a_closed_prefiller_takes_no_probe_and_keeps_what_it_has(
     assert driver(Tick()) == [Admit(A, RANK0)]
 
 
-def test_a_prefiller_that_opens_starts_the_probes_that_wait(new_driver: "type[Driver]") -> None:
+def test_a_prefiller_that_opens_starts_the_waiting_prefills(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1)
     assert driver(PrefillerClosed(P0), PrefillerClosed(P0), RequestArrived(A, Ticket(10))) == []
     assert driver(RequestArrived(B, Ticket(10))) == []

@@ -1,6 +1,6 @@
 """Random legal event orders against a naive model of what every request holds.
 
-The model performs the actions (probes end or are lost, requests join, step, end, come back, or are
+The model performs the actions (prefills end or are lost, requests join, step, end, come back, or are
 given up in any state; instances close and open; the deployment grows) and says of each action
 whether the scheduler was free to ask for it.
 """
@@ -164,11 +164,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         holders = [known for known in self.live.values() if known.prefiller == prefiller]
         return sum(known.prefiller_tokens for known in holders)
 
-    def probing(self) -> list[Known]:
+    def prefilling(self) -> list[Known]:
         return [known for known in self.phase("prefilling") if known.decode]
 
-    def probes(self, prefiller: int) -> int:
-        return sum(known.prefiller == prefiller for known in self.probing())
+    def prefills(self, prefiller: int) -> int:
+        return sum(known.prefiller == prefiller for known in self.prefilling())
 
     def direct(self, prefiller: int) -> int:
         there = [known for known in self.phase("prefilling") if known.prefiller == prefiller]
@@ -216,26 +216,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def has_place(self, prefiller: int, known: Known) -> bool:
         config, direct = self.config, self.direct(prefiller)
         if known.decode:
-            return config.probe_limit is None or self.probes(prefiller) < config.probe_limit
+            return config.probe_limit is None or self.prefills(prefiller) < config.probe_limit
         limit = config.direct_limit
         return limit is None or not direct or direct + known.slots <= limit
 
-    def next_probe(self) -> StartPrefill | None:
-        """Return the one probe that may start now."""
+    def next_prefill(self) -> StartPrefill | None:
+        """Return the one prefill that may start now."""
         if line := self.lines[False]:
             known = self.live[line[0]]
-            if probe := self.probe_of(known):
-                return probe
+            if prefill := self.prefill_of(known):
+                return prefill
             opened = [number for number, takes in enumerate(self.open_prefillers) if takes]
             if any(self.has_place(prefiller, known) for prefiller in opened):
                 return None
-        limit, busy = self.config.pool_limit, len(self.probing()) + len(self.phase("pooled"))
+        limit, busy = self.config.pool_limit, len(self.prefilling()) + len(self.phase("pooled"))
         line = self.lines[True]
         if not line or (limit is not None and busy >= limit):
             return None
-        return self.probe_of(self.live[line[0]])
+        return self.prefill_of(self.live[line[0]])
 
-    def probe_of(self, known: Known) -> StartPrefill | None:
+    def prefill_of(self, known: Known) -> StartPrefill | None:
         open_ones = [
             (self.held(prefiller), -[*self.turns, prefiller].index(prefiller), prefiller)
             for prefiller in self.may_go(self.open_prefillers, known.lost_on_prefillers)
@@ -251,15 +251,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     # What the model does.
 
     def feed(self, event: Event, *expected: Action) -> None:
-        """Feed a legal event that the model knows already; demand the actions and the probes."""
+        """Feed a legal event that the model knows already; demand the actions and the prefills."""
         actions = self.scheduler.handle(event, now_ns=self.now_ns)
         assert actions[: len(expected)] == list(expected)
         for action in actions[len(expected) :]:
-            self.take_probe(action)
-        assert self.next_probe() is None, "a probe that could start did not"
+            self.take_prefill(action)
+        assert self.next_prefill() is None, "a prefill that could start did not"
 
-    def take_probe(self, action: Action) -> None:
-        assert action == self.next_probe()
+    def take_prefill(self, action: Action) -> None:
+        assert action == self.next_prefill()
         assert isinstance(action, StartPrefill)
         known = self.live[action.request]
         self.lines[known.decode].pop(0)
@@ -314,8 +314,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for stage in STAGES[: STAGES.index(last) + 1]:
             match stage:
                 case "prefill":
-                    for _ in self.probing():
-                        self.end_probe(0, 0, None)
+                    for _ in self.prefilling():
+                        self.end_prefill(0, 0, None)
                 case "admit":
                     self.tick(1)
                 case "join":
@@ -335,10 +335,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.to_pool(known)
         self.feed(RequestArrived(number, Ticket(prompt_tokens, slots, prefill, decode)))
 
-    @precondition(lambda self: self.probing())
+    @precondition(lambda self: self.prefilling())
     @rule(index=INDEX, error=st.integers(-2, 3), lease=st.none() | st.integers(-3, 60))
-    def end_probe(self, index: int, error: int, lease: int | None) -> None:
-        known = self.choose(index, self.probing())
+    def end_prefill(self, index: int, error: int, lease: int | None) -> None:
+        known = self.choose(index, self.prefilling())
         known.prompt_tokens = max(1, known.prompt_tokens + error)
         self.to_pool(known)
         known.lost_on_prefillers.clear()
@@ -497,7 +497,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.take_admission(self.live[number], rank)
                     admitted.append(number)
                 case StartPrefill():
-                    self.take_probe(action)
+                    self.take_prefill(action)
                 case _:
                     raise AssertionError(f"a tick asked for {action}")
         assert not any(known.number in self.live for known in given_up)
@@ -531,7 +531,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_after_tick(self, late: set[RequestId], admitted: list[RequestId]) -> None:
         assert not self.phase("expiring")
-        assert self.next_probe() is None
+        assert self.next_prefill() is None
         waiting = self.phase("pooled")
         for known in waiting:
             assert not self.is_past(self.pool_end_ns(known))
@@ -607,7 +607,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.prefillers.is_open,
             scheduler.ranks.is_open,
             scheduler.prefillers.held_tokens,
-            scheduler.prefillers.probes,
+            scheduler.prefillers.prefills,
             scheduler.prefillers.direct,
             scheduler.ledger.loads,
             scheduler.ledger.bound,
@@ -657,7 +657,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.ledger.loads.tolist() == [self.load(rank) for rank in ranks]
         assert scheduler.ledger.bound.tolist() == [self.bound(rank) for rank in ranks]
         assert scheduler.prefillers.held_tokens == [self.held(p) for p in prefillers]
-        assert scheduler.prefillers.probes == [self.probes(p) for p in prefillers]
+        assert scheduler.prefillers.prefills == [self.prefills(p) for p in prefillers]
         assert scheduler.prefillers.direct == [self.direct(p) for p in prefillers]
         pooled = sorted(known.number for known in self.phase("pooled"))
         assert [entry.request for entry in scheduler.pool] == pooled
@@ -666,7 +666,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert entry.prompt_tokens == known.prompt_tokens
             assert entry.age == known.emitted_before
             assert entry.slots == known.slots
-        assert scheduler.waiting == len(self.phase("queued", "pooled")) + len(self.probing())
+        assert scheduler.waiting == len(self.phase("queued", "pooled")) + len(self.prefilling())
         ends = [self.queue_end_ns(known) for known in self.phase("queued")]
         for known in self.phase("pooled"):
             ends += [self.pool_end_ns(known), self.lapse_ns(known)]
@@ -692,7 +692,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(scheduler.pool) == 0
         assert not scheduler.ledger.loads.any()
         assert not scheduler.ledger.bound.any()
-        held = scheduler.prefillers.held_tokens + scheduler.prefillers.probes
+        held = scheduler.prefillers.held_tokens + scheduler.prefillers.prefills
         assert not any(held + scheduler.prefillers.direct)
         if self.policy.projection is not None:
             zeros = np.zeros(self.config.ranks, np.int64)
@@ -763,8 +763,8 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
         match rng.randrange(12):
             case 0 | 1 | 2:
                 machine.serve(random_newcomers(rng), rng.choice(STAGES))
-            case 3 if machine.probing():
-                machine.end_probe(index, rng.randint(-2, 3), some(rng, -3, 60))
+            case 3 if machine.prefilling():
+                machine.end_prefill(index, rng.randint(-2, 3), some(rng, -3, 60))
             case 4 if machine.joinable():
                 machine.join(index)
             case 5:

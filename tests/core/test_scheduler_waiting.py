@@ -43,7 +43,7 @@ def test_a_request_that_waits_too_long_before_prefill_is_given_up_in_silence(
     driver(RequestArrived(A, Ticket(10)))
     driver.at(10, RequestArrived(B, Ticket(10)), RequestArrived(C, Ticket(10)))
     assert driver.at(59, Tick()) == []
-    # Its own wait ended with its probe.
+    # Its own wait ended with its prefill.
     assert driver.at(60, Tick()) == [Expire(B), Expire(C)]
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK0)]
     with pytest.raises(LifecycleError, match="unknown or has ended"):
@@ -64,7 +64,7 @@ def test_a_lost_prefill_gains_no_time_in_the_queue(new_driver: "type[Driver]") -
     assert driver(Tick()) == [Expire(A)]
 
 
-def test_a_lapsed_lease_has_one_chance_of_a_probe_though_its_time_in_the_queue_is_over(
+def test_a_lapsed_lease_has_one_chance_of_a_prefill_though_its_time_in_the_queue_is_over(
     new_driver: "type[Driver]",
 ) -> None:
     for busy in (False, True):
@@ -73,8 +73,8 @@ def test_a_lapsed_lease_has_one_chance_of_a_probe_though_its_time_in_the_queue_i
         driver(RequestArrived(A, Ticket(10)), PrefillDone(A, 10, lease_expires_ns=70))
         if busy:
             driver.at(60, RequestArrived(B, Ticket(10)))
-        probes = [] if busy else [StartPrefill(A, P0, 10)]
-        assert driver.at(70, Tick()) == [ReleasePrefill(A, P0), *probes]
+        prefills = [] if busy else [StartPrefill(A, P0, 10)]
+        assert driver.at(70, Tick()) == [ReleasePrefill(A, P0), *prefills]
         assert driver(Tick()) == ([Expire(A)] if busy else [])
 
 
@@ -162,7 +162,7 @@ class MostUrgent:
         return ticket.level, math.inf if ticket.deadline_ns is None else ticket.deadline_ns, request
 
 
-def test_another_queue_order_says_who_is_probed_next(new_driver: "type[Driver]") -> None:
+def test_another_queue_order_says_who_is_prefilled_next(new_driver: "type[Driver]") -> None:
     driver = new_driver(probe_limit=1, queue_order=MostUrgent)
     driver(
         RequestArrived(A, Ticket(10)),
@@ -203,7 +203,7 @@ class TheLast:
         return candidates[-1]
 
 
-def test_another_prefill_choice_says_who_takes_the_probe(new_driver: "type[Driver]") -> None:
+def test_another_prefill_choice_says_who_takes_the_prefill(new_driver: "type[Driver]") -> None:
     driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]

@@ -244,7 +244,7 @@ class Site:
         assert not scheduler.requests
         assert not scheduler.ledger.loads.any()
         assert not any(scheduler.prefillers.held_tokens)
-        assert not any(scheduler.prefillers.probes)
+        assert not any(scheduler.prefillers.prefills)
         assert not any(prefiller.hand_offs for prefiller in driver.instances.prefillers)
         assert self.world.proxy.gateway.pass_through.in_flight == 0
 

@@ -199,7 +199,7 @@ def test_every_holding_is_accounted_for_after_every_event(
     assert not scheduler.ledger.bound.any()
     assert not scheduler.ledger.started.any()
     assert not any(scheduler.prefillers.held_tokens)
-    assert not any(scheduler.prefillers.probes)
+    assert not any(scheduler.prefillers.prefills)
     if deployment.rank_kv_tokens is None:
         assert seen[RequestRecomputed] == 0
     else:

@@ -18,7 +18,7 @@ class PrefillView(Protocol):
         ...
 
     @property
-    def probes(self) -> Sequence[int]:
+    def prefills(self) -> Sequence[int]:
         """Probes that run."""
         ...
 
@@ -29,7 +29,7 @@ class PrefillView(Protocol):
 
 
 class PrefillChoice(Protocol):
-    """Chooses the prefiller of a probe."""
+    """Chooses the prefiller of a prefill."""
 
     def choose(
         self,

@@ -1,8 +1,8 @@
-"""Prefiller budgets: which prefillers may take the next probe, and what each one still holds.
+"""Prefiller budgets: which prefillers may take the next prefill, and what each one still holds.
 
-A prefiller is charged a request's prompt tokens from its probe until the KV cache has left it: the
+A prefiller is charged a request's prompt tokens from its prefill until the KV cache has left it: the
 first decoded token, or a release. A **direct** request, all of which it answers, is charged the
-prompt of each sequence until it ends, and takes no probe but its sequences, of which there is a limit.
+prompt of each sequence until it ends, and takes no prefill but its sequences, of which there is a limit.
 `Prefillers` only counts; the scheduler says when. Which of the prefillers with room takes a request
 is a `PrefillChoice`.
 """
@@ -25,13 +25,13 @@ class Prefillers:
             engine's own error instead of waiting forever here.
         direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit.
             More than that still go to a prefiller that has none.
-        choice: Which prefiller with room takes a probe.
+        choice: Which prefiller with room takes a prefill.
 
     Attributes:
-        is_open: By prefiller, whether it takes new probes.
+        is_open: By prefiller, whether it takes new prefills.
         on_trial: By prefiller, whether it may hold one request at a time only.
-        probes: By prefiller, probes that run.
-        probing: Their sum.
+        prefills: By prefiller, prefills that run.
+        prefilling: Their sum.
         direct: By prefiller, sequences of the direct requests there.
         held_tokens: By prefiller, KV tokens held.
     """
@@ -47,8 +47,8 @@ class Prefillers:
     ) -> None:
         self.is_open: list[bool] = []
         self.on_trial: list[bool] = []
-        self.probes: list[int] = []
-        self.probing = 0
+        self.prefills: list[int] = []
+        self.prefilling = 0
         self.direct: list[int] = []
         self.held_tokens: list[int] = []
         self._choice = choice
@@ -68,11 +68,11 @@ class Prefillers:
         direct_limit: int | None,
     ) -> None:
         """Change the limits, and grow to `instances` prefillers; the new ones are open."""
-        new = instances - len(self.probes)
+        new = instances - len(self.prefills)
         assert new >= 0, "prefillers cannot shrink"
         self.is_open += [True] * new
         self.on_trial += [False] * new
-        self.probes += [0] * new
+        self.prefills += [0] * new
         self.direct += [0] * new
         self.held_tokens += [0] * new
         self._probe_limit = probe_limit
@@ -89,13 +89,13 @@ class Prefillers:
         among: Collection[PrefillerId] | None = None,
         withheld: Collection[PrefillerId] = (),
     ) -> PrefillerId | None:
-        """Return who takes the probe of a request, or all of it, or None if it has to wait.
+        """Return who takes the prefill of a request, or all of it, or None if it has to wait.
 
         Args:
             ticket: Of the request that is to be prefilled.
             prompt_tokens: What it will be charged.
             lost_on: Prefillers not to go to while others are open, the earliest loss first.
-            sequences: Of a direct request; 0 for a probe.
+            sequences: Of a direct request; 0 for a prefill.
             among: The only prefillers that can serve it; None for all.
             withheld: Prefillers that an earlier request waits for.
         """
@@ -107,8 +107,8 @@ class Prefillers:
         limit = self._direct_limit if sequences else self._probe_limit
         candidates = [
             PrefillerId(prefiller)
-            for prefiller, takes_probes in enumerate(is_open)
-            if takes_probes
+            for prefiller, takes_prefills in enumerate(is_open)
+            if takes_prefills
             and (limit is None or self._has_place(prefiller, sequences))
             and (self._kv_capacity_tokens is None or self._has_memory(prefiller, prompt_tokens))
         ]
@@ -118,10 +118,10 @@ class Prefillers:
         assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
         return chosen
 
-    def begin_probe(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
-        """Charge one probe."""
-        self.probes[prefiller] += 1
-        self.probing += 1
+    def begin_prefill(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
+        """Charge one prefill."""
+        self.prefills[prefiller] += 1
+        self.prefilling += 1
         self.held_tokens[prefiller] += prompt_tokens
 
     def begin_direct(self, prefiller: PrefillerId, prompt_tokens: int, sequences: int) -> None:
@@ -148,11 +148,11 @@ class Prefillers:
         self.release(prefiller, charged_tokens)
         self.held_tokens[prefiller] += prompt_tokens
 
-    def end_probe(self, prefiller: PrefillerId) -> None:
-        """Note that a probe ended; its tokens stay charged."""
-        assert self.probes[prefiller] > 0, f"prefiller {prefiller} has no probe to end"
-        self.probes[prefiller] -= 1
-        self.probing -= 1
+    def end_prefill(self, prefiller: PrefillerId) -> None:
+        """Note that a prefill ended; its tokens stay charged."""
+        assert self.prefills[prefiller] > 0, f"prefiller {prefiller} has no prefill to end"
+        self.prefills[prefiller] -= 1
+        self.prefilling -= 1
 
     def release(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
         """Uncharge the tokens of a request whose KV cache left the prefiller."""
@@ -183,7 +183,7 @@ class Prefillers:
 
     def _has_place(self, prefiller: int, sequences: int) -> bool:
         if not sequences:
-            return self._probe_limit is None or self.probes[prefiller] < self._probe_limit
+            return self._probe_limit is None or self.prefills[prefiller] < self._probe_limit
         direct = self.direct[prefiller]
         return self._direct_limit is None or not direct or direct + sequences <= self._direct_limit
 

@@ -123,7 +123,7 @@ def _prefillers(
             name=prefiller.name,
             open=prefiller.open,
             status=prefiller.status.value,
-            probes=budgets.probes[prefiller.id],
+            probes=budgets.prefills[prefiller.id],
             direct=budgets.direct[prefiller.id],
             held_tokens=budgets.held_tokens[prefiller.id],
             utilisation=prefiller.utilisation,

@@ -79,7 +79,7 @@ def audit_proxy(world: World) -> list[str]:
         "loads": scheduler.ledger.loads.tolist(),
         "bound slots": scheduler.ledger.bound.tolist(),
         "held tokens of prefillers": scheduler.prefillers.held_tokens,
-        "probes": scheduler.prefillers.probes,
+        "probes": scheduler.prefillers.prefills,
         "hand-offs": [
             prefiller.hand_offs for prefiller in world.proxy.deployment.instances.prefillers
         ],

@@ -1,4 +1,4 @@
-"""Prefiller budgets: the emptiest open prefiller takes the probe, and nothing is released twice."""
+"""Prefiller budgets: the emptiest open prefiller takes the prefill, and nothing is released twice."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ P0, P1, P2 = (PrefillerId(number) for number in range(3))
 
 def test_the_prefiller_with_the_fewest_held_tokens_is_chosen() -> None:
     prefillers = Prefillers(3, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 50)
-    prefillers.begin_probe(PrefillerId(1), 20)
-    prefillers.begin_probe(PrefillerId(2), 30)
+    prefillers.begin_prefill(PrefillerId(0), 50)
+    prefillers.begin_prefill(PrefillerId(1), 20)
+    prefillers.begin_prefill(PrefillerId(2), 30)
     assert prefillers.choose(TICKET, 1) == 1
 
 
@@ -35,7 +35,7 @@ def test_the_turn_is_that_of_the_equal_one_chosen_least_recently() -> None:
     prefillers = Prefillers(3, choice=FewestTokens())
     chosen = []
     for busy in (P1, P1, P0, P2):
-        prefillers.begin_probe(busy, 10)
+        prefillers.begin_prefill(busy, 10)
         chosen.append(prefillers.choose(TICKET, 10))
         prefillers.release(busy, 10)
     assert chosen == [0, 2, 1, 0]
@@ -44,17 +44,17 @@ def test_the_turn_is_that_of_the_equal_one_chosen_least_recently() -> None:
 def test_a_turn_comes_only_among_those_that_hold_fewest() -> None:
     prefillers = Prefillers(2, choice=FewestTokens())
     assert prefillers.choose(TICKET, 10) == 0
-    prefillers.begin_probe(P1, 1)
+    prefillers.begin_prefill(P1, 1)
     assert prefillers.choose(TICKET, 10) == 0
 
 
 def test_a_prefiller_at_its_probe_limit_is_closed_until_a_probe_ends() -> None:
     prefillers = Prefillers(2, probe_limit=1, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 5)
+    prefillers.begin_prefill(PrefillerId(0), 5)
     assert prefillers.choose(TICKET, 5) == 1
-    prefillers.begin_probe(PrefillerId(1), 9)
+    prefillers.begin_prefill(PrefillerId(1), 9)
     assert prefillers.choose(TICKET, 5) is None
-    prefillers.end_probe(PrefillerId(1))
+    prefillers.end_prefill(PrefillerId(1))
     # Its tokens are still held, but it is the only open one.
     assert prefillers.held_tokens == [5, 9]
     assert prefillers.choose(TICKET, 5) == 1
@@ -62,8 +62,8 @@ def test_a_prefiller_at_its_probe_limit_is_closed_until_a_probe_ends() -> None:
 
 def test_a_prompt_goes_only_where_its_kv_tokens_fit() -> None:
     prefillers = Prefillers(2, kv_capacity_tokens=100, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 60)
-    prefillers.begin_probe(PrefillerId(1), 70)
+    prefillers.begin_prefill(PrefillerId(0), 60)
+    prefillers.begin_prefill(PrefillerId(1), 70)
     assert prefillers.choose(TICKET, 40) == 0
     assert prefillers.choose(TICKET, 41) is None
     prefillers.release(PrefillerId(1), 70)
@@ -72,48 +72,48 @@ def test_a_prompt_goes_only_where_its_kv_tokens_fit() -> None:
 
 def test_an_oversized_prompt_goes_to_an_empty_prefiller_only() -> None:
     prefillers = Prefillers(2, kv_capacity_tokens=100, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 1)
+    prefillers.begin_prefill(PrefillerId(0), 1)
     assert prefillers.choose(TICKET, 1_000) == 1
-    prefillers.begin_probe(PrefillerId(1), 1_000)
+    prefillers.begin_prefill(PrefillerId(1), 1_000)
     assert prefillers.choose(TICKET, 1_000) is None
     assert prefillers.choose(TICKET, 99) == 0
 
 
-def test_tokens_outlive_the_probe() -> None:
+def test_tokens_outlive_the_prefill() -> None:
     prefillers = Prefillers(1, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 8)
-    prefillers.end_probe(PrefillerId(0))
-    assert (prefillers.probes, prefillers.held_tokens) == ([0], [8])
+    prefillers.begin_prefill(PrefillerId(0), 8)
+    prefillers.end_prefill(PrefillerId(0))
+    assert (prefillers.prefills, prefillers.held_tokens) == ([0], [8])
     prefillers.release(PrefillerId(0), 8)
-    assert (prefillers.probes, prefillers.held_tokens) == ([0], [0])
+    assert (prefillers.prefills, prefillers.held_tokens) == ([0], [0])
 
 
 def test_a_second_release_asserts() -> None:
     prefillers = Prefillers(1, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 8)
+    prefillers.begin_prefill(PrefillerId(0), 8)
     prefillers.release(PrefillerId(0), 8)
     with pytest.raises(AssertionError, match="released twice"):
         prefillers.release(PrefillerId(0), 8)
 
 
-def test_a_second_end_of_a_probe_asserts() -> None:
+def test_a_second_end_of_a_prefill_asserts() -> None:
     prefillers = Prefillers(1, choice=FewestTokens())
-    prefillers.begin_probe(PrefillerId(0), 8)
-    prefillers.end_probe(PrefillerId(0))
-    with pytest.raises(AssertionError, match="no probe to end"):
-        prefillers.end_probe(PrefillerId(0))
+    prefillers.begin_prefill(PrefillerId(0), 8)
+    prefillers.end_prefill(PrefillerId(0))
+    with pytest.raises(AssertionError, match="no prefill to end"):
+        prefillers.end_prefill(PrefillerId(0))
 
 
-def test_the_number_of_probes_that_run_is_kept() -> None:
+def test_the_number_of_running_prefills_is_kept() -> None:
     prefillers = Prefillers(2, choice=FewestTokens())
     for prefiller in (P0, P1, P1):
-        prefillers.begin_probe(prefiller, 1)
-    assert prefillers.probing == 3
-    prefillers.end_probe(P1)
-    assert (prefillers.probing, prefillers.probes) == (2, [1, 1])
+        prefillers.begin_prefill(prefiller, 1)
+    assert prefillers.prefilling == 3
+    prefillers.end_prefill(P1)
+    assert (prefillers.prefilling, prefillers.prefills) == (2, [1, 1])
 
 
-def test_a_closed_prefiller_takes_no_probe() -> None:
+def test_a_closed_prefiller_takes_no_prefill() -> None:
     prefillers = Prefillers(2, choice=FewestTokens())
     prefillers.is_open[0] = False
     assert prefillers.choose(TICKET, 1) == 1
@@ -124,13 +124,13 @@ def test_a_closed_prefiller_takes_no_probe() -> None:
 def test_a_prefiller_that_lost_the_request_is_avoided_though_the_others_are_full() -> None:
     prefillers = Prefillers(2, probe_limit=1, choice=FewestTokens())
     assert prefillers.choose(TICKET, 1, [P0]) == 1
-    prefillers.begin_probe(P1, 1)
+    prefillers.begin_prefill(P1, 1)
     assert prefillers.choose(TICKET, 1, [P0]) is None
 
 
 def test_a_prefiller_that_lost_the_request_takes_it_again_when_the_others_are_closed() -> None:
     prefillers = Prefillers(3, choice=FewestTokens())
-    prefillers.begin_probe(P0, 1)
+    prefillers.begin_prefill(P0, 1)
     prefillers.is_open[1] = prefillers.is_open[2] = False
     assert prefillers.choose(TICKET, 1, [P0]) == 0
     prefillers.is_open[2] = True
@@ -141,12 +141,12 @@ def test_a_prefiller_that_lost_the_request_takes_it_again_when_the_others_are_cl
 
 def test_new_prefillers_are_open_and_the_new_limits_hold() -> None:
     prefillers = Prefillers(1, probe_limit=1, choice=FewestTokens())
-    prefillers.begin_probe(P0, 50)
+    prefillers.begin_prefill(P0, 50)
     prefillers.is_open[0] = False
     prefillers.reconfigure(2, probe_limit=None, kv_capacity_tokens=60, direct_limit=None)
     assert prefillers.is_open == [False, True]
-    assert (prefillers.probes, prefillers.held_tokens) == ([1, 0], [50, 0])
-    prefillers.begin_probe(P1, 55)
+    assert (prefillers.prefills, prefillers.held_tokens) == ([1, 0], [50, 0])
+    prefillers.begin_prefill(P1, 55)
     assert prefillers.choose(TICKET, 10) is None
     prefillers.is_open[0] = True
     assert prefillers.choose(TICKET, 10) == 0
@@ -180,7 +180,7 @@ class Scripted:
 def test_another_choice_is_asked_among_the_prefillers_with_room() -> None:
     choice = Scripted(P2)
     prefillers = Prefillers(4, probe_limit=1, choice=choice)
-    prefillers.begin_probe(P0, 5)
+    prefillers.begin_prefill(P0, 5)
     prefillers.is_open[1] = False
     assert prefillers.choose(TICKET, 9) == 2
     assert choice.asked == [(TICKET, 9, [P2, PrefillerId(3)], [5, 0, 0, 0])]
@@ -189,7 +189,7 @@ def test_another_choice_is_asked_among_the_prefillers_with_room() -> None:
 def test_nobody_is_asked_when_there_is_no_room() -> None:
     choice = Scripted(P0)
     prefillers = Prefillers(1, probe_limit=1, choice=choice)
-    prefillers.begin_probe(P0, 5)
+    prefillers.begin_prefill(P0, 5)
     assert prefillers.choose(TICKET, 9) is None
     assert choice.asked == []
 
@@ -222,7 +222,7 @@ def test_choose_is_the_first_minimum_over_the_open_prefillers(
         len(held), probe_limit=probe_limit, kv_capacity_tokens=capacity, choice=choice
     )
     prefillers.held_tokens[:] = held
-    prefillers.probes[:] = running[: len(held)]
+    prefillers.prefills[:] = running[: len(held)]
     prefillers.is_open[:] = [prefiller not in closed for prefiller in range(len(held))]
     open_ones = [
         (tokens, prefiller)
@@ -239,10 +239,10 @@ def test_a_prefiller_on_trial_takes_one_request_at_a_time() -> None:
     prefillers.on_trial[0] = True
     prefillers.held_tokens[1] = 50
     assert prefillers.choose(TICKET, 9) == 0
-    prefillers.begin_probe(P0, 9)
+    prefillers.begin_prefill(P0, 9)
     assert prefillers.choose(TICKET, 9) == 1
     # It is held until a rank has pulled it.
-    prefillers.end_probe(P0)
+    prefillers.end_prefill(P0)
     assert prefillers.choose(TICKET, 9) == 1
     prefillers.release(P0, 9)
     assert prefillers.choose(TICKET, 9) == 0
@@ -257,12 +257,12 @@ def test_who_lost_a_request_is_not_replaced_by_one_on_trial_while_another_is_ope
     assert prefillers.choose(TICKET, 9, [P0]) == 0
     prefillers.is_open[0] = False
     assert prefillers.choose(TICKET, 9, [P0]) == 1
-    prefillers.begin_probe(P1, 9)
+    prefillers.begin_prefill(P1, 9)
     assert prefillers.choose(TICKET, 9, [P0]) is None
 
 
 def test_nobody_waits_for_a_trial_to_end_while_another_prefiller_is_open() -> None:
     prefillers = Prefillers(2, choice=FewestTokens())
     prefillers.on_trial[1] = True
-    prefillers.begin_probe(P1, 9)
+    prefillers.begin_prefill(P1, 9)
     assert prefillers.choose(TICKET, 9, [P0]) == 0
