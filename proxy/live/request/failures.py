@@ -1,6 +1,6 @@
 """What becomes of a request when a leg of it fails: the table of docs/serving.md as code.
 
-Pure: the session says what happened, `triage` says whom to blame and how to go on.
+Pure: the session passes what happened, `triage` returns what to blame and how to continue.
 
 A KV cache is offered to another rank only if the first one provably never took the request. A rank
 that took it may have pulled the KV cache before it failed: the prefiller frees pulled blocks, and who
@@ -32,31 +32,31 @@ class What(Enum):
 
     REFUSED = "4xx"
     BUSY = "429 or 503, as an error of the API"
-    UNAVAILABLE = "429 or 503 of another form, as of a server before the engine"
+    UNAVAILABLE = "429 or 503 that is no error of the API, as from a gateway before the engine"
     SERVER_ERROR = "another 5xx"
     NO_ANSWER = "a status below 400 that is not 200"
     UNREADABLE = "an unreadable answer"
     NO_KV = "no usable KV parameters"
-    ERROR_EVENT = "an error event of 5xx first"
+    ERROR_EVENT = "the first event is an error of 5xx"
     NOT_SENT = "no connection"
-    BROKEN = "broken off after the request was sent"
+    BROKEN = "connection lost after the request was sent"
     TIMED_OUT = "timed out"
-    NO_PREFILL = "the prefill that a decode rank called for failed"
+    NO_PREFILL = "the prefill that the decode rank requested failed"
 
 
 class Blame(Enum):
-    """Who is told of it."""
+    """Which check counts it against an engine."""
 
-    NOBODY = "nobody"
+    NOBODY = "none"
     ENGINE = "health checks"
-    PULL = "the judge of KV transfers"
+    PULL = "KV transfers"
 
 
 class Next(Enum):
     """How the request goes on."""
 
-    RELAY = "the engine's answer is the client's"
-    OTHER_PREFILLER = "prefilled elsewhere"
+    RELAY = "the client gets the engine's answer"
+    OTHER_PREFILLER = "another prefiller"
     OTHER_RANK = "another rank, the same KV cache"
     NEW_KV = "prefilled again"
     OTHERS_KV = "prefilled again, by another prefiller"
@@ -95,7 +95,7 @@ class Rule:
     """What to do about a failure.
 
     Attributes:
-        blame: Who is told. A failure where a rank was to pull a KV cache may be the prefiller's.
+        blame: Which check counts it. A failure where a rank was to pull a KV cache may be the prefiller's.
         close_idle: Whether idle connections to the engine are closed: one may be an answer behind.
         then: How the request goes on, if attempts and the retry budget allow.
     """

@@ -20,7 +20,7 @@ from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
-HEADINGS = "| leg | what | told to | next |"
+HEADINGS = "| leg | failure | counted by | next |"
 
 
 OWN = b'{"error": {"message": "busy", "type": "ServiceUnavailable"}}'
