@@ -16,7 +16,6 @@ _PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 _MAX_ERROR_BYTES = 65_536
 _MAX_WORDS = 200
 _RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
-_CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)\d+')
 # A count of more digits is a lie.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
@@ -85,12 +84,3 @@ def counts_of(body: bytes) -> tuple[int, int]:
     prompt = _PROMPT_TOKENS.search(body, begin)
     completion = _COMPLETION_TOKENS.search(body, begin)
     return int(prompt[1]) if prompt else 0, int(completion[1]) if completion else 0
-
-
-def with_cached_tokens(body: bytes, cached_tokens: int) -> bytes:
-    """Return the answer with the cached tokens of the prefill leg in its usage object."""
-    begin = body.rfind(b'"usage":')
-    if begin < 0:
-        return body
-    usage = _CACHED_TOKENS.sub(rb"\g<1>%d" % cached_tokens, body[begin:])
-    return body[:begin] + usage

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.live.openai.usage import token_count
 from balanceroute.proxy.wire.sse import event_data
 
 _NAME = re.compile(rb"event: ?([^\r\n]+)")
@@ -17,8 +19,8 @@ _FINAL = frozenset(
     {b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"}
 )
 _FAILED = frozenset({b"error", b"response.failed"})
+_MAX_REASON = 200
 _TELLING = _FINAL | _FAILED | {b"message_delta"}
-_MAX_COUNT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,6 @@ def read_turn(event: bytes) -> Turn | None:
     message: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
     response = _object(message, "response")
     usage = _object(message, "usage") or _object(response, "usage")
-    count = usage.get("output_tokens")
     error = ""
     if name in _FAILED:
         said = _object(message, "error") or _object(response, "error") or message
@@ -60,10 +61,76 @@ def read_turn(event: bytes) -> Turn | None:
         final=name in _FINAL,
         error=error,
         is_answer=bool(_object(message, "error")),
-        output_tokens=count if type(count) is int and 0 <= count <= _MAX_COUNT else None,
+        output_tokens=token_count(usage, "output_tokens"),
     )
 
 
 def _object(message: dict[str, Any], key: str) -> dict[str, Any]:
     value = message.get(key)
     return value if isinstance(value, dict) else {}
+
+
+class NamedEventStream:
+    """Reads one stream of named events; see `StreamReader`. Each with data is counted as a token.
+
+    Args:
+        resumes: Whether the client's stream began on an earlier binding.
+
+    Attributes:
+        complete: Whether the answer is.
+        over: Whether nothing that follows matters.
+        error: What the engine reported to the client as an error; empty if nothing.
+        usage_tokens: Tokens of the answer by the engine's count; None if it sent none.
+    """
+
+    __slots__ = ("_events", "_opening", "complete", "error", "over", "usage_tokens")
+
+    handed_back = False
+    plain = False
+
+    def __init__(self, *, resumes: bool) -> None:
+        self._opening = StreamOpening(resumes=resumes)
+        self._events = 0
+        self.complete = False
+        self.over = False
+        self.error = ""
+        self.usage_tokens: int | None = None
+
+    @property
+    def first_error(self) -> bytes:
+        """The first event, if it is an error; empty if it was none."""
+        return self._opening.error
+
+    def read_tokens(self) -> int:
+        """Return the tokens received."""
+        return self._events
+
+    def take_tokens(self, _: list[bytes]) -> list[bytes]:
+        """Take nothing: every event is read."""
+        return []
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+        return self._opening.begin(self._read(event))
+
+    def flush(self) -> bytes:
+        """Return nothing: nothing is held behind the first event."""
+        return b""
+
+    def _read(self, event: bytes) -> bytes:
+        if not event_data(event):
+            return self._opening.pass_empty(event)
+        self._events += 1
+        turn = read_turn(event)
+        if turn is None:
+            return event
+        if turn.output_tokens is not None:
+            self.usage_tokens = turn.output_tokens
+        self.complete = self.complete or turn.final
+        if not turn.error:
+            return event
+        if turn.is_answer and not self._opening.pass_error(event):
+            self.over = True
+            return b""
+        self.error = turn.error[:_MAX_REASON]
+        return event

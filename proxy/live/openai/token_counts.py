@@ -6,7 +6,6 @@ and nothing is speculated. vLLM says in each event how many tokens there are if
 out again, so that it gets the bytes that the engine would have sent it.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.body import is_deep
 from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.usage import USAGE
 
 # As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
-_BEHIND = b"}}\n\n"
+_END = b"}}\n\n"
 # As anybody may write it.
-_USAGE = b'"usage":'
 _MEMBER = re.compile(
     rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
     rb'"completion_tokens":\s*+(\d{1,9})\b[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}'
@@ -28,7 +27,6 @@ _MEMBER = re.compile(
 # The white space that may stand between a comma and the member.
 _SLACK = 2
 _MAX_DIGITS = 9
-_LINE_ENDS = b"\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class CountsAsked:
 
     Attributes:
         options: The leg's `stream_options`.
-        each: Whether every event is to tell its count; else the total at the end alone is told.
+        each: Whether every event is to report its count; else the end alone reports the total.
         hide_each: Whether the client wants no usage in every event.
         hide_total: Whether it wants no usage event at the end.
     """
@@ -54,8 +52,7 @@ def ask_for_counts(
     """Return what to ask for, given a request and its members; not `each` asks for the total alone.
 
     None for an answer that is not streamed, where counts do not add up (several sequences, of which
-    each event tells one), where other APIs have other words for them, and where the options are the
-    engine's to judge.
+    each event reports one), for other APIs, and where the options are the engine's to judge.
     """
     if not shape.stream or shape.sequences > 1 or shape.api not in (Api.CHAT, Api.COMPLETIONS):
         return None
@@ -81,61 +78,52 @@ class TokenCounts:
 
     Args:
         asked: What is asked for beyond the client.
+
+    Attributes:
+        asked: See above.
     """
 
-    __slots__ = ("_asked", "_closing", "_hide_each", "_tokens", "_told")
+    __slots__ = ("_counted", "_hide_each", "_tokens", "asked")
 
     def __init__(self, asked: CountsAsked) -> None:
-        self._asked = asked
+        self.asked = asked
         self._hide_each = asked.hide_each
-        self._closing = b""
         self._tokens = 0
-        self._told = b""  # The last event with a count that was not read yet.
+        self._counted = b""  # The last event with a count that was not read yet.
 
-    @property
-    def each(self) -> bool:
-        """Whether every event is to tell its count."""
-        return self._asked.each
-
-    @property
-    def hide_each(self) -> bool:
-        """Whether no event but the last may show a count."""
-        return self._hide_each
-
-    @property
-    def tokens(self) -> int:
-        """Tokens so far. An event without a count is one."""
-        if self._told:
-            # Read when somebody wants to know: a step clock looks less often than events come.
-            _, _, behind = self._told.rpartition(_COUNT)
-            self._told = b""
-            self._believe(behind.removesuffix(_BEHIND).partition(b",")[0])
+    def read_tokens(self) -> int:
+        """Return the tokens so far. An event without a count is one."""
+        if self._counted:
+            # Read only now: a step clock looks less often than events come.
+            _, _, behind = self._counted.rpartition(_COUNT)
+            self._counted = b""
+            self._record_count(behind.removesuffix(_END).partition(b",")[0])
         return self._tokens
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
         begin = event.rfind(_PLACE)
-        if begin < 0 or event.find(b"}", begin) != len(event) - 4 or not event.endswith(_BEHIND):
-            return self._take_odd(event)
-        self._told = event
+        if begin < 0 or event.find(b"}", begin) != len(event) - 4 or not event.endswith(_END):
+            return self._count_slow(event)
+        self._counted = event
         return event[: begin + 1] + b"}\n\n" if self._hide_each else event
 
-    def pass_by(self, event: bytes) -> bytes:
+    def hide(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""
         member = _member(event)
         return event if member is None else self._cut(event, member)
 
-    def _take_odd(self, event: bytes) -> bytes:
-        tokens = self.tokens
+    def _count_slow(self, event: bytes) -> bytes:
+        tokens = self.read_tokens()
         member = _member(event)
         if member is None:
             self._tokens = tokens + 1
             return event
-        self._believe(member[1])
+        self._record_count(member[1])
         return self._cut(event, member)
 
-    def _believe(self, digits: bytes) -> None:
-        # An engine that counts backwards, or to the skies, is not believed.
+    def _record_count(self, digits: bytes) -> None:
+        # A count that goes backwards, or has more digits than any answer has tokens, is ignored.
         if digits.isdigit() and len(digits) <= _MAX_DIGITS:
             self._tokens = max(self._tokens, int(digits))
 
@@ -144,42 +132,7 @@ class TokenCounts:
             return event
         return event[: member.start()] + event[member.end() :]
 
-    # The end: an engine that tells the total says its fingerprint there, else with the last token.
-
-    def hold(self, event: bytes) -> bytes | None:
-        """Keep the event that ends the sequence, if what belongs into it comes with the total."""
-        if not self._asked.hide_total:
-            return event
-        self._closing = event
-        return None
-
-    def release(self, message: Mapping[str, Any] | None) -> tuple[bytes, bool]:
-        """Return the event held, if any, and whether `message`, which follows, is the hidden total."""
-        closing, self._closing = self._closing, b""
-        if not self._asked.hide_total or message is None or not is_total(message):
-            return closing, False
-        fingerprint = message.get("system_fingerprint")
-        inside = closing.rstrip(_LINE_ENDS)
-        if fingerprint is not None and inside.endswith(b"}"):
-            said = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
-            closing = inside[:-1] + said.encode() + closing[len(inside) :]
-        return closing, True
-
 
 def _member(event: bytes) -> "re.Match[bytes] | None":
-    begin = event.rfind(_USAGE)
+    begin = event.rfind(USAGE)
     return None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
-
-
-def is_total(message: Mapping[str, Any]) -> bool:
-    """Return whether an event is the one at the end that tells the usage."""
-    return message.get("choices") == [] and isinstance(message.get("usage"), dict)
-
-
-def is_dear(message: Mapping[str, Any]) -> bool:
-    """Return whether the engine recounts the whole answer for each event.
-
-    vLLM with a reasoning parser does (`count_reasoning_tokens`), and shows it from the first event.
-    """
-    usage = message.get("usage")
-    return isinstance(usage, dict) and isinstance(usage.get("completion_tokens_details"), dict)

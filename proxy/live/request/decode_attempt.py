@@ -11,19 +11,22 @@ from balanceroute.proxy.live.openai.answer import (
     is_recomputed,
     is_whole,
     stops_at_recomputed,
-    with_cached_tokens,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
+from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.leg_body import decode_body
+from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.transcript import Transcript
+from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
-from balanceroute.proxy.live.request.stream_leg import StreamLeg
+from balanceroute.proxy.live.request.relay import Relay, StreamReader
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -40,7 +43,7 @@ _MOST_RECOMPUTES = 32
 
 
 class DecodeAttempt(Attempt):
-    """One leg that brings the answer; see `StreamOwner`.
+    """One leg that brings the answer; see `StreamEvents`.
 
     Args:
         session: Told what becomes of it.
@@ -52,7 +55,16 @@ class DecodeAttempt(Attempt):
         stream: What comes; None if the answer is not streamed, or the attempt is over.
     """
 
-    __slots__ = ("_kv", "_rank", "_remote", "_transfer", "hands_back", "stream")
+    __slots__ = (
+        "_kv",
+        "_rank",
+        "_remote",
+        "_transcript",
+        "_transfer",
+        "_usage",
+        "hands_back",
+        "stream",
+    )
 
     def __init__(
         self, session: "Session", engine: "Prefiller | Rank", kv: "KvHandle | None"
@@ -61,7 +73,9 @@ class DecodeAttempt(Attempt):
         super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
         able = session.host.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
-        self.stream: StreamLeg | None = None
+        self.stream: Relay | None = None
+        self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
+        self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
@@ -86,12 +100,12 @@ class DecodeAttempt(Attempt):
     @property
     def tokens(self) -> int | None:
         """What has come of the stream; None if it is none."""
-        return None if self.stream is None else self.stream.tokens
+        return None if self.stream is None else self.stream.reader.read_tokens()
 
     @property
     def complete(self) -> bool:
         """Whether all sequences have finished, though not the stream."""
-        return self.stream is not None and self.stream.finished >= self._session.shape.sequences
+        return self.stream is not None and self.stream.reader.complete
 
     def send(self) -> None:
         """Ask for the answer."""
@@ -169,28 +183,39 @@ class DecodeAttempt(Attempt):
             self._count(self.stream)
             self.stream = None
 
-    def _count(self, stream: StreamLeg) -> None:
+    def _count(self, stream: Relay) -> None:
         session = self._session
         if session.answer.opened:
             record = session.record
-            record.output_tokens = session.emitted.tokens + stream.all_tokens
+            record.output_tokens = session.emitted.tokens + stream.count_tokens()
             record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
 
-    def _make_stream(self, asked: CountsAsked | None) -> StreamLeg:
-        session = self._session
-        return StreamLeg(
+    def _make_stream(self, asked: CountsAsked | None) -> Relay:
+        session, resumes = self._session, self._session.answer.opened
+        reader: StreamReader
+        if session.shape.api in (Api.CHAT, Api.COMPLETIONS):
+            reader = CompletionStream(
+                session.shape.sequences,
+                resumes=resumes,
+                usage=self._usage,
+                counts=None if asked is None else TokenCounts(asked),
+                transcript=self._transcript,
+                expensive=self._stop_asking,
+            )
+        else:
+            reader = NamedEventStream(resumes=resumes)
+        return Relay(
             self,
             session.answer.reply,
+            reader,
             session.host.clock,
-            openai=session.shape.api in (Api.CHAT, Api.COMPLETIONS),
-            sequences=session.shape.sequences,
-            cached_tokens=session.record.cached_tokens,
-            resumed_tokens=session.emitted.tokens,
-            opened=session.answer.opened,
-            keep_text=self.hands_back,
             observe_gap=session.host.observe_gap,
-            counts=None if asked is None else TokenCounts(asked),
+            resumes=resumes,
         )
+
+    def _stop_asking(self) -> None:
+        """Ask this engine no more for its counts in every event."""
+        self._session.host.counts_dear(self.engine)
 
     # The prefill that the rank calls for.
 
@@ -227,8 +252,8 @@ class DecodeAttempt(Attempt):
             remote.prefiller.endpoint.close_idle()
             return  # The rank has the KV cache; only the counts are missing.
         record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
-        if self.stream is not None and answer.cached_tokens is not None:
-            self.stream.correct_cached_tokens(answer.cached_tokens)
+        if answer.cached_tokens is not None:
+            self._usage.correct_cached_tokens(answer.cached_tokens)
         session.host.counted(session, answer.prompt_tokens)
 
     def _not_prefilled(self, fault: Fault) -> None:
@@ -293,10 +318,6 @@ class DecodeAttempt(Attempt):
         reason = f"status {status}"
         self._session.failed(self, Failure(what, Fault.SERVER_ERROR, reason, answer))
 
-    def stream_counts_dear(self) -> None:
-        """Ask this engine for its counts no more."""
-        self._session.host.counts_dear(self.engine)
-
     def stream_recomputed(self) -> None:
         """Go on elsewhere: the rank hands the request back."""
         session, record, stream = self._session, self._session.record, self.stream
@@ -306,11 +327,12 @@ class DecodeAttempt(Attempt):
             session.fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
         advanced = False
-        if stream is not None and stream.started and stream.all_tokens:
+        if stream is not None and stream.started and (tokens := stream.count_tokens()):
             advanced = True
+            assert self._transcript is not None
             try:
-                if session.emitted.add(stream, session.shape, session.body):
-                    session.answer.reply.write(stream.last_words)
+                if session.emitted.add(self._transcript, tokens, session.shape, session.body):
+                    session.answer.reply.write(self._transcript.withheld)
             except CannotResumeError as error:
                 session.fail(502, f"the engine dropped the request, and {error}")
                 return

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Shape
-    from balanceroute.proxy.live.request.stream_leg import StreamLeg
+    from balanceroute.proxy.live.openai.transcript import Transcript
 
 
 class Emitted:
@@ -27,15 +27,17 @@ class Emitted:
         self.members: Mapping[str, object] = {}
         self._text = ""
 
-    def add(self, leg: "StreamLeg", shape: "Shape", body: "RequestBody") -> bool:
-        """Take in what a leg emitted; return whether there is any text to go on from.
+    def add(
+        self, transcript: "Transcript", tokens: int, shape: "Shape", body: "RequestBody"
+    ) -> bool:
+        """Take in the text and tokens of a leg; return whether there is any text to go on from.
 
         Raises:
             CannotResumeError: The answer cannot be continued from text.
         """
-        if leg.text is None or shape.sequences != 1:
+        if transcript.text is None:
             raise CannotResumeError("its answer cannot be continued from text")
-        text, tokens = self._text + "".join(leg.text), self.tokens + leg.all_tokens
+        text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
         if not text:
             return False
         self.members = resumed_members(shape.api, body.large_values(), text, tokens)

@@ -11,7 +11,6 @@ from balanceroute.proxy.live.openai.answer import (
     is_recomputed,
     passable_headers,
     stops_at_recomputed,
-    with_cached_tokens,
 )
 from balanceroute.proxy.live.openai.body import RequestBody
 
@@ -92,17 +91,6 @@ def test_tokens_of_a_real_answer_are_counted(
 )
 def test_counts_are_taken_from_the_usage_object_alone(body: bytes, counts: tuple[int, int]) -> None:
     assert counts_of(body) == counts
-
-
-def test_cached_tokens_are_those_of_the_prefill() -> None:
-    corrected = with_cached_tokens(DETAILED, 5)
-    assert corrected == DETAILED.replace(b'"cached_tokens": 8', b'"cached_tokens": 5')
-    assert json.loads(corrected)["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
-
-
-def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str], bytes]) -> None:
-    for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
-        assert with_cached_tokens(body_of(name), 5) == body_of(name)
 
 
 @pytest.mark.parametrize(

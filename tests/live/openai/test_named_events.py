@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.live.stream_client import Client
 
 from balanceroute.proxy.live.openai.named_events import Turn, read_turn
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -63,6 +64,36 @@ FINAL = {
 )
 def test_only_the_events_that_tell_are_read(sent: bytes, turn: Turn | None) -> None:
     assert read_turn(sent) == turn
+
+
+def test_the_events_of_other_apis_are_counted_and_pass_as_they_are() -> None:
+    events = [
+        b'event: message_start\ndata: {"type":"message_start"}\n\n',
+        b'event: content_block_delta\ndata: {"delta":{"text":"data:"}}\n\n',
+        b": ping\n\n",
+        b'event: ping\ndata: {"type":"ping"}\n\n',
+        b"event: message_stop\ndata: {}\n\n",
+    ]
+    client = Client(openai=False, cached_tokens=1, resumed_tokens=0).answer(*events).end()
+    assert client.pieces == events
+    assert client.tokens == 4
+    assert client.turns[-1] == "ended"
+
+
+def test_the_count_of_a_named_stream_is_the_engines_if_it_tells_one() -> None:
+    client = Client(openai=False).answer(BEGIN[MESSAGES], FINAL[MESSAGES]).end()
+    assert (client.tokens, client.leg.count_tokens()) == (4, 7)
+
+
+def test_a_named_error_is_the_first_event_or_the_clients() -> None:
+    failure = event("error", error={"message": "x" * 300})
+    first = Client(openai=False).answer(b": ping\n\n", failure)
+    assert (first.turns, first.first_errors) == (["error first"], [failure])
+    later = Client(openai=False).answer(BEGIN[MESSAGES], failure).end()
+    assert later.received == BEGIN[MESSAGES] + failure
+    assert later.turns[-1] == "error: " + "x" * 200
+    resumed = Client(openai=False, resumed_tokens=1).answer(failure).end()
+    assert resumed.received == failure
 
 
 class Engine:

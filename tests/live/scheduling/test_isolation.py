@@ -10,8 +10,8 @@ import pytest
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
+from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.stream_leg import StreamLeg
 from balanceroute.proxy.live.scheduling import driver as driver_module
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -93,14 +93,14 @@ def test_an_exception_in_the_stream_itself_is_an_error_event(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finding C1: what the wire calls is part of a request's handling."""
-    usual = StreamLeg.on_end
+    usual = Relay.on_end
 
-    def on_end(leg: StreamLeg) -> None:
+    def on_end(leg: Relay) -> None:
         if leg.started:
             raise ZeroDivisionError
         usual(leg)
 
-    monkeypatch.setattr(StreamLeg, "on_end", on_end)
+    monkeypatch.setattr(Relay, "on_end", on_end)
 
     async def scenario(site: "Site") -> None:
         bad = await site.post(COMPLETIONS, body(stream=True))

@@ -11,13 +11,14 @@ from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.live.openai.api_error import error_event
+from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
 from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.stream_leg import StreamLeg
 from balanceroute.proxy.live.scheduling.driver import Driver
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.testing.chaos.trial import run_seed
@@ -61,9 +62,9 @@ def a_request_id_stays_in_use(patch: Patch) -> None:
 
 def rewrite(patch: Patch, change: Callable[[int, bytes], list[bytes]]) -> None:
     """Let a stream's pieces go to the client as `change` says, by their number."""
-    init: Any = StreamLeg.__init__
+    init: Any = Relay.__init__
 
-    def changed(self: StreamLeg, *args: Any, **options: Any) -> None:
+    def changed(self: Relay, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         write = self._write
         numbers = iter(range(1_000_000))
@@ -74,7 +75,7 @@ def rewrite(patch: Patch, change: Callable[[int, bytes], list[bytes]]) -> None:
 
         self._write = write_changed
 
-    patch.setattr(StreamLeg, "__init__", changed)
+    patch.setattr(Relay, "__init__", changed)
 
 
 @bug("belongs")
@@ -112,13 +113,14 @@ def a_client_gets_another_ones_answer(patch: Patch) -> None:
 
 @bug("it ended too soon (complete)", seed=58)
 def a_short_stream_ends_as_if_it_were_whole(patch: Patch) -> None:
-    on_end = StreamLeg.on_end
+    on_end = Relay.on_end
 
-    def end(self: StreamLeg) -> None:
-        self.finished = self._sequences
+    def end(self: Relay) -> None:
+        if isinstance(self.reader, CompletionStream):
+            self.reader.finished = self.reader._sequences
         on_end(self)
 
-    patch.setattr(StreamLeg, "on_end", end)
+    patch.setattr(Relay, "on_end", end)
 
 
 @bug("it ended too soon (cut)", seed=5)
@@ -242,7 +244,7 @@ def a_task_is_left_behind(patch: Patch) -> None:
 def tokens_are_counted_twice(patch: Patch) -> None:
     count = DecodeAttempt._count
 
-    def twice(self: DecodeAttempt, stream: StreamLeg) -> None:
+    def twice(self: DecodeAttempt, stream: Relay) -> None:
         count(self, stream)
         self._session.record.output_tokens *= 2
 

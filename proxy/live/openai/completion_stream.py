@@ -1,0 +1,259 @@
+"""The events of /v1/chat/completions and /v1/completions: counted, rewritten, and what they end with.
+
+An ordinary token event is recognised by a substring, and only counted (`take_tokens`); the first and
+the last events of a stream are parsed (`read`).
+
+Tokens are counted by the engine's own counts (`token_counts`), or else each content event is one token.
+That is so in vLLM without speculative decoding, as long as every token ends a character and its HTTP
+server keeps up with its engine: else it puts several tokens into one event (seen: 24 in 8). The usage
+object at the end, if the client asked for one, then corrects the count.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from balanceroute.proxy.live.openai.held_end import HeldEnd
+from balanceroute.proxy.live.openai.stream_event import choices_of, is_opening, parsed
+from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.live.openai.token_counts import TokenCounts
+from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
+from balanceroute.proxy.live.openai.usage import (
+    USAGE,
+    UsageRewrite,
+    continuous_usage_is_expensive,
+    is_total,
+    token_count,
+)
+from balanceroute.proxy.wire.sse import event_data
+
+# In every vLLM event of a token that is not the last of its sequence. The text of an answer cannot
+# hold it: its quotes are escaped.
+_GOING_ON = b'"finish_reason":null'
+_ROLE = b'"delta":{"role":'
+_MAX_REASON = 200
+
+
+class CompletionStream:
+    """Reads one stream; see `StreamReader`.
+
+    Args:
+        sequences: Sequences that must finish before the stream may end.
+        resumes: Whether the client's stream began on an earlier binding: its opening event is not
+            repeated.
+        usage: How usage objects are rewritten.
+        counts: The engine's own counts; None if they were not asked for.
+        transcript: Keeps the text; None if no rank can hand the request back.
+        expensive: Called if the engine's counts cost it more the longer the answer.
+
+    Attributes:
+        finished: Sequences that have finished.
+        handed_back: Whether the rank hands the request back.
+        over: Whether nothing that follows matters.
+        error: What the engine reported to the client as an error; empty if nothing.
+        usage_tokens: Completion tokens by the engine's usage object; None if it sent none.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_events",
+        "_expensive",
+        "_has_begun",
+        "_held_end",
+        "_opening",
+        "_sequences",
+        "_shows_each",
+        "_transcript",
+        "_usage",
+        "error",
+        "finished",
+        "handed_back",
+        "over",
+        "usage_tokens",
+    )
+
+    def __init__(
+        self,
+        sequences: int,
+        *,
+        resumes: bool,
+        usage: UsageRewrite,
+        counts: TokenCounts | None,
+        transcript: Transcript | None,
+        expensive: Callable[[], None],
+    ) -> None:
+        self._sequences = sequences
+        self._opening = StreamOpening(resumes=resumes)
+        self._usage = usage
+        self._counts = counts
+        self._shows_each = counts is None or not counts.asked.hide_each
+        hides_total = counts is not None and counts.asked.hide_total
+        self._held_end = HeldEnd() if hides_total else None
+        self._transcript = transcript
+        self._expensive = expensive
+        self._has_begun = False  # Nothing but openings came so far.
+        self._events = 0  # With tokens, where the engine's counts were not asked for.
+        self.finished = 0
+        self.handed_back = False
+        self.over = False
+        self.error = ""
+        self.usage_tokens: int | None = None
+
+    @property
+    def first_error(self) -> bytes:
+        """The first event, if it is an error; empty if it was none."""
+        return self._opening.error
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sequence has finished."""
+        return self.finished >= self._sequences
+
+    @property
+    def plain(self) -> bool:
+        """Whether only token events are expected, so that `take_tokens` may try."""
+        if not self._has_begun or self.over or self.handed_back:
+            return False
+        return self._counts is None or not self.finished  # It may be held: nothing overtakes it.
+
+    def read_tokens(self) -> int:
+        """Return the tokens received."""
+        return self._events if self._counts is None else self._counts.read_tokens()
+
+    def take_tokens(self, events: list[bytes]) -> list[bytes]:
+        """Count token events; return what of them is the client's.
+
+        Returns:
+            Nothing if one of them is no token event: none was taken then, and all are to be read.
+        """
+        rewrites_each = self._shows_each and self._usage.changes
+        for event in events:
+            # From the right, where it stands: a third of what `in` costs.
+            if event.rfind(_GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
+                return []
+        counts = self._counts
+        if counts is None:
+            self._events += len(events)
+        elif len(events) == 1:  # As a rule. A comprehension would cost one call more.
+            events = [counts.take(events[0])]
+        else:
+            events = [counts.take(event) for event in events]
+        if self._transcript is not None:
+            for event in events:
+                self._transcript.keep(event)
+        return events
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+        if self.handed_back:
+            self._look_for_total(event)
+            return b""
+        if self.finished and self._held_end is not None:
+            return self._opening.begin(self._read_behind(self._held_end, event))
+        return self._opening.begin(self._read(event))
+
+    def flush(self) -> bytes:
+        """Return the end held, if it waits for a total that does not come; else nothing."""
+        if self._held_end is None:
+            return b""
+        return self._opening.begin(self._held_end.release(None)[0])
+
+    def _read_behind(self, held_end: HeldEnd, event: bytes) -> bytes:
+        """Read an event behind the one that ended the sequence, which may be held for it."""
+        if not event_data(event):
+            return event  # A comment, for example.
+        message = parsed(event)
+        end, hidden = held_end.release(message)
+        end = self._opening.begin(end)
+        if hidden:
+            assert message is not None
+            self._take_usage(message["usage"])
+            return end
+        return end + self._read(event)
+
+    def _read(self, event: bytes) -> bytes:
+        if _GOING_ON in event and _ROLE not in event:
+            self._has_begun = True
+            if self._transcript is not None:
+                self._transcript.keep(event)
+            return self._usage.apply(self._count(event))
+        message = parsed(event)
+        if message is None:
+            return self._opening.pass_empty(event)
+        error = message.get("error")
+        if error is not None:
+            return self._read_error(event, error)
+        return self._read_message(event, message)
+
+    def _count(self, event: bytes) -> bytes:
+        """Count an event's tokens; return what of it is the client's."""
+        if self._counts is None:
+            self._events += 1
+            return event
+        return self._counts.take(event)
+
+    def _read_error(self, event: bytes, error: object) -> bytes:
+        passed = self._opening.pass_error(event)
+        if passed:
+            text = error.get("message") if isinstance(error, dict) else error
+            self.error = str(text or "error")[:_MAX_REASON]
+        else:
+            self.over = True
+        return passed
+
+    def _read_message(self, event: bytes, message: dict[str, Any]) -> bytes:
+        opens = False
+        for choice in choices_of(message):
+            if self._transcript is not None and is_handed_back(choice):
+                self._take_back(self._transcript, message, choice)
+                return b""
+            opens = is_opening(choice)
+            if not opens:
+                self._take_choice(choice)
+        if is_total(message) or self.finished == self._sequences == 1:
+            self._take_usage(message.get("usage"))
+        counts = self._counts if message.get("choices") else None
+        if counts is not None and continuous_usage_is_expensive(message):
+            self._expensive()
+        if opens and self._opening.resumes:
+            return b""
+        if counts is not None:
+            event = counts.hide(event) if opens else counts.take(event)
+        event = self._usage.apply(event)
+        if counts is None or opens or not self.finished or self._held_end is None:
+            return event
+        self._held_end.hold(event)
+        return b""
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        self._has_begun = True
+        if self._counts is None:
+            self._events += 1
+        if self._transcript is not None:
+            self._transcript.keep_choice(choice)
+        if choice.get("finish_reason"):
+            self.finished += 1
+
+    def _take_usage(self, usage: object) -> None:
+        count = token_count(usage, "completion_tokens")
+        if count is not None:
+            self.usage_tokens = count
+
+    # A request that the rank hands back.
+
+    def _take_back(
+        self, transcript: Transcript, message: dict[str, Any], choice: dict[str, Any]
+    ) -> None:
+        event = transcript.keep_withheld(message, choice)
+        if event and self._counts is not None:
+            event = self._counts.take(event)
+        transcript.withheld = self._usage.apply(event)
+        self.handed_back = True
+        # Where only the end reports a count, that is awaited.
+        self.over = self._counts is None or self._counts.asked.each
+
+    def _look_for_total(self, event: bytes) -> None:
+        if event_data(event):  # No comment, for example.
+            message = parsed(event)
+            if message is not None and is_total(message):
+                self._take_usage(message["usage"])
+            self.over = True

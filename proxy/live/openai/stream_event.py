@@ -1,0 +1,42 @@
+"""One event of a completion stream, parsed."""
+
+import json
+from typing import Any
+
+from balanceroute.proxy.wire.sse import event_data
+
+
+def parsed(event: bytes) -> dict[str, Any] | None:
+    """Return the object that an event carries, if it carries one."""
+    try:
+        message = json.loads(event_data(event))
+    except (ValueError, RecursionError):
+        return None  # [DONE], a comment, a heartbeat.
+    return message if isinstance(message, dict) else None
+
+
+def choices_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of a parsed event; none if they have another form."""
+    choices = message.get("choices")
+    if not isinstance(choices, list):
+        return []
+    return [choice for choice in choices if isinstance(choice, dict)]
+
+
+def is_opening(choice: dict[str, Any]) -> bool:
+    """Return whether a choice only says whose turn it is."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason"):
+        return False
+    return not any(value for name, value in delta.items() if name != "role")
+
+
+def text_of(choice: dict[str, Any]) -> str | None:
+    """Return the text of a choice; None if it says something that text cannot carry."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        text = delta.get("content") or ""
+        more = any(value for name, value in delta.items() if name not in ("role", "content"))
+    else:
+        text, more = choice.get("text"), False
+    return None if more or not isinstance(text, str) else text

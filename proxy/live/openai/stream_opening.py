@@ -1,0 +1,48 @@
+"""The beginning of a stream: events that say nothing, held, and a first event that is an error.
+
+The first byte that goes to the client commits the answer. So a comment, for example, waits for the
+first event that says something: it would also hide from the first-token deadline that no token came.
+And if that event is an error, nothing is sent, and the request may be tried elsewhere.
+"""
+
+
+class StreamOpening:
+    """Decides what may be the first of a stream.
+
+    Args:
+        resumes: Whether the client's stream began on an earlier binding: then an error is the
+            client's, whenever it comes.
+
+    Attributes:
+        resumes: See above.
+        error: The first event, if it is an error and not the client's.
+    """
+
+    __slots__ = ("_begun", "_held", "error", "resumes")
+
+    def __init__(self, *, resumes: bool) -> None:
+        self.resumes = resumes
+        self.error = b""
+        self._begun = False
+        self._held: list[bytes] = []
+
+    def begin(self, event: bytes) -> bytes:
+        """Return an event with what was held before it; empty stays empty."""
+        if self._begun or not event:
+            return event
+        self._begun = True
+        return b"".join([*self._held, event])
+
+    def pass_empty(self, event: bytes) -> bytes:
+        """Return an event that says nothing; empty if it is held."""
+        if self._begun:
+            return event
+        self._held.append(event)
+        return b""
+
+    def pass_error(self, event: bytes) -> bytes:
+        """Return an error event; empty if nothing came before it, so that it is not the client's."""
+        if self._begun or self.resumes:
+            return event
+        self.error = event
+        return b""

@@ -1,0 +1,86 @@
+"""The text of a streamed answer, kept for the case that its rank hands the request back.
+
+vllm-ascend does so when it runs out of KV blocks: `stop_reason` is "recomputed". The next rank then
+goes on from the prompt and this text. Nothing is kept where the connector's engines never do that.
+"""
+
+import json
+from typing import Any
+
+from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+
+# Where the text of a token begins, in events that carry nothing else of the answer.
+_CHAT_TEXT = b'"delta":{"content":"'
+_COMPLETION_TEXT = b'"index":0,"text":"'
+
+
+def is_handed_back(choice: dict[str, Any]) -> bool:
+    """Return whether a choice ends because the rank hands the request back."""
+    return choice.get("stop_reason") == "recomputed"
+
+
+class Transcript:
+    """The text of one leg.
+
+    Args:
+        sequences: Of the answer; the text of several is not kept.
+
+    Attributes:
+        text: What was emitted, in order; None if text cannot carry it (tool calls, reasoning).
+        withheld: The event with text that came only when the rank handed the request back. It is
+            the client's if the answer goes on; empty if there was none.
+    """
+
+    __slots__ = ("text", "withheld")
+
+    def __init__(self, sequences: int) -> None:
+        self.text: list[str] | None = [] if sequences == 1 else None
+        self.withheld = b""
+
+    def keep(self, event: bytes) -> None:
+        """Append the text of a token event, or give up keeping it."""
+        if self.text is None:
+            return
+        mark, end_mark = _CHAT_TEXT, b"}"
+        begin = event.find(mark)
+        if begin < 0:
+            mark, end_mark = _COMPLETION_TEXT, b","
+            begin = event.find(mark)
+        if begin >= 0:
+            begin += len(mark)
+            end = event.find(b'"', begin)
+            piece = event[begin:end]
+            if b"\\" not in piece and event.startswith(end_mark, end + 1):
+                self.text.append(piece.decode("utf-8", "replace"))
+                return
+        message = parsed(event)
+        if message is None:
+            self.text = None
+            return
+        for choice in choices_of(message):
+            self.keep_choice(choice)
+
+    def keep_choice(self, choice: dict[str, Any]) -> None:
+        """Append the text of a parsed choice, or give up keeping it."""
+        text = text_of(choice)
+        if self.text is None or text is None:
+            self.text = None
+        else:
+            self.text.append(text)
+
+    def keep_withheld(self, message: dict[str, Any], choice: dict[str, Any]) -> bytes:
+        """Append text that the rank withheld until now because a stop string might begin in it.
+
+        Returns:
+            The event that brings it to the client; empty if there is no such text.
+        """
+        text = text_of(choice)
+        if self.text is None or text is None:
+            self.text = None
+            return b""
+        if not text:
+            return b""
+        self.text.append(text)
+        going_on = choice | {"finish_reason": None, "stop_reason": None}
+        data = json.dumps(message | {"choices": [going_on]}, separators=(",", ":"))
+        return b"data: " + data.encode() + b"\n\n"

@@ -1,0 +1,296 @@
+"""Relays one engine's stream to the client: engine events in, client bytes out.
+
+The hot path. Events go to the client as soon as they are complete; an event that is still in pieces
+waits, so that whatever happens next the client has only whole events. What an event means is the
+reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.wire.sse import EventScanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.server import Reply
+
+# Of an answer to a stream's request that is no stream.
+_ANSWER_BYTES = 64 << 20
+
+
+class StreamEvents(Protocol):
+    """What becomes of the stream. Each but `stream_started` is the last that is called."""
+
+    def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
+        """The engine answered, but not with a stream."""
+
+    def stream_started(self, status: int, headers: "Headers") -> None:
+        """The first event came and goes to the client: open the client's stream."""
+
+    def stream_error_first(self, event: bytes) -> None:
+        """The very first event is an error; nothing was sent to the client."""
+
+    def stream_recomputed(self) -> None:
+        """The rank hands the request back; nothing of this event was sent."""
+
+    def stream_ended(self) -> None:
+        """The engine ended the stream as it should."""
+
+    def stream_error(self, message: str) -> None:
+        """The engine sent an error event, which was forwarded, and ended."""
+
+    def stream_broken(self, error: WireError) -> None:
+        """The stream broke off before its end."""
+
+
+class StreamReader(Protocol):
+    """Reads the events of one stream, and counts their tokens."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether only token events are expected, so that `take_tokens` may try."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that follows matters: `first_error` or `handed_back` say why."""
+
+    @property
+    def first_error(self) -> bytes:
+        """The first event, if it is an error; empty if it was none."""
+
+    @property
+    def handed_back(self) -> bool:
+        """Whether the rank hands the request back."""
+
+    @property
+    def error(self) -> str:
+        """What the engine reported to the client as an error; empty if nothing."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is."""
+
+    @property
+    def usage_tokens(self) -> int | None:
+        """Tokens of the answer by the engine's usage object; None if it sent none."""
+
+    def read_tokens(self) -> int:
+        """Return the tokens received."""
+
+    def take_tokens(self, events: list[bytes]) -> list[bytes]:
+        """Count token events; return what of them is the client's, nothing if one is another."""
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+
+    def flush(self) -> bytes:
+        """Return what is held for an event that does not come."""
+
+
+class Relay:
+    """Receives one engine stream; see `ResponseHandler`.
+
+    Args:
+        owner: Called when the stream begins and ends.
+        reply: The client's answer.
+        reader: Says what each event means.
+        clock: The loop's clock, in seconds.
+        observe_gap: Called with the seconds between two arrivals of events.
+        resumes: Whether the client's stream began on an earlier binding.
+
+    Attributes:
+        reader: See above.
+        started: Whether anything of this leg went to the client.
+        last_s: When events came last.
+        gap_max_s: The longest gap between two arrivals of events, in seconds.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_feed",
+        "_headers",
+        "_observe_gap",
+        "_over",
+        "_owner",
+        "_plain",
+        "_resumes",
+        "_scanner",
+        "_status",
+        "_take_tokens",
+        "_whole",
+        "_write",
+        "gap_max_s",
+        "last_s",
+        "reader",
+        "started",
+    )
+
+    def __init__(
+        self,
+        owner: StreamEvents,
+        reply: "Reply",
+        reader: StreamReader,
+        clock: "Callable[[], float]",
+        *,
+        observe_gap: "Callable[[float], None]",
+        resumes: bool,
+    ) -> None:
+        self._owner = owner
+        self._write = reply.write
+        self._clock = clock
+        self._observe_gap = observe_gap
+        self._resumes = resumes
+        self._status = 0
+        self._headers: Headers = []
+        self._whole: BufferedLeg | None = None  # Takes an answer that is no stream.
+        self._scanner = EventScanner()
+        self._feed = self._scanner.feed
+        self._take_tokens = reader.take_tokens
+        self._plain = False  # Only token events are expected from here on.
+        self._over = False
+        self.reader = reader
+        self.started = False
+        self.last_s = clock()
+        self.gap_max_s = 0.0
+
+    def count_tokens(self) -> int:
+        """Return the tokens of this leg, by the best count there is."""
+        counted = self.reader.usage_tokens
+        return self.reader.read_tokens() if counted is None else counted
+
+    def on_head(self, status: int, headers: "Headers") -> None:
+        """Take the response head."""
+        self._status = status
+        self._headers = headers
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        if status != 200 or not kind.lower().startswith(b"text/event-stream"):
+            self._whole = BufferedLeg(
+                self._answered, self._owner.stream_broken, max_bytes=_ANSWER_BYTES
+            )
+            self._whole.on_head(status, headers)
+
+    def on_data(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        if not self._plain:
+            self._take(data)
+            return
+        try:
+            events = self._feed(data)
+        except WireError as error:
+            self._break_off(error)
+            return
+        passed = self._take_tokens(events)
+        if not passed:
+            if events:
+                self._read(events)
+            return
+        now_s = self._clock()
+        gap_s = now_s - self.last_s
+        self.last_s = now_s
+        self._observe_gap(gap_s)
+        if gap_s > self.gap_max_s:  # noqa: PLR1730 - max() costs five times as much.
+            self.gap_max_s = gap_s
+        self._write(passed[0] if len(passed) == 1 else b"".join(passed))
+
+    def on_end(self) -> None:
+        """Take the end of the response."""
+        if not self._over and self._whole is None:
+            events = self._scanner.end()
+            if events:
+                self._read(events)
+        if self._over:
+            return
+        self._flush()
+        self._over = True
+        if self._whole is not None:
+            self._whole.on_end()
+        elif self.reader.handed_back:
+            self._owner.stream_recomputed()
+        elif self.reader.error:
+            self._owner.stream_error(self.reader.error)
+        elif self.reader.complete:
+            self._owner.stream_ended()
+        else:
+            # The HTTP message is whole, but the answer is not: never a silent short end.
+            self._owner.stream_broken(_broken(WireFault.RESET, "the answer is cut short"))
+
+    def on_error(self, error: WireError) -> None:
+        """Take the failure of the response."""
+        if not self._over:
+            self._break_off(error)
+
+    def _break_off(self, error: WireError) -> None:
+        if self.started:
+            self._flush()
+        self._over = True
+        self._plain = False
+        if self.reader.handed_back:
+            self._owner.stream_recomputed()
+        else:
+            self._owner.stream_broken(error)
+
+    def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
+        if status == 200 and self._resumes:
+            # The client has the beginning of a stream, which this cannot go on with.
+            self._owner.stream_broken(_broken(WireFault.PROTOCOL, "the answer is no stream"))
+        else:
+            self._owner.decode_refused(status, headers, body)
+
+    def _take(self, data: bytes) -> None:
+        """Take a piece in which something else than tokens may be."""
+        if self._over:
+            return
+        if self._whole is not None:
+            self._whole.on_data(data)
+            return
+        try:
+            events = self._feed(data)
+        except WireError as error:
+            self._break_off(error)
+            return
+        if events:
+            self._read(events)
+
+    def _read(self, events: list[bytes]) -> None:
+        """Have each event read, and send on those that are the client's."""
+        now_s = self._clock()
+        if self.started:
+            gap_s = now_s - self.last_s
+            self._observe_gap(gap_s)
+            self.gap_max_s = max(self.gap_max_s, gap_s)
+        self.last_s = now_s
+        reader = self.reader
+        passed: list[bytes] = []
+        for event in events:
+            kept = reader.read(event)
+            if reader.over:
+                break
+            if kept:
+                passed.append(kept)
+        self._over = reader.over
+        self._plain = reader.plain
+        if passed:
+            self._send(b"".join(passed))
+        if self._over:
+            if reader.handed_back:
+                self._owner.stream_recomputed()
+            else:
+                self._owner.stream_error_first(reader.first_error)
+
+    def _send(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            self._owner.stream_started(self._status, self._headers)
+        self._write(data)
+
+    def _flush(self) -> None:
+        held = self.reader.flush()
+        if held:
+            self._send(held)
+
+
+def _broken(fault: WireFault, message: str) -> WireError:
+    return WireError(fault, message, sent=True, answered=True)

@@ -1,0 +1,62 @@
+"""The beginning of a stream, before which nothing may commit the answer."""
+
+from collections.abc import Callable
+
+import pytest
+from tests.live.stream_client import DONE, ERROR, OPENING, Client, chat, in_pieces
+
+from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+
+
+@pytest.mark.parametrize("hold", [b": ping\n\n", b"\n", b"event: ping\n\n", b"retry: 1\n\n"])
+@pytest.mark.parametrize("openai", [True, False])
+def test_a_heartbeat_does_not_pass_for_a_first_token(hold: bytes, *, openai: bool) -> None:
+    client = Client(openai=openai).answer(hold, hold)
+    assert not client.leg.started
+    assert not client.turns
+    client.leg.on_data(chat())
+    client.leg.on_data(hold)
+    assert client.received == hold + hold + chat() + hold
+
+
+def test_heartbeats_before_a_first_error_are_not_sent_with_the_retry() -> None:
+    client = Client().answer(b": ping\n\n", b": ping\n\n" + ERROR)
+    assert client.turns == ["error first"]
+
+
+def test_an_error_first_is_told_and_not_sent(body_of: Callable[[str], bytes]) -> None:
+    body = body_of("nixl_pd_prefiller_dead_stream.resp")
+    first, rest = body[: body.index(b"\n\n") + 2], body[body.index(b"\n\n") + 2 :]
+    for pieces in ([body], [first, rest], in_pieces(body, 1)):
+        client = Client().answer(*pieces).end()
+        assert client.turns == ["error first"]
+        assert client.first_errors == [first]
+
+
+@pytest.mark.parametrize("before", [OPENING, chat()])
+def test_an_error_right_behind_the_first_event_is_a_later_one(before: bytes) -> None:
+    client = Client().answer(before + ERROR + DONE).end()
+    assert client.received == before + ERROR + DONE
+    assert client.turns == ["started", "wrote", "error: Internal server error"]
+
+
+def test_the_first_event_of_a_resumed_answer_is_not_the_first_of_the_answer() -> None:
+    client = Client(resumed_tokens=3).answer(ERROR, DONE).end()
+    assert client.received == ERROR + DONE
+    assert client.turns[-1] == "error: Internal server error"
+
+
+def test_what_was_held_comes_once_before_the_first_event() -> None:
+    opening = StreamOpening(resumes=False)
+    assert opening.pass_empty(b": a\n\n") == b""
+    assert opening.begin(b"") == b""
+    assert opening.begin(b"1") == b": a\n\n1"
+    assert opening.begin(b"2") == b"2"
+    assert opening.pass_empty(b": b\n\n") == b": b\n\n"
+
+
+@pytest.mark.parametrize(("resumes", "passed"), [(False, b""), (True, ERROR)])
+def test_an_error_is_the_first_event_only_of_a_new_answer(*, resumes: bool, passed: bytes) -> None:
+    opening = StreamOpening(resumes=resumes)
+    assert opening.pass_error(ERROR) == passed
+    assert bool(opening.error) is not resumes

@@ -1,0 +1,238 @@
+"""The stream from an engine: every byte of it, whole events, and no end that is not true."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.live.stream_client import (
+    DONE,
+    GONE,
+    LAST,
+    OPENING,
+    Client,
+    chat,
+    in_pieces,
+)
+
+from balanceroute.proxy.wire.messages import WireFault
+
+# name: sequences, content events, completion tokens by the usage object.
+STREAMS: dict[str, tuple[int, int, int | None]] = {
+    "chat_tools_named_stream": (1, 30, None),
+    "mooncake_decode_before_prefill": (1, 6, None),
+    "nixl_chat_stream_usage_decode": (1, 13, 24),
+    "nixl_pd_cmpl_stream_n2": (2, 16, None),
+    "solo_chat_stream": (1, 8, None),
+    "solo_chat_stream_logprobs": (1, 8, None),
+    "solo_chat_stream_n2": (2, 16, None),
+    "solo_chat_stream_tokenids": (1, 8, None),
+    "solo_chat_stream_usage": (1, 8, 8),
+    "solo_chat_stream_usage_continuous": (1, 8, 8),
+    "solo_cmpl_batch_stream": (2, 8, None),
+    "solo_cmpl_stream_usage": (1, 8, 8),
+}
+
+
+# Real streams.
+
+
+def check_real(name: str, body: bytes, pieces: Iterable[bytes], **options: Any) -> Client:
+    sequences, tokens, counted = STREAMS[name]
+    client = Client(sequences=sequences, **options).answer(*pieces)
+    assert client.finished == sequences
+    client.end()
+    assert client.received == body
+    assert client.turns[0] == "started"
+    assert client.turns[-1] == "ended"
+    assert set(client.turns[1:-1]) == {"wrote"}
+    assert client.tokens == tokens
+    assert client.usage_tokens == counted
+    return client
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 239, 1_000, 100_000])
+def test_a_real_stream_reaches_the_client_byte_for_byte(
+    body_of: Callable[[str], bytes], name: str, size: int
+) -> None:
+    body = body_of(f"{name}.resp")
+    check_real(name, body, in_pieces(body, size))
+
+
+@pytest.mark.parametrize("name", ["mooncake_decode_before_prefill", "solo_chat_stream_usage"])
+def test_it_does_not_matter_where_a_stream_is_split(
+    body_of: Callable[[str], bytes], name: str
+) -> None:
+    body = body_of(f"{name}.resp")
+    for at in range(1, len(body)):
+        check_real(name, body, [body[:at], body[at:]])
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_real_stream_is_the_same_when_its_text_is_kept(
+    body_of: Callable[[str], bytes], name: str
+) -> None:
+    body = body_of(f"{name}.resp")
+    client = check_real(name, body, re.findall(rb"data: .*\n\n", body), keep_text=True)
+    if STREAMS[name][0] > 1 or "tools" in name:
+        assert client.text is None
+    else:
+        text = "".join(
+            choice.get("delta", choice).get("content", choice.get("text", ""))
+            for line in re.findall(rb"data: (\{.*)", body)
+            for choice in json.loads(line)["choices"]
+        )
+        assert client.text is not None
+        assert "".join(client.text) == text
+
+
+@given(st.lists(st.integers(1, 300), max_size=60), st.sampled_from(["\n", "\r\n", "\r"]))
+def test_a_stream_in_other_line_ends_is_the_same_in_any_pieces(
+    sizes: list[int], line_end: str
+) -> None:
+    plain = OPENING + b": ping\n\n" + chat() * 7 + b"event: x\nid: 1\n" + LAST + DONE
+    body = plain.replace(b"\n", line_end.encode())
+    pieces = []
+    at = 0
+    for size in sizes:
+        pieces.append(body[at : at + size])
+        at += size
+    # What follows is not part of the answer; it shows a lone CR for the end that it is.
+    client = Client().answer(*filter(None, [*pieces, body[at:]]), b": end\n\n").end()
+    assert client.received == body + b": end\n\n"
+    assert client.turns[-1] == "ended"
+    assert client.tokens == 8
+
+
+def test_a_client_has_only_whole_events_whenever_a_stream_breaks_off(
+    body_of: Callable[[str], bytes],
+) -> None:
+    body = body_of("nixl_pd_client_disconnect.resp")
+    for at in range(len(body)):
+        client = Client().answer(*filter(None, [body[:at]])).end()
+        whole = body[: body.rfind(b"\n\n", 0, at) + 2] if b"\n\n" in body[:at] else b""
+        assert client.received == whole
+        assert client.turns[-1] == "broken"
+        assert client.errors[0].kind is WireFault.RESET
+
+
+# Starting.
+
+
+def test_events_that_come_together_are_one_write() -> None:
+    client = Client().answer(OPENING + chat() + chat(), chat() + chat(), LAST + DONE).end()
+    assert client.pieces == [OPENING + chat() + chat(), chat() + chat(), LAST + DONE]
+    assert client.tokens == 5
+
+
+def test_a_leg_has_started_when_something_went_to_the_client() -> None:
+    begun = Client().answer(OPENING[:-1])
+    assert not begun.leg.started
+    opened = Client().answer(OPENING[:-1], OPENING[-1:])
+    assert opened.leg.started
+    assert opened.tokens == 0
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, b"application/json"), (503, b"text/event-stream"), (200, b"application/json")],
+)
+def test_an_answer_that_is_no_stream_is_taken_whole(status: int, kind: bytes) -> None:
+    headers = [(b"server", b"x"), (b"content-type", kind)]
+    client = Client().answer(b"{", b"}", status=status, headers=headers).end()
+    assert client.refusals == [(status, headers, b"{}")]
+    assert client.turns == ["refused"]
+    assert not client.leg.started
+
+
+def test_an_answer_without_a_content_type_is_no_stream() -> None:
+    assert Client().answer(chat(), headers=[]).end().turns == ["refused"]
+
+
+def test_the_content_type_may_be_written_in_any_case() -> None:
+    client = Client()
+    client.leg.on_head(200, [(b"content-type", b"Text/Event-Stream")])
+    client.leg.on_end()
+    assert client.turns == ["broken"]
+
+
+def test_an_endless_answer_that_is_no_stream_is_not_kept() -> None:
+    client = Client().answer(*[bytes(1 << 20)] * 70, status=500).end()
+    assert [error.kind for error in client.errors] == [WireFault.TOO_LARGE]
+
+
+def test_a_refusal_that_breaks_off_is_broken() -> None:
+    client = Client().answer(b"{", status=500)
+    client.leg.on_error(GONE)
+    assert client.errors == [GONE]
+    assert client.turns == ["broken"]
+
+
+def test_a_resumed_stream_cannot_go_on_as_something_else() -> None:
+    client = Client(resumed_tokens=3).answer(b"{}", headers=[]).end()
+    assert [error.kind for error in client.errors] == [WireFault.PROTOCOL]
+    assert Client(resumed_tokens=3).answer(b"{}", status=503).end().turns == ["refused"]
+
+
+# Ending.
+
+
+@pytest.mark.parametrize("pieces", [[], [chat()], [OPENING, chat(), DONE], [b": ping\n\n"], [DONE]])
+def test_a_clean_end_without_a_finish_reason_is_a_break(pieces: list[bytes]) -> None:
+    assert Client().answer(*pieces).end().turns[-1] == "broken"
+
+
+def test_a_connection_that_breaks_is_told_once() -> None:
+    client = Client().answer(chat())
+    client.leg.on_error(GONE)
+    client.leg.on_error(GONE)
+    client.leg.on_end()
+    client.leg.on_data(chat())
+    assert client.errors == [GONE]
+    assert client.received == chat()
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_an_event_without_end_is_cut_off_at_the_limit(*, started: bool) -> None:
+    client = Client().answer(*[OPENING, chat()] if started else [])
+    for _ in range(20):
+        client.leg.on_data(b"data: " + bytes(1 << 20))
+    assert [error.kind for error in client.errors] == [WireFault.TOO_LARGE]
+    assert client.received == (OPENING + chat() if started else b"")
+
+
+# Time.
+
+
+def test_gaps_are_measured_between_arrivals_of_events() -> None:
+    client = Client().answer()
+    for wait_s, piece in [
+        (9.0, OPENING),
+        (0.5, chat()),
+        (0.25, chat()),
+        (2.0, chat()[:10]),
+        (1.0, chat()[10:]),
+        (0.5, LAST),
+        (0.0, DONE),
+    ]:
+        client.now_s += wait_s
+        client.leg.on_data(piece)
+    assert client.gaps == [0.5, 0.25, 3.0, 0.5, 0.0]
+    assert client.leg.gap_max_s == 3.0
+    assert client.leg.last_s == client.now_s
+
+
+def test_a_trickle_of_bytes_is_no_progress() -> None:
+    client = Client().answer(OPENING, chat())
+    since_s = client.leg.last_s
+    for byte in chat()[:-1]:
+        client.now_s += 1.0
+        client.leg.on_data(bytes([byte]))
+    assert client.leg.last_s == since_s
