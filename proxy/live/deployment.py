@@ -141,7 +141,9 @@ class Deployment:
             log=self._environment.log,
             limits=PassThroughLimits(scheduling.single_engine_limit, scheduling.queue_limit),
         )
-        self.roster.attach(self.driver, self.health, self.scraper, self._metrics, self._reconfigure)
+        self.roster.attach(
+            self.driver, self.health, self.scraper, self._metrics.engines, self._reconfigure
+        )
         self._tasks = [
             ("discovery", partial(self.roster.await_decoder, server)) for server in silent
         ]
@@ -250,7 +252,7 @@ class Deployment:
             self._keeper = StateKeeper(
                 path,
                 active,
-                metrics=self._metrics,
+                metrics=self._metrics.predictors,
                 in_thread=environment.in_thread,
                 observed=lambda: self.predictors.observed,
             )
@@ -260,7 +262,7 @@ class Deployment:
             [named(word, make_predictor(word)) for word in scheduling.shadow_predictor],
             # Scores need a horizon, also if the policy looks at none.
             horizon_steps=self.config.policies.horizon_steps or PolicySettings().horizon_steps,
-            metrics=self._metrics,
+            metrics=self._metrics.predictors,
             on_failure=self._failures.report,
             stopwatch=environment.stopwatch,
         )
@@ -298,11 +300,11 @@ class Deployment:
             self.pass_through.lost(target)
 
     def _scrape_failed(self, target: Target, reason: str) -> None:
-        self._metrics.scrape_failed(target.role)
+        self._metrics.engines.scrape_failed(target.role)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _pulled_late(self, target: Target, count: int) -> None:
-        self._metrics.pulled_late(count)
+        self._metrics.engines.pulled_late(count)
         fields = {"url": target.url, "count": count}
         message = (
             "a prefiller was told of KV caches that it kept no longer: their requests were called "

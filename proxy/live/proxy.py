@@ -60,7 +60,7 @@ class Proxy:
             log_lines_dropped=environment.log_lines_dropped,
             descriptor_shortages=environment.descriptor_shortages,
         )
-        self.failures = DecisionFailures(self.metrics, asyncio.get_running_loop().time)
+        self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         self.deployments = {
             DEFAULT: Deployment(config, environment, self.metrics, self.failures),
         }
@@ -197,7 +197,7 @@ class Proxy:
             served=deployment.served_models,
             routes=deployment.model_routes,
             pass_through=deployment.pass_through,
-            metrics=self.metrics,
+            metrics=self.metrics.requests,
             page_of_metrics=page_of_metrics,
             log=self._environment.log,
             settings=GatewaySettings(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.scrape import Scraper
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
     from balanceroute.proxy.wire.client import Endpoint
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Roster:
         self._health: Health | None = None
         self._missing: set[Role] = set()  # As the log was told.
         self._scraper: Scraper | None = None
-        self._metrics: Metrics | None = None
+        self._metrics: EngineMetrics | None = None
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
 
@@ -77,7 +77,7 @@ class Roster:
         driver: "Driver",
         health: "Health",
         scraper: "Scraper",
-        metrics: "Metrics",
+        metrics: "EngineMetrics",
         reconfigure: Callable[[], None],
     ) -> None:
         """Say whom to tell from now on; they learn of the instances there are."""

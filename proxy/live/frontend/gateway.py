@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.scheduling.driver import Driver, Log
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
@@ -107,7 +107,7 @@ class Gateway:
         served: "ServedModels",
         routes: "ModelRoutes",
         pass_through: "PassThrough",
-        metrics: "Metrics",
+        metrics: "RequestMetrics",
         page_of_metrics: Callable[[], bytes],
         log: "Log",
         settings: GatewaySettings,
@@ -373,7 +373,7 @@ class Gateway:
         record.outcome = outcome_of(status)
         record.reason = message
         record.ended_ns = round(self._driver.clock() * 1e9)
-        self._metrics.request_ended(record)
+        self._metrics.ended(record)
         self._log.request_ended(record)
 
     def _answer_model(self, request: "Request", reply: "Reply") -> None:

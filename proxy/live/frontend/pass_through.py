@@ -113,7 +113,7 @@ class PassThrough:
         other = self._free(failed, exchange.among)
         if other is None or other is failed or not self._retries.spend():
             return False
-        self._metrics.retry("single_engine", fault.value)
+        self._metrics.legs.retry("single_engine", fault.value)
         exchange.record.retries += 1
         self._stop(exchange)
         self._start(exchange, other)
@@ -147,7 +147,7 @@ class PassThrough:
             self._stop(exchange)
         else:
             self._waiting.pop(exchange, None)
-        self._metrics.passed_through(record)
+        self._metrics.requests.passed_through(record)
         self._log.request_ended(record)
         if ran:
             self._begin_waiting()

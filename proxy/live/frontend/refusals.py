@@ -19,7 +19,7 @@ from balanceroute.proxy.live.telemetry.refused_log import RefusedLog
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.driver import Log
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
 _BUSY = frozenset({429, 503})
@@ -50,7 +50,7 @@ class Refusals:
     def __init__(
         self,
         *,
-        metrics: "Metrics",
+        metrics: "RequestMetrics",
         log: "Log",
         unique: Callable[[], str],
         clock: Callable[[], float],
@@ -70,7 +70,7 @@ class Refusals:
         record.status = rejection.status
         record.outcome = outcome_of(rejection.status)
         record.reason = rejection.message
-        self._metrics.request_ended(record)
+        self._metrics.ended(record)
         self.log.take(record)
         return (
             [*JSON_HEADERS, (b"x-request-id", record.request_id.encode()), *rejection.headers],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from balanceroute.predictors import Predictor, RequestFeatures
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 
 _log = logging.getLogger(__name__)
 # Most requests that one call of `score` asks about, and most that it looks at.
@@ -71,7 +71,7 @@ class PredictorSet:
         shadows: Sequence[NamedPredictor] = (),
         *,
         horizon_steps: int,
-        metrics: "Metrics",
+        metrics: "PredictorMetrics",
         on_failure: Callable[[str, Exception], None],
         stopwatch: Callable[[], float],
     ) -> None:
@@ -83,7 +83,7 @@ class PredictorSet:
         self._on_failure = on_failure
         self._stopwatch = stopwatch
         self._board = Scoreboard(
-            1 + len(shadows), horizon_steps=horizon_steps, observe_error=metrics.predictor_error
+            1 + len(shadows), horizon_steps=horizon_steps, observe_error=metrics.error
         )
         self._last_asked = -1
         self._scores: list[PredictorScores] = []
@@ -105,7 +105,7 @@ class PredictorSet:
         except Exception as error:
             self._active_failed(error)
             answer = np.ones((len(requests), steps + 1))
-        self._metrics.predictor_refreshed(len(requests), self._stopwatch() - begin_s)
+        self._metrics.refreshed(len(requests), self._stopwatch() - begin_s)
         return answer
 
     def ended(self, request: "RequestId", output_tokens: int, *, by_itself: bool) -> None:
@@ -149,7 +149,7 @@ class PredictorSet:
                     break
         if chosen:
             self._ask(chosen, np.array(ages, np.int64))
-            self._metrics.predictors_scored(self._stopwatch() - begin_s)
+            self._metrics.scored(self._stopwatch() - begin_s)
 
     def _ask(self, requests: "list[RequestId]", ages: "NDArray[np.int64]") -> None:
         said = []

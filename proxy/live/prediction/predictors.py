@@ -19,7 +19,7 @@ from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable, State
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function where it may wait for a disk, and waits for it."""
@@ -90,7 +90,7 @@ class StateKeeper:
         path: Path,
         fresh: "Savable",
         *,
-        metrics: "Metrics",
+        metrics: "PredictorMetrics",
         in_thread: InThread,
         observed: Callable[[], int],
     ) -> None:
@@ -109,7 +109,7 @@ class StateKeeper:
             self.predictor = _restored(path, fresh)
         except PredictorFileError as error:
             self._spoiled = True
-            metrics.predictor_state_refused()
+            metrics.state_refused()
             _log.error(
                 "the predictor's state is refused; it begins afresh",
                 extra={"fields": {**fields, "reason": str(error)}},
@@ -141,7 +141,7 @@ class StateKeeper:
             await self._in_thread(partial(_write, self._path, state, aside=self._spoiled))
         except Exception as error:
             # What goes wrong here must not end the proxy.
-            self._metrics.predictor_state_saved(ok=False)
+            self._metrics.state_saved(ok=False)
             known = isinstance(error, PredictorFileError | OSError)
             _log.error(
                 "the predictor's state is not saved",
@@ -151,7 +151,7 @@ class StateKeeper:
         else:
             self._saved = observed
             self._spoiled = False
-            self._metrics.predictor_state_saved(ok=True)
+            self._metrics.state_saved(ok=True)
 
 
 def _restored(path: Path, fresh: "Savable") -> "Savable":

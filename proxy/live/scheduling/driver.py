@@ -166,7 +166,7 @@ class Driver:
         self.stalls = StallWatch(_SWEEP_S, loop.time)
         self.clock = loop.time
         self.call_later = loop.call_later
-        self.observe_gap = metrics.observe_itl
+        self.observe_gap = metrics.legs.observe_itl
         self.sessions: dict[RequestId, Session] = {}
         self.steps = StepClock()
         self.idle_tokens = self.capacity_tokens = 0
@@ -203,7 +203,7 @@ class Driver:
             pulling=lambda: [s.pair for s in self.sessions.values() if s.pair is not None],
             convict=health.convict,
             is_on_trial=health.is_on_trial,
-            count=metrics.kv_transfer_failed,
+            count=metrics.legs.kv_transfer_failed,
             passed=self.reopen,
         )
         self._tick_timer: asyncio.Handle | None = None
@@ -313,7 +313,7 @@ class Driver:
     def stage_ended(self, stage: str) -> None:
         """Note that a stage of the present decision ended."""
         now_s = self._stopwatch()
-        self._metrics.dispatched(stage, now_s - self._stage_start_s)
+        self._metrics.decisions.dispatched(stage, now_s - self._stage_start_s)
         self._stage_start_s = now_s
 
     def reopen(self) -> None:
@@ -413,7 +413,7 @@ class Driver:
         """Take one retry from the budget, if there is one; a free one needs none."""
         if not (free or self._retries.spend()):
             return False
-        self._metrics.retry(leg, fault.value)
+        self._metrics.legs.retry(leg, fault.value)
         return True
 
     def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
@@ -465,7 +465,7 @@ class Driver:
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
         self._admission.ended(session.ticket, _ending(record), self._now_ns())
-        self._metrics.request_ended(record)
+        self._metrics.requests.ended(record)
         self._log.request_ended(record)
 
     # Decisions.
@@ -504,7 +504,7 @@ class Driver:
         took_s = self._stopwatch() - begin_s
         for action in actions:
             self._perform(action)
-        self._metrics.dispatched("total", took_s)
+        self._metrics.decisions.dispatched("total", took_s)
 
     def _perform(self, action: Action) -> None:
         session = self.sessions.get(action.request)
@@ -520,9 +520,9 @@ class Driver:
             case ReleasePrefill(number):
                 # No engine takes such a word over HTTP: the blocks stay until their lease ends.
                 if number in self.scheduler.requests:
-                    self._metrics.abandoned_lease(session.lease_ended())
+                    self._metrics.legs.abandoned_lease(session.lease_ended())
                 else:
-                    self._metrics.abandoned_lease("ended")
+                    self._metrics.legs.abandoned_lease("ended")
             case Admit(number, rank):
                 if not session.shape.stream:
                     self._unheard[number] = self.clock()
@@ -602,7 +602,7 @@ class Driver:
                 self._sweep_timer = self.call_later(_SWEEP_S, self._sweep, now_s + _SWEEP_S)
 
     def _look_after(self, now_s: float, expected_s: float) -> None:
-        self._metrics.loop_lag(max(0.0, now_s - expected_s))
+        self._metrics.decisions.loop_lag(max(0.0, now_s - expected_s))
         self.stalls.tick()
         deadline_ns = self.scheduler.next_deadline_ns()
         if self.isolation.failures.failing or (

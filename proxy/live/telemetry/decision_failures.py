@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 
 PERSISTENT_S = 10.0
 """For so long rounds of decisions must fail, with none that succeeds, to make the proxy unready."""
@@ -31,7 +31,7 @@ class DecisionFailures:
         rounds_failed: How often a policy or a projection failed.
     """
 
-    def __init__(self, metrics: "Metrics", clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: "DecisionMetrics", clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._logged_s: dict[str, float] = {}
@@ -48,7 +48,7 @@ class DecisionFailures:
             error: How.
             fields: For the log.
         """
-        self._metrics.decision_failed(what)
+        self._metrics.failed(what)
         self.rounds_failed += what in _OF_ROUNDS
         now_s = self._clock()
         logged_s = self._logged_s.get(what)

@@ -59,13 +59,13 @@ class Counts:
         self.errors: list[float] = []
         self.scorings: list[float] = []
 
-    def predictor_refreshed(self, count: int, seconds: float) -> None:
+    def refreshed(self, count: int, seconds: float) -> None:
         self.refreshes.append((count, seconds))
 
-    def predictor_error(self, abs_tokens: float) -> None:
+    def error(self, abs_tokens: float) -> None:
         self.errors.append(abs_tokens)
 
-    def predictors_scored(self, seconds: float) -> None:
+    def scored(self, seconds: float) -> None:
         self.scorings.append(seconds)
 
 

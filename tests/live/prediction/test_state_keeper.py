@@ -23,10 +23,10 @@ class Counts:
         self.saves: list[bool] = []
         self.refusals = 0
 
-    def predictor_state_saved(self, *, ok: bool) -> None:
+    def state_saved(self, *, ok: bool) -> None:
         self.saves.append(ok)
 
-    def predictor_state_refused(self) -> None:
+    def state_refused(self) -> None:
         self.refusals += 1
 
 

@@ -13,8 +13,10 @@ from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
-from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
+from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -148,9 +150,17 @@ def test_deadlines_go_on_though_one_sessions_deadline_raises(
     play(scenario, flags=flags, at_rest=False)
 
 
-@pytest.mark.parametrize("method", ["request_ended", "loop_lag", "predictors_scored", "dispatched"])
+@pytest.mark.parametrize(
+    ("metrics", "method"),
+    [
+        (RequestMetrics, "ended"),
+        (DecisionMetrics, "loop_lag"),
+        (PredictorMetrics, "scored"),
+        (DecisionMetrics, "dispatched"),
+    ],
+)
 def test_metrics_that_raise_end_nothing(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str
+    play: "Play", monkeypatch: pytest.MonkeyPatch, metrics: type, method: str
 ) -> None:
     """Finding C1: no exception in a sweep, a tick or an end keeps others from being served."""
 
@@ -158,7 +168,7 @@ def test_metrics_that_raise_end_nothing(
         raise ZeroDivisionError
 
     async def scenario(site: "Site") -> None:
-        monkeypatch.setattr(Metrics, method, fails)
+        monkeypatch.setattr(metrics, method, fails)
         asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
         for one in asked:
             assert (await one.end()).status == 200

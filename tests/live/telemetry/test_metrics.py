@@ -14,17 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry import exposition
+from balanceroute.proxy.live.telemetry.decision_metrics import MAX_STAGES
 from balanceroute.proxy.live.telemetry.histogram import Histogram
-from balanceroute.proxy.live.telemetry.metrics import (
-    CONTENT_TYPE,
-    ENDPOINTS,
-    MAX_MODELS,
-    MAX_REASONS,
-    MAX_STAGES,
-    MAX_STATUSES,
-    Metrics,
-)
+from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.registry import MAX_REASONS
+from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import PrefillerState, RankState, Snapshot
 
@@ -129,7 +124,7 @@ def labels_seen(subject: Metrics, name: str, label: str) -> set[str]:
 
 def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
     subject = metrics()
-    subject.request_ended(RECORD)
+    subject.requests.ended(RECORD)
     labels = {"endpoint": RECORD.endpoint, "model": "m", "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1
     for name, sum_expected in {
@@ -150,7 +145,7 @@ def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
 
 def test_a_request_cancelled_in_the_queue_has_no_times() -> None:
     subject = metrics()
-    subject.request_ended(
+    subject.requests.ended(
         RequestRecord("r", "/v1/completions", 0, 0.0, outcome=Outcome.CANCELLED, ended_ns=5)
     )
     counts = {
@@ -164,7 +159,7 @@ def test_a_request_cancelled_in_the_queue_has_no_times() -> None:
 
 def test_only_requests_that_ended_well_have_a_latency() -> None:
     subject = metrics()
-    subject.request_ended(replace(RECORD, outcome=Outcome.UPSTREAM_ERROR))
+    subject.requests.ended(replace(RECORD, outcome=Outcome.UPSTREAM_ERROR))
     assert value(subject, "time_to_first_token_seconds_count") == 1
     assert value(subject, "e2e_request_latency_seconds_count") == 0
     assert value(subject, "request_time_per_output_token_seconds_count") == 0
@@ -172,21 +167,21 @@ def test_only_requests_that_ended_well_have_a_latency() -> None:
 
 def test_choices_decoded_side_by_side_share_the_time_per_token() -> None:
     subject = metrics()
-    subject.request_ended(replace(RECORD, choices=2, output_tokens=22))
+    subject.requests.ended(replace(RECORD, choices=2, output_tokens=22))
     assert value(subject, "request_time_per_output_token_seconds_sum") == pytest.approx(0.05)
 
 
 def test_one_token_has_no_time_per_token() -> None:
     subject = metrics()
-    subject.request_ended(replace(RECORD, output_tokens=1))
+    subject.requests.ended(replace(RECORD, output_tokens=1))
     assert value(subject, "request_time_per_output_token_seconds_count") == 0
 
 
 def test_retries_recomputes_and_lapses_are_counted() -> None:
     subject = metrics()
-    subject.request_ended(replace(RECORD, retries=3, recomputes=2, lease_lapses=1))
-    subject.retry("decode", "reset")
-    subject.retry("decode", "reset")
+    subject.requests.ended(replace(RECORD, retries=3, recomputes=2, lease_lapses=1))
+    subject.legs.retry("decode", "reset")
+    subject.legs.retry("decode", "reset")
     assert value(subject, "retried_requests_total") == 1
     assert value(subject, "retries_total", leg="decode", reason="reset") == 2
     assert value(subject, "recomputes_total") == 2
@@ -195,16 +190,16 @@ def test_retries_recomputes_and_lapses_are_counted() -> None:
 
 def test_events_of_the_driver_are_counted() -> None:
     subject = metrics()
-    subject.abandoned_lease("cancelled")
-    subject.predictor_refreshed(40, 0.002)
-    subject.predictor_error(17.0)
-    subject.predictors_scored(0.004)
-    subject.predictor_state_saved(ok=True)
-    subject.predictor_state_saved(ok=False)
-    subject.predictor_state_refused()
-    subject.scrape_failed(Role.PREFILL)
-    subject.quarantined(Role.DECODE)
-    subject.loop_lag(0.004)
+    subject.legs.abandoned_lease("cancelled")
+    subject.predictors.refreshed(40, 0.002)
+    subject.predictors.error(17.0)
+    subject.predictors.scored(0.004)
+    subject.predictors.state_saved(ok=True)
+    subject.predictors.state_saved(ok=False)
+    subject.predictors.state_refused()
+    subject.engines.scrape_failed(Role.PREFILL)
+    subject.engines.quarantined(Role.DECODE)
+    subject.decisions.loop_lag(0.004)
     assert value(subject, "abandoned_leases_total", reason="cancelled") == 1
     assert value(subject, "predictor_refreshes_total") == 40
     assert value(subject, "predictor_refresh_duration_seconds_sum") == 0.002
@@ -214,7 +209,7 @@ def test_events_of_the_driver_are_counted() -> None:
     assert value(subject, "predictor_state_saves_total", outcome="failed") == 1
     assert value(subject, "predictor_state_refusals_total") == 1
     assert value(subject, "scrape_failures_total", role="prefill") == 1
-    subject.pulled_late(3)
+    subject.engines.pulled_late(3)
     assert value(subject, "late_pulls_total") == 3
     assert value(subject, "quarantines_total", role="decode") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.005") == 1
@@ -223,9 +218,9 @@ def test_events_of_the_driver_are_counted() -> None:
 
 def test_dispatch_durations_are_told_apart_by_stage() -> None:
     subject = metrics()
-    subject.dispatched("choose", 20e-6)
-    subject.dispatched("choose", 30e-6)
-    subject.dispatched("refresh", 1e-3)
+    subject.decisions.dispatched("choose", 20e-6)
+    subject.decisions.dispatched("choose", 30e-6)
+    subject.decisions.dispatched("refresh", 1e-3)
     assert value(subject, "dispatch_duration_seconds_count", stage="choose") == 2
     assert value(subject, "dispatch_duration_seconds_sum", stage="choose") == 50e-6
     assert value(subject, "dispatch_duration_seconds_bucket", stage="choose", le="2.5e-05") == 1
@@ -235,7 +230,7 @@ def test_dispatch_durations_are_told_apart_by_stage() -> None:
 def test_the_gap_between_chunks_is_a_real_histogram() -> None:
     subject = metrics()
     for gap_s in (0.0005, 0.03, 0.0300001, 99.0):
-        subject.observe_itl(gap_s)
+        subject.legs.observe_itl(gap_s)
     assert value(subject, "inter_token_latency_seconds_count") == 4
     assert value(subject, "inter_token_latency_seconds_bucket", le="0.03") == 2
     assert value(subject, "inter_token_latency_seconds_bucket", le="10.0") == 3
@@ -245,10 +240,10 @@ def test_the_gap_between_chunks_is_a_real_histogram() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, -1.0])
 def test_a_poisoned_value_spoils_no_sum(poison: float) -> None:
     subject = metrics()
-    subject.predictor_error(poison)
-    subject.observe_itl(poison)
-    subject.dispatched("choose", poison)
-    subject.predictor_error(3.0)
+    subject.predictors.error(poison)
+    subject.legs.observe_itl(poison)
+    subject.decisions.dispatched("choose", poison)
+    subject.predictors.error(3.0)
     assert value(subject, "predictor_error_tokens_sum") == 3.0
     assert value(subject, "predictor_error_tokens_count") == 1
     assert value(subject, "refused_observations_total") == 3
@@ -278,17 +273,17 @@ def test_the_histogram_counts_as_the_library_does(values: list[float]) -> None:
 def test_an_endpoint_that_is_not_ours_is_other() -> None:
     subject = metrics()
     for number in range(100):
-        subject.request_ended(replace(RECORD, endpoint=f"/v1/../{number}"))
+        subject.requests.ended(replace(RECORD, endpoint=f"/v1/../{number}"))
     assert labels_seen(subject, "requests_total", "endpoint") == {"other"}
     for endpoint in sorted(ENDPOINTS):
-        subject.request_ended(replace(RECORD, endpoint=endpoint))
+        subject.requests.ended(replace(RECORD, endpoint=endpoint))
     assert labels_seen(subject, "requests_total", "endpoint") == ENDPOINTS | {"other"}
 
 
 def test_models_past_the_cap_are_other() -> None:
     subject = metrics()
     for number in range(MAX_MODELS + 20):
-        subject.request_ended(replace(RECORD, model=f"m{number:02}"))
+        subject.requests.ended(replace(RECORD, model=f"m{number:02}"))
     expected = {f"m{number:02}" for number in range(MAX_MODELS)} | {"other"}
     assert labels_seen(subject, "requests_total", "model") == expected
 
@@ -297,17 +292,17 @@ def test_invented_models_do_not_take_the_place_of_real_ones() -> None:
     subject = metrics()
     for number in range(1000):
         record = replace(RECORD, model=f"x{number}", outcome=Outcome.CLIENT_ERROR)
-        subject.request_ended(record)
+        subject.requests.ended(record)
     assert labels_seen(subject, "requests_total", "model") == {"other"}
-    subject.request_ended(RECORD)
-    subject.request_ended(replace(RECORD, outcome=Outcome.CANCELLED))
+    subject.requests.ended(RECORD)
+    subject.requests.ended(replace(RECORD, outcome=Outcome.CANCELLED))
     assert labels_seen(subject, "requests_total", "model") == {"m", "other"}
 
 
 def test_statuses_past_the_cap_are_other() -> None:
     subject = metrics()
     for status in range(200, 600):
-        subject.request_ended(replace(RECORD, status=status))
+        subject.requests.ended(replace(RECORD, status=status))
     assert len(labels_seen(subject, "requests_total", "status")) == MAX_STATUSES + 1
 
 
@@ -324,9 +319,9 @@ def test_counters_whose_labels_are_known_begin_at_zero() -> None:
 def test_stages_and_reasons_are_capped() -> None:
     subject = metrics()
     for number in range(100):
-        subject.dispatched(f"stage {number}", 1e-4)
-        subject.retry("decode", f"reason {number}")
-        subject.abandoned_lease(f"why {number}")
+        subject.decisions.dispatched(f"stage {number}", 1e-4)
+        subject.legs.retry("decode", f"reason {number}")
+        subject.legs.abandoned_lease(f"why {number}")
     assert len(labels_seen(subject, "dispatch_duration_seconds_count", "stage")) == MAX_STAGES + 1
     assert value(subject, "dispatch_duration_seconds_count", stage="other") == 100 - MAX_STAGES
     assert len(labels_seen(subject, "retries_total", "reason")) <= MAX_REASONS + 1
@@ -401,7 +396,7 @@ def test_hostile_label_values_cannot_leave_their_quotes() -> None:
     hostile = 'a"} 1\nballoons{b="\\'
     ranks = [replace(SNAPSHOT.ranks[0], name=hostile)]
     subject = metrics(replace(SNAPSHOT, ranks=ranks))
-    subject.request_ended(replace(RECORD, model=hostile))
+    subject.requests.ended(replace(RECORD, model=hostile))
     assert value(subject, "rank_kv_tokens", rank="0", name=hostile) == 4000
     labels = {"endpoint": RECORD.endpoint, "model": hostile, "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1
@@ -435,8 +430,8 @@ def test_equal_runs_give_equal_pages() -> None:
     pages = []
     for _ in range(2):
         subject = metrics()
-        subject.request_ended(RECORD)
-        subject.dispatched("choose", 1e-4)
+        subject.requests.ended(RECORD)
+        subject.decisions.dispatched("choose", 1e-4)
         pages.append(subject.render())
     assert pages[0] == pages[1]
 

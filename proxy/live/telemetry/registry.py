@@ -1,0 +1,126 @@
+"""Where metrics are made and kept until Prometheus asks."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from balanceroute.proxy.live.telemetry import exposition
+from balanceroute.proxy.live.telemetry.histogram import Histogram
+
+OTHER = "other"
+"""The label value of all that has none of its own."""
+
+MAX_REASONS = 32
+
+NS_PER_S = 1e9
+REQUEST_BOUNDS_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0),
+)
+TOKEN_GAP_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
+    *(0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+WORK_BOUNDS_S = (
+    *(1e-05, 2.5e-05, 5e-05, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+TOKENS_BOUNDS = tuple(float(4**power) for power in range(11))
+
+
+class CappedLabel:
+    """Lets the first `limit` distinct values through; the others are `other`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def __call__(self, value: str, *, learn: bool = True) -> str:
+        """Return the label of a value; one that is new counts only if it is to be learned."""
+        if value in self._known:
+            return value
+        if not learn or not value or len(self._known) >= self._limit:
+            return OTHER
+        self._known.add(value)
+        return value
+
+
+class _Histograms(Collector):
+    """Exports the histograms that the driver feeds."""
+
+    def __init__(self) -> None:
+        self.plain: dict[str, tuple[str, Histogram]] = {}
+        self.by_stage: dict[str, Histogram] = {}
+
+    def add(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
+        """Return a new histogram that is exported under `name`."""
+        histogram = Histogram(bounds)
+        self.plain[name] = (documentation, histogram)
+        return histogram
+
+    def stage(self, stage: str) -> Histogram:
+        """Return the histogram of a stage."""
+        histogram = self.by_stage.get(stage)
+        if histogram is None:
+            histogram = self.by_stage[stage] = Histogram(WORK_BOUNDS_S)
+        return histogram
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every histogram, and the count of what they refused."""
+        for name, (documentation, histogram) in self.plain.items():
+            yield histogram.family(name, documentation)
+        dispatch = Metric(
+            "balanceroute_dispatch_duration_seconds",
+            "Time of one dispatch decision, by stage.",
+            "histogram",
+        )
+        refused = Metric(
+            "balanceroute_refused_observations",
+            "Values no histogram took because they were negative or not finite.",
+            "counter",
+        )
+        for stage, histogram in sorted(self.by_stage.items()):
+            for sample in histogram.family(dispatch.name, "").samples:
+                dispatch.add_sample(sample.name, {**sample.labels, "stage": stage}, sample.value)
+        histograms = [histogram for _, histogram in self.plain.values()]
+        histograms += self.by_stage.values()
+        refused.add_sample(
+            f"{refused.name}_total", {}, sum(histogram.refused for histogram in histograms)
+        )
+        yield dispatch
+        yield refused
+
+
+class Registry:
+    """All metrics of one proxy."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._histograms = _Histograms()
+        self._registry.register(self._histograms)
+
+    def counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        """Return a new counter."""
+        return Counter(f"balanceroute_{name}", documentation, labels, registry=self._registry)
+
+    def histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
+        """Return a new histogram."""
+        return self._histograms.add(f"balanceroute_{name}", documentation, bounds)
+
+    def stage(self, stage: str) -> Histogram:
+        """Return the histogram of a dispatch stage."""
+        return self._histograms.stage(stage)
+
+    def collect_from(self, collector: Collector) -> None:
+        """Export what a collector yields too."""
+        self._registry.register(collector)
+
+    def collect_process(self) -> None:
+        """Export the process's own CPU time, memory and open files too."""
+        ProcessCollector(registry=self._registry)
+
+    def render(self) -> bytes:
+        """Return the page, in the text format."""
+        return exposition.render(self._registry)

@@ -1,0 +1,148 @@
+"""Metrics of requests: how many ended how, how long they took, and what they were."""
+
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.openai.routes import ROUTES
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.registry import (
+    NS_PER_S,
+    OTHER,
+    REQUEST_BOUNDS_S,
+    TOKEN_GAP_BOUNDS_S,
+    TOKENS_BOUNDS,
+    CappedLabel,
+    Registry,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
+"""The values of the label `endpoint`, besides `other`."""
+
+MAX_MODELS = 32
+MAX_STATUSES = 32
+
+
+class RequestMetrics:
+    """Counts requests when they have ended."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._model_label = CappedLabel(MAX_MODELS)
+        self._status_label = CappedLabel(MAX_STATUSES)
+        self._requests = registry.counter(
+            "requests",
+            "Requests ended or refused, by how; status 0 if no answer was begun.",
+            *("endpoint", "model", "outcome", "status"),
+        )
+        # The library's own look-up costs a lock and four conversions.
+        self._requests_by: dict[tuple[str, ...], Counter] = {}
+        self._cached_tokens = registry.counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
+        )
+        self._retried = registry.counter(
+            "retried_requests", "Requests with at least one leg sent again."
+        )
+        self._recomputes = registry.counter(
+            "recomputes", "Times a rank gave a request back to be prefilled again."
+        )
+        self._lease_lapses = registry.counter(
+            "lease_lapses", "Prefills repeated because the KV lease ran out."
+        )
+        self._ttft = registry.histogram(
+            "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S
+        )
+        self._tpot = registry.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean gap after the first token, requests that ended well.",
+            TOKEN_GAP_BOUNDS_S,
+        )
+        self._e2e = registry.histogram(
+            "e2e_request_latency_seconds",
+            "Arrival to the end, requests that ended well.",
+            REQUEST_BOUNDS_S,
+        )
+        self._queue = registry.histogram(
+            "request_queue_time_seconds", "Arrival to the first prefill probe.", REQUEST_BOUNDS_S
+        )
+        self._prefill = registry.histogram(
+            "request_prefill_time_seconds", "Prefill probe to its answer.", REQUEST_BOUNDS_S
+        )
+        self._pool = registry.histogram(
+            "request_pool_time_seconds", "Time prefilled and unbound.", REQUEST_BOUNDS_S
+        )
+        self._transfer = registry.histogram(
+            "request_transfer_time_seconds",
+            "Binding to a rank to the first token: KV transfer and first step, streams alone.",
+            REQUEST_BOUNDS_S,
+        )
+        self._single = registry.histogram(
+            "single_engine_request_duration_seconds",
+            "Arrival to the end of requests that one engine answers alone, however they ended.",
+            REQUEST_BOUNDS_S,
+        )
+        self._prompt_tokens = registry.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKENS_BOUNDS
+        )
+        self._output_tokens = registry.histogram(
+            "request_output_tokens", "Tokens that reached the client.", TOKENS_BOUNDS
+        )
+
+    def passed_through(self, record: RequestRecord) -> None:
+        """Count a request that one engine answered alone, which no histogram of generation takes."""
+        self._count(record)
+        self._single.observe((record.ended_ns - record.arrived_ns) / NS_PER_S)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count a request that has ended.
+
+        Its retries are not counted from here but one by one, as `LegMetrics.retry` reports them.
+
+        Args:
+            record: The request, with its outcome set.
+        """
+        ended_well = record.outcome is Outcome.OK
+        self._count(record)
+        if ended_well:
+            self._e2e.observe((record.ended_ns - record.arrived_ns) / NS_PER_S)
+        if record.prefill_started_ns is not None:
+            self._queue.observe((record.prefill_started_ns - record.arrived_ns) / NS_PER_S)
+            if record.prefilled_ns is not None:
+                self._prefill.observe((record.prefilled_ns - record.prefill_started_ns) / NS_PER_S)
+        if record.prefilled_ns is not None:
+            self._pool.observe(record.pool_wait_ns / NS_PER_S)
+        if record.first_token_ns is not None:
+            self._ttft.observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
+            # The choices of a request are decoded side by side.
+            gaps = record.output_tokens / record.choices - 1
+            if ended_well and gaps > 0:
+                self._tpot.observe((record.ended_ns - record.first_token_ns) / NS_PER_S / gaps)
+        if record.transfer_ns is not None:
+            self._transfer.observe(record.transfer_ns / NS_PER_S)
+        if record.prompt_tokens:
+            self._prompt_tokens.observe(record.prompt_tokens)
+            self._output_tokens.observe(record.output_tokens)
+        # Mostly nothing, and a counter takes a lock.
+        if record.cached_tokens:
+            self._cached_tokens.inc(record.cached_tokens)
+        if record.recomputes:
+            self._recomputes.inc(record.recomputes)
+        if record.lease_lapses:
+            self._lease_lapses.inc(record.lease_lapses)
+        if record.retries:
+            self._retried.inc()
+
+    def _count(self, record: RequestRecord) -> None:
+        outcome = record.outcome
+        assert outcome is not None
+        labels = (
+            record.endpoint if record.endpoint in ENDPOINTS else OTHER,
+            # A client can invent model names without end, but not make an engine answer for one.
+            self._model_label(record.model, learn=outcome is Outcome.OK),
+            outcome.value,
+            self._status_label(str(record.status)),
+        )
+        counter = self._requests_by.get(labels)
+        if counter is None:
+            counter = self._requests_by[labels] = self._requests.labels(*labels)
+        counter.inc()
