@@ -256,17 +256,6 @@ variants = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", ["br-0", "br-h"])
-def test_idle_ranks_take_turns(name: str) -> None:
-    policy = build(name, 4)
-    ranks = Ranks([[], [30], [], []], closed=[3])
-    assert [chosen_ranks(decide(policy, ranks, [10])) for _ in range(3)] == [[0], [2], [0]]
-    # Of two at once, both are used; then the turn is that of the one chosen first.
-    assert chosen_ranks(decide(policy, ranks, [10, 10])) == [2, 0]
-    assert chosen_ranks(decide_on(policy, ranks, entry(0, 10, lost_on=[2]))) == [0]
-    assert chosen_ranks(decide(policy, ranks, [10])) == [2]
-
-
 def test_round_robin_leaves_out_the_turn_of_a_closed_rank() -> None:
     policy = build("round-robin", 4)
     assert chosen_ranks(decide(policy, Ranks([[]] * 4, closed=[1]), [5] * 5)) == [0, 2, 3, 0, 2]

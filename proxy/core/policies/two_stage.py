@@ -17,7 +17,6 @@ What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives th
   forgive it an overflow of one mean prompt. So the very large and the very small, which F alone
   leaves aside, cost a little balance instead of an unbounded wait.
 * An entry past its deadline goes first, to the rank where it hurts least.
-* Idle ranks take turns. They are all alike, so it changes no score.
 * BR-H's discount falls where slots turn over quickly: nobody knows yet what comes then.
 """
 
@@ -36,7 +35,6 @@ from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.subset import best_subset
-from balanceroute.proxy.core.turns import Turns
 
 _CHOOSY = attrgetter("choosy")
 
@@ -89,7 +87,6 @@ class TwoStage:
         self._settings = settings
         self._gamma = settings.gamma  # As lowered.
         self._on_stage = on_stage
-        self._turns = Turns()
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits. Paper: Algorithms 2 and 3."""
@@ -100,7 +97,7 @@ class TwoStage:
         else:
             ahead = self.projection.loads_ahead(fleet.loads)
             self._discount(self.projection)
-        stages = _Round(self._settings, self.projection, fleet, pool, ahead, turns=self._turns)
+        stages = _Round(self._settings, self.projection, fleet, pool, ahead)
         self._on_stage("projection")
         if self._settings.paper:
             stages.fill_longest_queues()
@@ -135,11 +132,8 @@ class _Round:
         fleet: Fleet,
         pool: Pool,
         ahead: NDArray[np.float64],
-        *,
-        turns: Turns,
     ) -> None:
         self.assignments: list[Assignment] = []
-        self._turns = turns
         self._settings = settings
         self._projection = projection
         self._fleet = fleet
@@ -289,11 +283,7 @@ class _Round:
         for entry in entries:
             open_ranks = fleet.open_to(entry)
             if open_ranks.any():
-                rank = self._balance.best_rank(entry.kv_tokens, open_ranks)
-                if not fleet.bound[rank]:
-                    idle = np.flatnonzero(open_ranks & (fleet.bound == 0))
-                    rank = self._turns.take(idle.tolist())
-                self._admit(entry, rank)
+                self._admit(entry, self._balance.best_rank(entry.kv_tokens, open_ranks))
 
     def _admit(self, entry: PoolEntry, rank: int) -> None:
         self._pool.admit(entry.request)
