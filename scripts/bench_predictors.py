@@ -21,7 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.predictors import ExactMatch, PastRequest, Savable, Survival, load, save
+from balanceroute.predictors import PastRequest, Savable, load, save
+from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.traces import read_trace
@@ -36,15 +37,8 @@ SLOW = {"save", "load"}
 
 def trained(past: list[PastRequest]) -> dict[str, Savable]:
     """Return every predictor that can be made here, by name."""
-    predictors: dict[str, Savable] = {
-        "survival": Survival(request.output_tokens for request in past),
-        "exact-match": ExactMatch(past),
-    }
-    if find_spec("lightgbm") is not None:
-        from balanceroute.predictors import gbdt_training  # noqa: PLC0415  # An extra.
-
-        predictors["gbdt"] = gbdt_training.train(past)
-    return predictors
+    without = set[str]() if find_spec("lightgbm") else {"gbdt"}
+    return {name: train(name, past) for name in KINDS if name not in without}
 
 
 def operations(

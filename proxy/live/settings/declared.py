@@ -159,7 +159,7 @@ class SchedulingSettings:
     )
     predictor: str = file_or_word(
         "survival",
-        "for br-h: none, survival, exact-match, or a file made by `balanceroute train`",
+        f"for br-h: {', '.join(PREDICTORS)}, or a file made by `balanceroute train`",
         tuple(PREDICTORS),
     )
     predictor_state: Path | None = file(
