@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, ReleasePrefill
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State
-from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.core.prefill_queue import PrefillQueue
 
 
 class Holdings:
@@ -22,9 +22,11 @@ class Holdings:
         ledger: Of the ranks; another one once their number or the policy changes.
     """
 
-    def __init__(self, line: Line, prefillers: Prefillers, pool: Pool, ledger: Ledger) -> None:
+    def __init__(
+        self, prefill_queue: PrefillQueue, prefillers: Prefillers, pool: Pool, ledger: Ledger
+    ) -> None:
         self.ledger = ledger
-        self._line = line
+        self._prefill_queue = prefill_queue
         self._prefillers = prefillers
         self._pool = pool
 
@@ -36,7 +38,7 @@ class Holdings:
         actions: list[Action] = []
         match state:
             case State.QUEUED:
-                self._line.remove(request)
+                self._prefill_queue.remove(request)
             case State.PREFILLING:
                 assert request.prefiller is not None
                 if request.decode:

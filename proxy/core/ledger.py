@@ -72,7 +72,7 @@ class Ledger:
         self.loads[rank] += kv_tokens
         self.bound[rank] += slots
         if self.projection is not None:
-            self._tell(self.projection.bind, request, rank, kv_tokens, age, slots)
+            self._notify(self.projection.bind, request, rank, kv_tokens, age, slots)
 
     def start(self, request: RequestId) -> None:
         """Note that `request` joined its rank's batch: from now on it grows with the steps."""
@@ -81,14 +81,14 @@ class Ledger:
         binding.since_step = self._step
         self.started[binding.rank] += binding.slots
         if self.projection is not None:
-            self._tell(self.projection.start, request)
+            self._notify(self.projection.start, request)
 
     def step(self) -> None:
         """Give every started request one more token per slot."""
         self._step += 1
         self.loads += self.started
         if self.projection is not None:
-            self._tell(self.projection.step)
+            self._notify(self.projection.step)
 
     def emit(self, request: RequestId, tokens: int) -> None:
         """Give one request `tokens` more tokens than the steps gave it, or take some back."""
@@ -96,7 +96,7 @@ class Ledger:
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
         if self.projection is not None:
-            self._tell(self.projection.emit, request, tokens)
+            self._notify(self.projection.emit, request, tokens)
 
     def kv_tokens(self, request: RequestId) -> int:
         """KV tokens that `request` holds now."""
@@ -111,7 +111,7 @@ class Ledger:
         if binding.since_step is not None:
             self.started[binding.rank] -= binding.slots
         if self.projection is not None:
-            self._tell(self.projection.unbind, request)
+            self._notify(self.projection.unbind, request)
         return tokens
 
     def check(self) -> None:
@@ -136,7 +136,7 @@ class Ledger:
             raise error
         self._on_failure(what, error)
 
-    def _tell(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
+    def _notify(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
         try:
             change(*args)
         except Exception as error:

@@ -32,7 +32,7 @@ class PoolEntry:
         overtaken: Entries behind it that were admitted while it waited.
         slots: Sequences that it runs. One free slot is enough for it to go to a rank.
         ranks: The only ranks that can serve it; None for all.
-        choosy: Whether it may not go to every open rank.
+        restricted: Whether it may not go to every open rank.
         kv_tokens: What it adds to the load of the rank that takes it.
     """
 
@@ -47,14 +47,14 @@ class PoolEntry:
     overtaken: int = 0
     slots: int = field(init=False)
     ranks: frozenset[RankId] | None = field(init=False)
-    choosy: bool = field(init=False)
+    restricted: bool = field(init=False)
     kv_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         eligible = self.ticket.eligible
         self.slots = self.ticket.slots
         self.ranks = None if eligible is None else eligible.ranks
-        self.choosy = bool(self.lost_on) or self.ranks is not None
+        self.restricted = bool(self.lost_on) or self.ranks is not None
         self.kv_tokens = self.prompt_tokens * self.slots
 
 

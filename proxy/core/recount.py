@@ -27,7 +27,7 @@ def check_holdings(scheduler: "Scheduler") -> None:
         assert request.prefilling == (state is State.PREFILLING and decodes)
         assert (request.rank is not None) == (state is State.DECODING)
         assert (request.request in scheduler.pool) == (state is State.POOLED)
-        assert (request in scheduler.line) == (state is State.QUEUED)
+        assert (request in scheduler.prefill_queue) == (state is State.QUEUED)
         assert request.ticket.prefill or state in {State.POOLED, State.DECODING}
         assert decodes or state in {State.QUEUED, State.PREFILLING}
     assert direct == scheduler.prefillers.direct, f"{direct} != {scheduler.prefillers.direct}"

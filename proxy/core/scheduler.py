@@ -42,11 +42,11 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.holdings import Holdings
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
-from balanceroute.proxy.core.line import Line
 from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies.base import UNLIMITED, Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
+from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks
 from balanceroute.proxy.core.recount import check_holdings
@@ -102,9 +102,9 @@ class Scheduler:
             choice=prefill_choice(),
         )
         self.requests: dict[RequestId, Request] = {}
-        self.line = Line(self.requests, self.prefillers, queue_order)
+        self.prefill_queue = PrefillQueue(self.requests, self.prefillers, queue_order)
         ledger = self._new_ledger(config, policy)
-        self._holdings = Holdings(self.line, self.prefillers, self.pool, ledger)
+        self._holdings = Holdings(self.prefill_queue, self.prefillers, self.pool, ledger)
         self.ranks = Ranks(config.ranks)
 
     @property
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that nobody answers yet: queued, prefilling or pooled."""
-        return len(self.line) + self.prefillers.prefilling + len(self.pool)
+        return len(self.prefill_queue) + self.prefillers.prefilling + len(self.pool)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Take one event and return what to do about it, in order.
@@ -168,7 +168,7 @@ class Scheduler:
         That is when a request is given up or a lease lapses. It may be past. A pool deadline is not
         among them: it only decides who goes first once there is room.
         """
-        ends_ns = self.pool.next_removal_ns(), self.line.next_expiry_ns()
+        ends_ns = self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns()
         return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
             if request.state is State.POOLED:
                 self.pool.replace(pool_entry(request, self.config))
             elif request.state is State.QUEUED:
-                self.line.expire_at(request, queue_end_ns(request, self.config))
+                self.prefill_queue.expire_at(request, queue_end_ns(request, self.config))
 
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
@@ -230,19 +230,19 @@ class Scheduler:
     def _queue(self, request: Request, now_ns: int) -> None:
         """Let it wait for a prefiller, or for a rank if it needs none."""
         if request.ticket.prefill:
-            self.line.add(request, queue_end_ns(request, self.config))
+            self.prefill_queue.add(request, queue_end_ns(request, self.config))
         else:
             request.move(Trigger.SKIP_PREFILL)
             self._to_pool(request, now_ns)
 
     def _start_prefills(self) -> list[Action]:
         """Start what budgets and the pool's depth allow."""
-        if not len(self.line):
+        if not len(self.prefill_queue):
             return []
         limit = self.config.pool_limit
         room = UNLIMITED if limit is None else limit - self.prefillers.prefilling - len(self.pool)
         actions: list[Action] = []
-        for request, prefiller in self.line.start(room):
+        for request, prefiller in self.prefill_queue.start(room):
             request.move(Trigger.PREFILL)
             request.prefiller = prefiller
             request.prefilling = request.decode
@@ -291,7 +291,7 @@ class Scheduler:
             assert prefiller is not None
             request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
         request.decode = request.decode and event.decode
-        self.line.add(request, queue_end_ns(request, self.config))
+        self.prefill_queue.add(request, queue_end_ns(request, self.config))
         return actions
 
     # In decode.
@@ -375,7 +375,7 @@ class Scheduler:
 
     def _tick(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
-        for number in self.line.take_expired(now_ns) + self.pool.expired(now_ns):
+        for number in self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns):
             actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
         for number in self.pool.lapsed(now_ns):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))

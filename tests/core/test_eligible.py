@@ -241,5 +241,5 @@ class _World:
                     self.feed(RequestFinished(request.request))
             self.feed(Tick())
         assert not self.scheduler.requests, "somebody waits for ever"
-        assert not len(self.scheduler.line)
-        assert not self.scheduler.line._apart
+        assert not len(self.scheduler.prefill_queue)
+        assert not self.scheduler.prefill_queue._restricted

@@ -599,8 +599,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         parts: list[object] = [
             *scheduler.requests.values(),
-            vars(scheduler.line._queue),
-            vars(scheduler.line._direct),
+            vars(scheduler.prefill_queue._queue),
+            vars(scheduler.prefill_queue._direct),
             list(scheduler.pool),
             scheduler.next_deadline_ns(),
             scheduler.waiting,

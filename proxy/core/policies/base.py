@@ -54,7 +54,7 @@ class Fleet:
 
         Room aside. Not to be written to.
         """
-        if not entry.choosy:
+        if not entry.restricted:
             return self.is_open
         is_open = self.is_open
         if entry.ranks is not None:

@@ -36,7 +36,7 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.subset import best_subset
 
-_CHOOSY = attrgetter("choosy")
+_RESTRICTED = attrgetter("restricted")
 
 
 def ignore_stage(stage: str) -> None:
@@ -212,7 +212,7 @@ class _Round:
             by_size = sorted(self._allowed(rank), key=lambda e: (-e.kv_tokens, e.request))
             return by_size[:window]
         entries = self._pool.first(window)
-        if any(map(_CHOOSY, entries)):
+        if any(map(_RESTRICTED, entries)):
             return list(islice(self._allowed(rank), window))
         return entries
 

@@ -14,7 +14,7 @@ from balanceroute.proxy.core.queueing import MakeQueueOrder, QueueOrder
 from balanceroute.proxy.core.timers import Timers
 
 
-class Line:
+class PrefillQueue:
     """What waits before prefill.
 
     Args:
@@ -34,7 +34,7 @@ class Line:
         self._make_order = make_order
         self._queue, self._direct = make_order(), make_order()
         # By the only prefillers that can serve them: the same two lines. None is empty.
-        self._apart: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
+        self._restricted: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
         self._expiries = Timers()
         self._waiting = 0
 
@@ -46,7 +46,7 @@ class Line:
         """Return whether `request` waits here, in the line that it belongs to."""
         if (
             request.ticket.eligible is not None
-            and request.ticket.eligible.prefillers not in self._apart
+            and request.ticket.eligible.prefillers not in self._restricted
         ):
             return False
         return request.request in self._queue_of(request)
@@ -60,7 +60,7 @@ class Line:
     def remove(self, request: Request) -> None:
         """Take a request out: it starts, or has ended."""
         self._take_out(request.request, self._queue_of(request))
-        self._forget_empty(request)
+        self._drop_empty(request)
 
     def expire_at(self, request: Request, expires_ns: int | None) -> None:
         """Change when a request is given up; None for never."""
@@ -80,8 +80,8 @@ class Line:
         Args:
             room: How many prefills may start; of what is answered whole there is another limit.
         """
-        if self._apart:
-            yield from self._start_apart(room)
+        if self._restricted:
+            yield from self._start_restricted(room)
             return
         while first := self._direct.first(1):
             request = self._requests[first[0]]
@@ -100,7 +100,7 @@ class Line:
             room -= 1
             yield request, prefiller
 
-    def _start_apart(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
+    def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
         """Do as `start` does where some prefillers alone can serve some requests."""
         everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
         starved: set[PrefillerId] = set()  # Smaller prompts would pass somebody over for ever.
@@ -110,7 +110,7 @@ class Line:
             while (direct or room > 0) and (head := self._head(stuck, direct=direct)) is not None:
                 prefiller = self._begin(head, self._queue_of(head), withheld)
                 if prefiller is not None:
-                    self._forget_empty(head)
+                    self._drop_empty(head)
                     room -= not direct
                     yield head, prefiller
                     continue
@@ -125,17 +125,17 @@ class Line:
         self, stuck: Collection[frozenset[PrefillerId] | None], *, direct: bool
     ) -> Request | None:
         """Return the earliest arrival of the first ones of all lines but some."""
-        queues = [pair[direct] for among, pair in self._apart.items() if among not in stuck]
+        queues = [pair[direct] for among, pair in self._restricted.items() if among not in stuck]
         if None not in stuck:
             queues.append((self._queue, self._direct)[direct])
         number = min((first for queue in queues for first in queue.first(1)), default=None)
         return None if number is None else self._requests[number]
 
-    def _forget_empty(self, request: Request) -> None:
+    def _drop_empty(self, request: Request) -> None:
         if request.ticket.eligible is not None and not any(
-            map(len, self._lines_of(request.ticket.eligible))
+            map(len, self._queues_of(request.ticket.eligible))
         ):
-            del self._apart[request.ticket.eligible.prefillers]
+            del self._restricted[request.ticket.eligible.prefillers]
 
     def _begin(
         self, request: Request, queue: QueueOrder, withheld: Collection[PrefillerId] = ()
@@ -164,12 +164,12 @@ class Line:
 
     def _queue_of(self, request: Request) -> QueueOrder:
         if request.ticket.eligible is not None:
-            return self._lines_of(request.ticket.eligible)[not request.decode]
+            return self._queues_of(request.ticket.eligible)[not request.decode]
         return self._queue if request.decode else self._direct
 
-    def _lines_of(self, eligible: Eligible) -> tuple[QueueOrder, QueueOrder]:
-        lines = self._apart.get(eligible.prefillers)
-        if lines is None:
-            lines = self._make_order(), self._make_order()
-            self._apart[eligible.prefillers] = lines
-        return lines
+    def _queues_of(self, eligible: Eligible) -> tuple[QueueOrder, QueueOrder]:
+        queues = self._restricted.get(eligible.prefillers)
+        if queues is None:
+            queues = self._make_order(), self._make_order()
+            self._restricted[eligible.prefillers] = queues
+        return queues
