@@ -1,7 +1,7 @@
-"""The working picture of one dispatch round: projected loads, envelope, margins, scores.
+"""The state of one dispatch round: projected loads, envelope, margins and scores.
 
-Built once per round and updated after every admission, so that later decisions of the round see the
-earlier ones. With a horizon of 0 all of it reduces to loads and margins of the present step.
+It is built once per round and updated after every admission, so that later decisions of a round see
+the earlier ones. With a horizon of 0 it reduces to the loads and margins of the present step.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.fscore import f_peak, f_score
 
-# Keeps a step that nobody newly admitted lives to see from dividing by 0; its weight is then 0 too.
+# Avoids a division by 0 at steps that no admitted request reaches. Their weight is 0 as well.
 _LEAST_PERSISTENCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How F weighs what an admission fills and what it overflows. Paper: §4.1, Eq. 2.
+    """How F weighs the tokens that an admission fills and overflows. Paper: §4.1, Eq. 2.
 
     Attributes:
         steps: float64[H + 1], the discount of each step ahead.
@@ -31,7 +31,7 @@ class Weights:
 
     @property
     def penalty(self) -> float:
-        """What one token beyond the margin costs, if it is beyond at every step."""
+        """The cost of one token that is beyond the margin at every step."""
         return self.beta * float(self.steps.sum())
 
 
@@ -39,9 +39,9 @@ class Balance:
     """Margins of G ranks over the horizon.
 
     Args:
-        ahead: float64[G, H + 1], projected KV tokens of each rank; taken over and updated.
-        weights: How to score.
-        persistence: float64[H + 1], how much of an admitted token is still there h steps ahead.
+        ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
+        weights: The weights of F.
+        persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Balance:
         self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
         self._envelope: NDArray[np.float64] = ahead.max(axis=0)
         self._margins = (self._envelope - ahead) * self._stretch
-        # The margin that lasts over the whole horizon. Paper: §4.2, (ii).
+        # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
+        # Paper: §4.2, (ii).
         self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -79,13 +80,14 @@ class Balance:
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens score best; on a tie the one with most room.
 
-        Where nothing overflows all ranks tie, so that this is then the least-loaded rank over the
-        horizon. At least one rank must be open. O(G x H).
+        If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
+        At least one rank must be open. O(G x H).
         """
         weights = self._weights
+        # The reward is the same on every rank, so the least overflow is the best score.
         overflow = np.maximum(total - self._margins, 0.0) @ weights.steps
         overflow[~open_ranks] = np.inf
-        # `min` and `flatnonzero` are Python code around these, and every admission comes here.
+        # NumPy's `min` and `flatnonzero` wrap these in Python code, and this runs per admission.
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
@@ -93,8 +95,9 @@ class Balance:
         return int(ties[int(room.argmax())])
 
     def admit(self, rank: int, contribution: NDArray[np.float64]) -> None:
-        """Add float64[H + 1] tokens to `rank`, raising the envelope where they pass it."""
+        """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it."""
         self._ahead[rank] += contribution
+        # A higher envelope widens every rank's margin; below it only this rank's margin changes.
         if (self._ahead[rank] > self._envelope).any():
             np.maximum(self._envelope, self._ahead[rank], out=self._envelope)
             self._margins = (self._envelope - self._ahead) * self._stretch

@@ -1,4 +1,4 @@
-"""The shape of a deployment and its limits: what a `Scheduler` is made for."""
+"""The size and the limits of the deployment that a `Scheduler` serves."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ from balanceroute.proxy.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The shape of the deployment and the pool's limits.
+    """The size of the deployment and the limits of its queues.
 
     Attributes:
         ranks: G, decode ranks.
         batch_limit: B, slots of a rank's batch.
         rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
-        probe_limit: Probes that run on one prefiller at a time; None for no limit.
-        direct_limit: Sequences at a time of the requests that one prefiller answers whole; None for
-            no limit. A request of more goes to a prefiller that has no other one of these.
+        probe_limit: Prefills that run on one prefiller at a time; None for no limit.
+        direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit. A
+            request with more goes to a prefiller that has no other direct request.
         prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
         pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
             where they hold no KV cache. None for no limit. Requests without prefill count, but
             do not wait.
         deadline_ns: Time in the pool after which an entry goes first; None for never.
-        ttl_ns: Time in the pool after which an entry is given up; None for never.
-        lease_margin_ns: How long before its lease ends an entry's KV cache counts as lost; at most
-            half of what is left of the lease, so that a short lease can be used at all.
-        queue_ttl_ns: Time since its arrival (or since it came back from being served) after which
-            a request that waits before prefill is given up; None for never.
+        ttl_ns: Time in the pool after which an entry expires; None for never.
+        lease_margin_ns: How long before the end of its lease an entry's KV cache counts as lost; at
+            most half of the lease, so that a short lease can be used at all.
+        queue_ttl_ns: Time after which a request that waits before prefill expires, counted from its
+            arrival or from the last time that it was served; None for never.
     """
 
     ranks: int
@@ -63,11 +63,12 @@ class SchedulerConfig:
             raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
 
     def check_grown(self, before: "SchedulerConfig") -> None:
-        """Check that this can follow `before` while requests are under way.
+        """Check that this can replace `before` while requests are in flight.
 
         Raises:
-            ConfigError: There are fewer ranks or prefillers: they keep their ids.
+            ConfigError: There are fewer ranks or prefillers.
         """
+        # Ids are indices, and requests that are bound keep the ids of their instances.
         for name in ("ranks", "prefillers"):
             then, now = getattr(before, name), getattr(self, name)
             if now < then:

@@ -1,8 +1,7 @@
-"""One round of admissions: what the policy chooses, or the oldest first if it fails.
+"""One round of admissions: decided by the policy, or oldest first if it fails.
 
-A policy takes entries out of the pool while it chooses. If it raises in the middle of that, or if
-its answer cannot be obeyed, all of them are put back, so that a round is decided whole or not at
-all.
+A policy takes entries out of the pool while it decides. If it raises halfway, or if its decision
+cannot be carried out, all of them are put back: a round takes effect as a whole or not at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from balanceroute.proxy.core.policies.fifo import least_kv_with_room
 from balanceroute.proxy.core.pool import Pool
 
 OnFailure = Callable[[str, Exception], None]
-"""Told what failed, in a word, and how."""
+"""Called with what failed ("policy" or "projection") and the exception."""
 
 _OLDEST_FIRST = OldestFirst(least_kv_with_room, slots_beyond_batch=0)
 
@@ -32,14 +31,15 @@ def decide(
     """Return the admissions to make now, whose entries have left the pool.
 
     Args:
-        policy: Who is asked.
-        make_fleet: Returns the ranks as they are.
-        pool: Not empty. If the policy fails, first restored.
+        policy: Decides the round.
+        make_fleet: Returns the ranks as they are now.
+        pool: Not empty. Restored if the policy fails.
         now_ns: For deadlines.
-        on_failure: Told of a policy that failed, whose round is then decided by another: the oldest
-            requests go to the least loaded ranks with room.
+        on_failure: Called if the policy fails. The round is then decided oldest first: each request
+            goes to the least loaded rank with room.
     """
     fleet = make_fleet()
+    # The policy may write to its fleet, so the check needs its own copy.
     free_slots = fleet.free_slots.copy()
     pool.begin_round()
     try:
@@ -54,10 +54,11 @@ def decide(
 
 
 def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], pool: Pool) -> None:
-    """Refuse an answer that cannot be obeyed.
+    """Reject a decision that cannot be carried out.
 
     Raises:
-        PolicyError: Why.
+        PolicyError: An entry or a rank is unknown, a rank has no slot or cannot serve the entry, or
+            an entry was taken and not assigned.
     """
     taken, ranks = pool.taken, len(free_slots)
     free: dict[int, int] = {}
@@ -69,6 +70,7 @@ def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], poo
             raise PolicyError(f"rank {rank!r} is unknown: there are {ranks}")
         if entry.ranks is not None and rank not in entry.ranks:
             raise PolicyError(f"rank {rank} cannot serve request {number}")
+        # One free slot is enough, so the last request of a rank may take the count below 0.
         left = free[rank] if rank in free else free_slots.item(rank)
         if left < 1:
             raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")

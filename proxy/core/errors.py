@@ -3,8 +3,8 @@
 BalanceRouteError
 ├── ConfigError        a setting that cannot be served; names the setting
 ├── LifecycleError     an event that a request's state does not allow: the driver's fault
-├── PolicyError        an answer of a policy that cannot be obeyed
-└── PredictorError     an answer of a predictor that is not what was asked for
+├── PolicyError        a policy's decision that cannot be carried out
+└── PredictorError     a predictor's result of the wrong shape or range
 """
 
 _SHOWN_CHARACTERS = 80
@@ -23,14 +23,14 @@ class LifecycleError(BalanceRouteError):
 
 
 class PolicyError(BalanceRouteError):
-    """A policy's answer is none that can be obeyed."""
+    """A policy's decision cannot be carried out."""
 
 
 class PredictorError(BalanceRouteError):
-    """A predictor's answer is not what was asked for."""
+    """A predictor's result has the wrong shape or range."""
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, cut short if it is long."""
+    """Return a value as text for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -24,7 +24,7 @@ PrefillerId = NewType("PrefillerId", int)
 
 @dataclass(frozen=True, slots=True)
 class Eligible:
-    """The only instances that can serve a request, whatever becomes of them."""
+    """The only instances that can serve a request, even if they close or fail."""
 
     prefillers: frozenset[PrefillerId]
     ranks: frozenset[RankId]
@@ -32,23 +32,24 @@ class Eligible:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What is known of a request when it comes. It never changes.
+    """What is known of a request when it arrives. It never changes.
 
     Attributes:
-        prompt_tokens: May be an estimate until prefill is done.
-        slots: Sequences it will run.
+        prompt_tokens: Possibly an estimate; `PrefillDone` has the real number.
+        slots: Sequences that it will run.
         prefill: False if the decode engine computes the prompt itself: the request then goes to
             the pool at once, whatever the pool's limit, and never holds a prefiller.
         decode: False if a prefiller answers the whole request: it then holds that prefiller until
             it ends, and is never in the pool or on a rank.
-        eligible: Who can serve it; None for all, also those that are added later.
+        eligible: The instances that can serve it; None for all, also those that are added later.
         max_tokens: The most tokens that one sequence may emit; None if the client set no limit.
-        keys: Hashes of ever longer prefixes of the prompt; empty if nobody asked for them.
+        keys: Hashes of prefixes of the prompt, each longer than the last; empty if unused.
         model: The model that it names.
-        tenant: Whose request it is, for admission rules and queue orders; so are the next three.
+        tenant: The client's identity. This and the next three are for admission rules and queue
+            orders.
         level: Its class of service; lower goes first.
-        weight: Its share among equals.
-        deadline_ns: When it should have its first token; None for no matter.
+        weight: Its share among requests of the same level.
+        deadline_ns: When its first token is due; None for no target.
     """
 
     prompt_tokens: int
@@ -87,11 +88,12 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLost:
-    """The prefill failed, or its KV cache is gone before decode pulled it: prefill again.
+    """The prefill failed, or its KV cache was lost before decode pulled it: prefill again.
 
-    With `elsewhere` not on the same prefiller, as long as another one is open, be it full. If it is
-    bound to a rank it goes to another one then, if one is open; `same_rank` says that it need not.
-    Without `decode` the next prefiller answers the whole request.
+    Attributes:
+        elsewhere: Avoid the same prefiller while another one is open, even if that one is full.
+        decode: False if the next prefiller answers the whole request.
+        same_rank: False to avoid the rank that it was bound to while another one is open.
     """
 
     request: RequestId
@@ -126,7 +128,7 @@ class StepCompleted:
 class TokensEmitted:
     """One request emitted `tokens` tokens beyond what the completed steps account for.
 
-    Summed over its sequences. Negative if the steps gave it too many, down to leaving it its prompt.
+    Summed over its sequences. Negative if the steps counted too many, at most back to the prompt.
     """
 
     request: RequestId
@@ -137,8 +139,8 @@ class TokensEmitted:
 class RequestRecomputed:
     """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
 
-    `elsewhere` says that another rank should take it then, and another prefiller before, if there
-    are such.
+    With `elsewhere` both the rank and the prefiller that it pulled from are avoided while others are
+    open.
     """
 
     request: RequestId
@@ -147,14 +149,14 @@ class RequestRecomputed:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The request emitted its last token; it need not have been seen to start."""
+    """The request emitted its last token; `DecodeStarted` need not have come before."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The request ended with an error that no retry can mend."""
+    """The request ended with an error that is not retried."""
 
     request: RequestId
 
@@ -168,7 +170,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RankClosed:
-    """The rank takes no new request; what it has continues. It may be closed already."""
+    """The rank takes no new requests; those that it has continue. It may be closed already."""
 
     rank: RankId
 
@@ -182,16 +184,16 @@ class RankOpened:
 
 @dataclass(frozen=True, slots=True)
 class PrefillerClosed:
-    """The prefiller takes no new prefill; what it has continues. It may be closed already."""
+    """The prefiller takes no new requests; those that it has continue. It may be closed already."""
 
     prefiller: PrefillerId
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillerOpened:
-    """The prefiller takes prefills again. It may be open already.
+    """The prefiller takes requests again. It may be open already.
 
-    With `on_trial` it takes one request at a time, until it is opened without.
+    With `on_trial` it takes one request at a time, until it is opened without it.
     """
 
     prefiller: PrefillerId
@@ -200,7 +202,7 @@ class PrefillerOpened:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Decide now. Feed every event that is due first: one decision then sees them all."""
+    """Decide now. Feed every event that is due first, so that one decision sees them all."""
 
 
 Event = (
@@ -225,7 +227,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Send the prefill of `request` to `prefiller`, or all of it if it never decodes."""
+    """Send the prefill of `request` to `prefiller`; the whole request if it is direct."""
 
     request: RequestId
     prefiller: PrefillerId
@@ -242,7 +244,7 @@ class AbortPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePrefill:
-    """Tell `prefiller` to free KV blocks that no decoder will ever pull."""
+    """Have `prefiller` free KV blocks that no rank will pull."""
 
     request: RequestId
     prefiller: PrefillerId
@@ -266,7 +268,7 @@ class AbortDecode:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """`request` outlived the queue's or the pool's time to live; answer it with an error."""
+    """The time to live of `request` ended in the queue or the pool; answer it with an error."""
 
     request: RequestId
 

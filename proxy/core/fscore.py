@@ -27,10 +27,10 @@ def imbalance_tokens(loads: Loads) -> int:
 
 
 def idle_tokens(loads: Loads) -> int:
-    """Return the KV tokens missing until every rank is as loaded as the heaviest.
+    """Return the KV tokens that the ranks lack, summed, compared with the heaviest rank.
 
-    Divided by ranks x heaviest it is the share of rank time lost at the barrier. It is the paper's
-    total imbalance I (§3.1), whose change an admission's F-score is.
+    Divided by ranks x heaviest it is the share of rank time that is idle at the barrier. It is the
+    paper's total imbalance I (§3.1); the F-score of an admission is minus its change.
 
     Args:
         loads: int64[ranks], KV tokens; at least one rank.
@@ -51,12 +51,12 @@ def discounts(horizon_steps: int, gamma: float) -> NDArray[np.float64]:
 
 
 def lasting_discount(gamma: float, departures_per_rank_step: float) -> float:
-    """Return gamma, or the chance that a margin lasts one more step where that is lower.
+    """Return gamma, or the probability that a margin lasts one more step if that is lower.
 
-    A margin is the difference of two ranks, and is as planned only until one of them frees a slot:
-    from then on it depends on a request that has not been chosen yet. With Poisson departures at
-    rate a neither does so in a step with the chance e**(-2 a). Rounded to hundredths, so that it
-    rarely changes.
+    A margin is the difference of two ranks' loads. The projection of it holds only until one of them
+    frees a slot: from then on it depends on a request that has not been chosen yet. With Poisson
+    departures at rate a, neither frees a slot in one step with probability e**(-2 a). Rounded to
+    hundredths, so that it rarely changes.
 
     Args:
         gamma: In [0, 1].
@@ -92,12 +92,13 @@ def f_score(
         summation is the linear-algebra library's, so the last bit may depend on n.
     """
     admitted = np.asarray(totals, dtype=np.float64)
+    # BR-0's case, and the one that has to be exact: no sum over steps.
     if len(margins) == 1:
         overflow = np.maximum(admitted - margins, 0.0)
         return np.multiply(weights, alpha * admitted - beta * overflow)
-    beyond = np.subtract.outer(admitted, margins)
-    np.maximum(beyond, 0.0, out=beyond)
-    score: NDArray[np.float64] = alpha * weights.sum() * admitted - beta * (beyond @ weights)
+    overflow = np.subtract.outer(admitted, margins)
+    np.maximum(overflow, 0.0, out=overflow)
+    score: NDArray[np.float64] = alpha * weights.sum() * admitted - beta * (overflow @ weights)
     return score
 
 
@@ -121,9 +122,10 @@ def f_peak(
     """
     if len(margins) == 1:
         return float(margins[0]) if beta * weights[0] > alpha * weights[0] else float("inf")
+    # Past each margin, in ascending order, the slope falls by beta times that step's weight.
     order = np.argsort(margins)
     weight_passed = np.cumsum(weights[order])
-    # The sum that ends the cumulative one, not weights.sum(): with alpha = beta the slope past the
-    # last margin is then exactly 0, whatever the order of summation rounds to.
+    # The last cumulative sum, not weights.sum(): with alpha = beta the slope past the last margin is
+    # then exactly 0, however the order of summation rounds.
     kink = int(np.searchsorted(beta * weight_passed, alpha * weight_passed[-1], side="right"))
     return float(margins[order[kink]]) if kink < len(margins) else float("inf")

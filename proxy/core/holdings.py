@@ -1,7 +1,7 @@
-"""What requests hold, and how they give it back.
+"""What requests hold, and how it is released.
 
-A queued request has a place in its line, a prefilling one the budget of a prefiller, a pooled one its
-place in the pool, and a decoding one slots and KV tokens of a rank. The budget of the prefiller stays
+A queued request holds its place in a queue, a prefilling one the budget of a prefiller, a pooled one
+its place in the pool, and a decoding one slots and KV tokens of a rank. The prefiller's budget stays
 charged until the KV cache has left it.
 """
 
@@ -16,10 +16,10 @@ from balanceroute.proxy.core.prefill_queue import PrefillQueue
 
 
 class Holdings:
-    """The books of one scheduler.
+    """Releases what the requests of one scheduler hold.
 
     Attributes:
-        ledger: Of the ranks; another one once their number or the policy changes.
+        ledger: Of the ranks; replaced when their number or the policy changes.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Holdings:
         self._pool = pool
 
     def release(self, request: Request, state: State, *, gone: bool) -> list[Action]:
-        """Release everything that `request` held in `state`.
+        """Release everything that `request` held in `state`; return what the driver has to do.
 
-        `gone` says that the engine has ended its part already, so that there is nothing to abort.
+        `gone` means that the engine has ended its part already, so there is nothing to abort.
         """
         actions: list[Action] = []
         match state:
@@ -49,6 +49,8 @@ class Holdings:
                     actions.append(AbortPrefill(request.request, request.prefiller))
             case State.POOLED:
                 self._pool.remove(request.request)
+                # No rank will pull these blocks; without the action the prefiller keeps them until
+                # their lease ends.
                 if request.prefiller is not None:
                     actions.append(ReleasePrefill(request.request, request.prefiller))
             case State.DECODING:
@@ -56,44 +58,47 @@ class Holdings:
                     assert request.rank is not None
                     actions.append(AbortDecode(request.request, request.rank))
                     if request.prefiller is not None:
-                        # Nobody will pull these blocks any more, unless the pull is under way.
+                        # No rank will pull these blocks, unless a pull is already in progress.
                         actions.append(ReleasePrefill(request.request, request.prefiller))
                 self.release_prefill(request)
                 self.unbind(request)
             case State.DONE | State.FAILED | State.CANCELLED:
                 raise AssertionError(f"request {request.request} ended twice")
+        # After the actions, which name the prefiller.
         self.release_prefill(request)
         return actions
 
     def end_prefill(self, request: Request) -> None:
-        """Note that its prefill ended."""
+        """Free the place of its prefill; its tokens stay charged."""
         assert request.prefiller is not None
         assert request.prefilling
         self._prefillers.end_prefill(request.prefiller)
         request.prefilling = False
 
     def release_prefill(self, request: Request) -> None:
-        """Uncharge its prefiller, if it holds one."""
+        """Release its prefiller's budget, if it holds one."""
         if request.prefiller is not None:
             self._prefillers.release(request.prefiller, request.held_tokens)
             request.prefiller = None
 
     def unbind(self, request: Request) -> None:
-        """Take it from its rank."""
+        """Release its slots and its load on its rank."""
         held = self.ledger.unbind(request.request)
-        # If it is decoded again, what it emitted has to be prefilled with the prompt.
-        emitted = -((request.kv_tokens - held) // request.ticket.slots)  # Rounded up.
+        # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
+        # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
+        emitted = -((request.kv_tokens - held) // request.ticket.slots)
         request.emitted_before += emitted
         request.prompt_tokens += emitted
         request.rank = None
         request.started = False
 
     def move(self, requests: Iterable[Request], ledger: Ledger) -> None:
-        """Charge all bound requests to a new ledger as they stand in the present one."""
+        """Bind all bound requests in a new ledger, with the tokens that they hold in this one."""
         for request in requests:
             if request.rank is None:
                 continue
             number = request.request
+            # With the prompt first, then what was emitted, so that a projection knows the age.
             ledger.bind(
                 number,
                 request.rank,

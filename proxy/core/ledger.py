@@ -5,8 +5,9 @@ once it is in the rank's batch; a started request gains one KV token per slot an
 requests are not touched one by one: a rank's load grows by its started slots, and a request's own
 tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
 
-A policy that looks ahead gets the same changes as a `Projection`, which the ledger keeps in step. One
-that fails is told nothing more: the ledger's own books are right before it is told, and stay so.
+A policy that looks ahead has a `Projection`, which the ledger updates with the same changes. A
+projection that raises gets no further update. The ledger's own counts are updated first, so they stay
+right.
 """
 
 from collections.abc import Callable
@@ -38,14 +39,14 @@ class Ledger:
 
     Args:
         ranks: G.
-        projection: Told of every change; None if nobody looks ahead.
-        on_failure: Told what the projection raised; None lets it out.
+        projection: Receives every change; None if the policy does not look ahead.
+        on_failure: Called with what the projection raised; None lets the exception propagate.
 
     Attributes:
         projection: As given, until it fails; then None.
         loads: int64[G], KV tokens of the bound requests.
-        bound: int64[G], slots of the requests sent to each rank and not yet gone.
-        started: int64[G], slots of those of them in the rank's batch.
+        bound: int64[G], slots of the requests that each rank was sent and has not ended.
+        started: int64[G], slots of those that are in the rank's batch.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Ledger:
     def bind(
         self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0, slots: int = 1
     ) -> None:
-        """Charge `request` to `rank`; `age` is how many tokens each sequence has emitted before."""
+        """Add `request` to `rank`; `age` is how many tokens each sequence emitted before."""
         assert request not in self._bindings, f"request {request} is bound twice"
         self._bindings[request] = _Binding(rank, slots, kv_tokens)
         self.loads[rank] += kv_tokens
@@ -76,6 +77,7 @@ class Ledger:
 
     def start(self, request: RequestId) -> None:
         """Note that `request` joined its rank's batch: from now on it grows with the steps."""
+        # Until then its KV cache is on the way: a step gives it no token.
         binding = self._bindings[request]
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
@@ -86,12 +88,14 @@ class Ledger:
     def step(self) -> None:
         """Give every started request one more token per slot."""
         self._step += 1
+        # All ranks take each step together, at the barrier, so one clock serves every request.
         self.loads += self.started
         if self.projection is not None:
             self._notify(self.projection.step)
 
     def emit(self, request: RequestId, tokens: int) -> None:
-        """Give one request `tokens` more tokens than the steps gave it, or take some back."""
+        """Correct one request's tokens by `tokens`, which may be negative."""
+        # The steps assume one token per slot; speculative decoding emits more, a stalled slot none.
         binding = self._bindings[request]
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
@@ -130,7 +134,7 @@ class Ledger:
             self.projection.check()
 
     def fail(self, what: str, error: Exception) -> None:
-        """Report what failed, perhaps in the middle of a change, and tell the projection no more."""
+        """Report a failure and drop the projection, which may have failed in mid-change."""
         self.projection = None
         if self._on_failure is None:
             raise error

@@ -4,12 +4,14 @@ Rules:
 
 1. Every transition is a row of `TRANSITIONS`; anything else raises `LifecycleError`.
 2. What a request holds follows from its state alone: a prefill and KV budget on one prefiller from
-   `PREFILLING` on, a place in the pool in `POOLED`, its slots on one rank in `DECODING`. The
-   prefill budget outlives the pool: it is held until the first decoded token shows that the
-   transfer is over. A request without prefill never holds a prefill or a prefill budget, in any
-   state; it is `QUEUED` only for the instant before it goes to the pool. A request without decode
-   is `PREFILLING` until it ends: it holds no prefill, but its sequences and the KV budget of all of
-   them.
+   `PREFILLING` on, a place in the pool in `POOLED`, its slots on one rank in `DECODING`. The KV
+   budget outlives the pool: it is held until the first decoded token shows that the transfer is
+   over. Two kinds of request differ:
+
+   * Without prefill, a request never holds a prefiller. It is `QUEUED` only for the instant before
+     it goes to the pool.
+   * Without decode (a direct request), it is `PREFILLING` until it ends. It holds its sequences on
+     the prefiller and the KV budget of all of them, instead of a prefill.
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
 
@@ -21,9 +23,9 @@ from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId, Ticke
 
 
 class State(Enum):
-    """Where a request stands."""
+    """The phase that a request is in."""
 
-    # Enum's own hash is Python code, and every transition looks a pair up.
+    # Enum's own hash is Python code, and every transition hashes a pair.
     __hash__ = object.__hash__
 
     QUEUED = auto()
@@ -54,19 +56,19 @@ class Trigger(Enum):
 
 TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.QUEUED, Trigger.PREFILL): State.PREFILLING,
-    # The decode engine will compute the prompt itself.
+    # The decode engine computes the prompt itself.
     (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
     (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
     (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
-    # A prefiller that meets the stop condition on its one token has answered the whole request; and
-    # so has one that was asked for all of it.
+    # A prefiller answers the whole request if its one token meets the stop condition, or if the
+    # request is direct.
     (State.PREFILLING, Trigger.FINISH): State.DONE,
     (State.POOLED, Trigger.ADMIT): State.DECODING,
     (State.POOLED, Trigger.PREFILL_LOST): State.QUEUED,
     (State.DECODING, Trigger.RECOMPUTE): State.QUEUED,
     # The decoder found the KV cache gone before it could pull it.
     (State.DECODING, Trigger.PREFILL_LOST): State.QUEUED,
-    # The rank never took the request, whose KV cache is where it was.
+    # The rank never took the request: the KV cache is still on the prefiller.
     (State.DECODING, Trigger.DECODE_LOST): State.POOLED,
     (State.DECODING, Trigger.FINISH): State.DONE,
 } | {
@@ -81,24 +83,24 @@ class Request:
     """One request's state and holdings.
 
     Attributes:
-        request: Arrival number.
-        ticket: What was known of it when it came.
-        waiting_since_ns: When it arrived, or else came back from being served.
+        request: Its id, the arrival number.
+        ticket: What was known when it arrived.
+        waiting_since_ns: When it arrived, or was last queued after it had been served.
         prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
             (of several sequences: their mean, rounded up).
-        decode: Whether a rank decodes it; else a prefiller answers all of it.
+        decode: Whether a rank decodes it; otherwise a prefiller answers the whole request.
         emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
             recomputed).
         prefiller: The prefiller whose budget it holds, if any.
-        prefilling: Whether its prefill is still running there.
-        pulled_from: The prefiller whose KV cache it decodes with, or did so last.
-        lost_on_prefillers: Prefillers that it should not go to again, the latest last.
+        prefilling: Whether its prefill is running there.
+        pulled_from: The prefiller whose KV cache the rank pulled last.
+        lost_on_prefillers: Prefillers that lost it, to be avoided, the latest last.
         prefilled_ns: When it was last prefilled.
         lease_expires_ns: When that prefill's KV cache may be dropped, if known.
         pooled_ns: When it first entered the pool since it was last served.
         rank: The rank whose slots it holds, if any.
         started: Whether it joined the rank's batch.
-        lost_on_ranks: Ranks that it should not go to again, the latest last.
+        lost_on_ranks: Ranks that lost it, to be avoided, the latest last.
     """
 
     request: RequestId
@@ -125,12 +127,12 @@ class Request:
 
     @property
     def kv_tokens(self) -> int:
-        """What it adds to the load of a rank that takes it now."""
+        """KV tokens that it adds to a rank when it is admitted."""
         return self.prompt_tokens * self.ticket.slots
 
     @property
     def held_tokens(self) -> int:
-        """What it adds to what a prefiller holds: a prefill is of one sequence."""
+        """KV tokens that it adds to a prefiller: a prefill has one sequence, a direct request all."""
         return self.prompt_tokens if self.decode else self.kv_tokens
 
     def move(self, trigger: Trigger) -> None:
@@ -147,10 +149,10 @@ class Request:
 
 
 def check_ticket(request: RequestId, ticket: Ticket) -> None:
-    """Refuse a request that nothing can be done about.
+    """Reject a request that cannot be served.
 
     Raises:
-        LifecycleError: It has no tokens or no sequences, or nobody to compute its prompt.
+        LifecycleError: It has no tokens or no sequences, or neither prefill nor decode.
     """
     for name, value in (("prompt tokens", ticket.prompt_tokens), ("slots", ticket.slots)):
         if value < 1:

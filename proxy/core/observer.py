@@ -1,8 +1,8 @@
-"""Who looks on: told of every event that a scheduler handled, and of the actions that it asked for."""
+"""The observer of a scheduler, for tracing and tests."""
 
 from collections.abc import Callable, Sequence
 
 from balanceroute.proxy.core.events import Action, Event
 
 Observer = Callable[[Event, Sequence[Action], int], None]
-"""Called with an event, what came of it in order, and the time in ns, before anything is performed."""
+"""Called with each event, its actions in order and the time in ns, before any action is performed."""

@@ -1,8 +1,8 @@
 """The prompt pool: requests that wait for a decode slot, in a queue order.
 
-The pool keeps for each entry how often it was **overtaken**, that is, how many entries behind it were
-admitted while it waited. Unlike a waiting time this does not depend on the load: it is what a
-free choice among the pooled requests costs this one request compared with first come, first served.
+The pool counts for each entry how often it was **overtaken**: how many entries behind it were
+admitted while it waited. Unlike a waiting time the count does not depend on the load. It measures
+what free choice among the pooled requests costs one request, against first come, first served.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.queueing import QueueOrder
 from balanceroute.proxy.core.timers import Timers
 
-# Weight of one more arrival in the running mean of prompt lengths: remembers about 128 arrivals.
+# Weight of an arrival in the running mean of prompt lengths, which so covers about 128 arrivals.
 _MEAN_WEIGHT = 1 / 128
 
 
@@ -21,19 +21,19 @@ class PoolEntry:
     """One waiting request.
 
     Attributes:
-        request: Its number.
-        ticket: What was known of it when it came.
-        prompt_tokens: Tokens of its prompt, and of what it emitted before a recompute.
-        age: Tokens that a sequence of it emitted before a recompute.
-        deadline_ns: When it goes first; None for never.
-        expires_ns: When it is given up; None for never.
+        request: Its id.
+        ticket: What was known when it arrived.
+        prompt_tokens: Prompt tokens, and those emitted before a recompute.
+        age: Tokens that each sequence emitted before a recompute.
+        deadline_ns: From then on it goes first; None for never.
+        expires_ns: When it ends with an error; None for never.
         lease_ends_ns: When its KV cache counts as lost; None for never.
-        lost_on: Ranks that it must not go to while others are open, the earliest loss first.
+        lost_on: Ranks to avoid while others are open, the earliest loss first.
         overtaken: Entries behind it that were admitted while it waited.
-        slots: Sequences that it runs. One free slot is enough for it to go to a rank.
+        slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
-        restricted: Whether it may not go to every open rank.
-        kv_tokens: What it adds to the load of the rank that takes it.
+        restricted: Whether some open rank may be closed to it.
+        kv_tokens: Its load on the rank that admits it.
     """
 
     request: RequestId
@@ -62,11 +62,11 @@ class Pool:
     """Entries with deadlines (serve first), expiry and KV leases (both remove).
 
     Args:
-        order: Empty.
+        order: The order of the entries; empty at first.
 
     Attributes:
-        slots: Slots that the waiting requests want.
-        mean_prompt_tokens: Running mean over the entries that were added.
+        slots: Slots that all waiting requests need.
+        mean_prompt_tokens: Running mean over the added entries.
     """
 
     def __init__(self, order: QueueOrder) -> None:
@@ -77,7 +77,7 @@ class Pool:
         self._leases = Timers()
         self.slots = 0
         self.mean_prompt_tokens = 0.0
-        # What left since `begin_round`, in order; and who of them without being admitted.
+        # What left since `begin_round`, in order, and which of it was removed without admission.
         self._round: dict[RequestId, PoolEntry] | None = None
         self._removed: list[RequestId] = []
 
@@ -94,12 +94,13 @@ class Pool:
         return request in self._entries
 
     def add(self, entry: PoolEntry) -> None:
-        """Insert `entry` at its place in the order."""
+        """Insert `entry` in order."""
         assert entry.request not in self._entries, f"request {entry.request} is pooled twice"
         self._order.add(entry.request, entry.ticket)
         self._entries[entry.request] = entry
         self._set_timers(entry)
         self.slots += entry.slots
+        # The first entry sets the mean: from 0 it would take some 128 arrivals to become right.
         if self.mean_prompt_tokens == 0.0:
             self.mean_prompt_tokens = float(entry.prompt_tokens)
         else:
@@ -108,7 +109,7 @@ class Pool:
             )
 
     def replace(self, entry: PoolEntry) -> None:
-        """Give a waiting request new times; it keeps its place and its overtakings."""
+        """Replace an entry by one with other times; place and overtakings stay."""
         entry.overtaken = self._entries[entry.request].overtaken
         self._entries[entry.request] = entry
         self._set_timers(entry)
@@ -119,11 +120,11 @@ class Pool:
         return [entries[request] for request in self._order.first(count)]
 
     def at(self, place: int) -> PoolEntry:
-        """Return an entry by its place in the order."""
+        """Return the entry at a position of the order."""
         return self._entries[self._order.first(place + 1)[place]]
 
     def admit(self, request: RequestId) -> PoolEntry:
-        """Remove an entry that goes to decode; every entry ahead was overtaken once more."""
+        """Remove an entry that goes to decode; it overtakes every entry ahead of it."""
         for ahead in self._order.ahead_of(request):
             self._entries[ahead].overtaken += 1
         return self._take_out(request)
@@ -136,24 +137,25 @@ class Pool:
         return entry
 
     def begin_round(self) -> None:
-        """Begin to note what leaves, so that `undo_round` can bring it back."""
+        """Start to record what leaves, so that `undo_round` can restore it."""
         self._round = {}
         self._removed = []
 
     @property
     def taken(self) -> dict[RequestId, PoolEntry]:
-        """What left since `begin_round`; a copy."""
+        """A copy of what left since `begin_round`."""
         assert self._round is not None, "there is no round"
         return self._round.copy()
 
     def end_round(self) -> None:
-        """Note no more; what left stays out."""
+        """Stop to record; what left stays out."""
         self._round = None
 
     def undo_round(self) -> None:
-        """Bring back what left since `begin_round`, as if it had never been admitted."""
+        """Restore what left since `begin_round`, as if it had never been admitted."""
         left, self._round = self._round, None
         assert left is not None, "there is no round to undo"
+        # The last one first: then the entries ahead of each are those that it overtook.
         for request, entry in reversed(left.items()):
             self._order.add(request, entry.ticket)
             self._entries[request] = entry
@@ -168,11 +170,11 @@ class Pool:
         return [self._entries[request] for request in sorted(self._deadlines.due(now_ns))]
 
     def expired(self, now_ns: int) -> list[RequestId]:
-        """Return the entries whose time to live is over. The caller removes them."""
+        """Return the entries whose time to live has ended, once. The caller removes them."""
         return self._expiries.take_due(now_ns)
 
     def lapsed(self, now_ns: int) -> list[RequestId]:
-        """Return the entries whose KV lease must not be used any more. The caller removes them."""
+        """Return the entries whose KV lease has ended, once. The caller removes them."""
         return self._leases.take_due(now_ns)
 
     def next_removal_ns(self) -> int | None:

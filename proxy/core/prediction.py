@@ -1,7 +1,7 @@
-"""What the core asks of a predictor, and the paper's composite estimate.
+"""The core's interface to a predictor, and the paper's composite estimate.
 
-The core asks in batches and only for survival probabilities; the paper's two stages, the chance to
-finish within the horizon and the mean remaining length if so, follow from them.
+The core asks in batches, and only for survival probabilities. The paper's two stages follow from
+them: the probability to finish within the horizon, and the mean remaining length in that case.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 from balanceroute.proxy.core.errors import PredictorError
 from balanceroute.proxy.core.events import RequestId
 
-# By which a probability may exceed its range, as it was rounded.
+# How far rounding may take a probability out of its range.
 _ROUNDING = 1e-3
 
 
 class Predictor(Protocol):
-    """Predicts how long active requests go on."""
+    """Predicts how long active requests continue."""
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
     ) -> NDArray[np.float64]:
-        """Return the chance that each request still runs after 0, 1, .. `steps` more steps.
+        """Return the probability that each request still runs after 0, 1, .. `steps` more steps.
 
         Args:
             requests: n request ids, for predictors that keep features by request.
             ages: int64[n], tokens emitted so far.
-            steps: How far to look, at least 0.
+            steps: The last step ahead, at least 0.
 
         Returns:
             float64[n, steps + 1]: Pr[output > age + h | output > age]; non-increasing along a row,
@@ -38,14 +38,14 @@ class Predictor(Protocol):
 
 
 def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> None:
-    """Refuse an answer of `Predictor.survival` that nobody can reckon with.
+    """Reject a result of `Predictor.survival` that cannot be used.
 
     Raises:
-        PredictorError: It has another shape, or values that are no probabilities.
+        PredictorError: The shape is wrong, or a value is no probability.
     """
     if survival.shape != (requests, steps + 1):
         raise PredictorError(f"survival is {survival.shape}, not {(requests, steps + 1)}")
-    # By its place, as that costs a quarter of `min`. NaN is least and most, and no bound holds of it.
+    # Indexing by `argmin` costs a quarter of `min`. Both find a NaN, which satisfies no comparison.
     if requests and not (
         survival.item(survival.argmin()) >= -_ROUNDING
         and survival.item(survival.argmax()) <= 1.0 + _ROUNDING
@@ -56,7 +56,7 @@ def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> 
 def two_stage_estimate(
     survival: NDArray[np.float64], horizon_steps: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the paper's p and mu, read off survival curves.
+    """Return the paper's p and mu, computed from survival curves.
 
     Args:
         survival: float64[n, at least H + 1].
@@ -64,7 +64,7 @@ def two_stage_estimate(
 
     Returns:
         float64[n] Pr[finish within H steps], and float64[n] E[remaining | finish within H] in
-        steps (H where the chance is 0). Paper: §C.1, Eq. 5.
+        steps (H where the probability is 0). Paper: §C.1, Eq. 5.
     """
     stays = survival[:, horizon_steps]
     finish = 1.0 - stays
@@ -78,11 +78,11 @@ def two_stage_estimate(
 def composite_steps(survival: NDArray[np.float64], horizon_steps: int) -> NDArray[np.int64]:
     """Return the gated composite estimate of the remaining steps, int64[n] in [1, H].
 
-    H means "stays". The update is accepted only when the request more likely finishes inside the
-    window than not; else the mean is unconstrained and would invent a departure. Paper: §C.1,
-    Eq. 6, and the gate of §C.2.3.
+    H means that the request stays. The estimate is accepted only if the request is more likely than
+    not to finish within the horizon. Paper: §C.1, Eq. 6, and the gate of §C.2.3.
     """
     finish, mean = two_stage_estimate(survival, horizon_steps)
     composite = finish * mean + (1.0 - finish) * horizon_steps
+    # The gate: a departure is predicted only if it is more likely than not.
     composite[finish < 0.5] = horizon_steps
     return np.clip(np.rint(composite), 1, horizon_steps).astype(np.int64)

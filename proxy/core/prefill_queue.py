@@ -1,8 +1,9 @@
 """The requests that wait for a prefiller, and which of them start.
 
-Those that a prefiller will answer whole wait in a line of their own: how many of them run at a time is
-limited, and that limit holds up nobody else. So do those that the same few prefillers alone can serve:
-whoever has to wait holds up later ones only on the prefillers that it waits for.
+Direct requests, which a prefiller answers whole, wait in a queue of their own: they have a limit of
+their own, which must not hold up the others. Requests that only some prefillers can serve have two
+such queues for each set of prefillers: one that has to wait holds up later requests only on the
+prefillers that it waits for.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,12 +16,12 @@ from balanceroute.proxy.core.timers import Timers
 
 
 class PrefillQueue:
-    """What waits before prefill.
+    """The requests before prefill.
 
     Args:
-        requests: The scheduler's.
-        prefillers: Charged with what starts.
-        make_order: Makes each line.
+        requests: All requests of the scheduler, by id.
+        prefillers: Their budgets are charged with each request that starts.
+        make_order: Makes the order of each queue.
     """
 
     def __init__(
@@ -33,17 +34,18 @@ class PrefillQueue:
         self._prefillers = prefillers
         self._make_order = make_order
         self._queue, self._direct = make_order(), make_order()
-        # By the only prefillers that can serve them: the same two lines. None is empty.
+        # The same two queues for each set of prefillers. Empty pairs are dropped, so that sets that
+        # no longer occur cost nothing.
         self._restricted: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
         self._expiries = Timers()
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting requests."""
         return self._waiting
 
     def __contains__(self, request: Request) -> bool:
-        """Return whether `request` waits here, in the line that it belongs to."""
+        """Return whether `request` waits here, in the queue that it belongs to."""
         if (
             request.ticket.eligible is not None
             and request.ticket.eligible.prefillers not in self._restricted
@@ -52,33 +54,33 @@ class PrefillQueue:
         return request.request in self._queue_of(request)
 
     def add(self, request: Request, expires_ns: int | None) -> None:
-        """Take a request in, or in again."""
+        """Add a request, also one that was here before."""
         self._queue_of(request).add(request.request, request.ticket)
         self._waiting += 1
         self._expiries.set(request.request, expires_ns)
 
     def remove(self, request: Request) -> None:
-        """Take a request out: it starts, or has ended."""
+        """Remove a request that starts or has ended."""
         self._take_out(request.request, self._queue_of(request))
         self._drop_empty(request)
 
     def expire_at(self, request: Request, expires_ns: int | None) -> None:
-        """Change when a request is given up; None for never."""
+        """Change when a request expires; None for never."""
         self._expiries.set(request.request, expires_ns)
 
     def next_expiry_ns(self) -> int | None:
-        """Return when the first one is given up; None for never."""
+        """Return when the first request expires; None for never."""
         return self._expiries.first_ns()
 
     def take_expired(self, now_ns: int) -> list[RequestId]:
-        """Return who has waited too long; each is told once."""
+        """Return the requests that have expired; each is returned once."""
         return self._expiries.take_due(now_ns)
 
     def start(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
-        """Take out and charge the requests that budgets let start, in order, with their prefillers.
+        """Yield the requests that the budgets allow to start, removed and charged, in order.
 
         Args:
-            room: How many prefills may start; of what is answered whole there is another limit.
+            room: How many prefills may start. Direct requests have a limit of their own.
         """
         if self._restricted:
             yield from self._start_restricted(room)
@@ -89,22 +91,27 @@ class PrefillQueue:
             if prefiller is not None:
                 yield request, prefiller
             elif self._prefillers.waits_for_memory(request.ticket.slots):
-                return  # Smaller prompts would pass it over for ever.
+                # It lacks only KV tokens. Smaller prompts that started now would take them, and
+                # overtake it for ever.
+                return
             else:
                 break
         while room > 0 and (first := self._queue.first(1)):
             request = self._requests[first[0]]
             prefiller = self._begin(request, self._queue)
+            # The rest waits with the first one: smaller prompts would overtake it for ever.
             if prefiller is None:
                 return
             room -= 1
             yield request, prefiller
 
     def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
-        """Do as `start` does where some prefillers alone can serve some requests."""
+        """Do the same as `start` if only some prefillers can serve some of the requests."""
         everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
-        starved: set[PrefillerId] = set()  # Smaller prompts would pass somebody over for ever.
+        # Prefillers that a direct request lacks KV tokens on: prefills must leave them alone.
+        starved: set[PrefillerId] = set()
         for direct in (True, False):
+            # Prefillers that an earlier request waits for, and the sets whose queues wait.
             withheld = set(starved)
             stuck: list[frozenset[PrefillerId] | None] = []
             while (direct or room > 0) and (head := self._head(stuck, direct=direct)) is not None:
@@ -124,7 +131,7 @@ class PrefillQueue:
     def _head(
         self, stuck: Collection[frozenset[PrefillerId] | None], *, direct: bool
     ) -> Request | None:
-        """Return the earliest arrival of the first ones of all lines but some."""
+        """Return the earliest arrival among the first requests of all queues that are not stuck."""
         queues = [pair[direct] for among, pair in self._restricted.items() if among not in stuck]
         if None not in stuck:
             queues.append((self._queue, self._direct)[direct])

@@ -1,10 +1,10 @@
 """Projected KV load of every rank over the next H steps, kept incrementally.
 
-Each active request deposits what it is expected to hold at the next H + M steps into its rank's
-row. A step moves the window one column on; a departure takes the rest of its deposit back; every M
-emitted tokens (or sooner, see below) the deposit is made anew from a fresh prediction. So a step
-costs O(refreshed requests x (H + M)), not O(requests x H). Deposits are whole tokens, so that
-adding and taking back is exact and `check()` can demand equality with a recount.
+Each active request adds a **deposit** to its rank's row: the tokens that it is expected to hold at
+each of the next H + M steps. A step moves the window on by one column. A departure subtracts the rest
+of the deposit. Every M emitted tokens (or sooner, see below) a fresh prediction replaces the deposit.
+So a step costs O(refreshed requests x (H + M)), not O(requests x H). Deposits are whole tokens, so
+that adding and subtracting are exact and `check()` can demand equality with a recount.
 
 Two forms of a deposit, w the request's KV tokens and h steps ahead:
 
@@ -12,14 +12,14 @@ Two forms of a deposit, w the request's KV tokens and h steps ahead:
 * **point** (the paper's): w + h up to a predicted departure, then 0. An estimate of H means that
   the request stays. Paper: §C.1, Eq. 7.
 
-A request with several sequences gains one token for each of them a step; it is expected to go on as
-long as one sequence alone.
+A request with several sequences gains one token per sequence and step. Its survival is predicted as
+that of one sequence.
 
-Between refreshes a request is known to be still running, which its older deposit does not know.
-The expected form corrects for it per rank: the row is scaled so that its first column is the load
-that the rank has now. A refresh is due early when the deposit has become implausible: at the
-predicted departure (point; the paper's floor rule, §C.2.3), or once the request was expected to be
-gone with a chance of one half (expected).
+Between refreshes a request turns out to be still running, which its older deposit only expected with
+some probability. The expected form corrects for that per rank: the row is scaled so that its first
+column is the rank's present load. A refresh is due early when the deposit has become implausible: at
+the predicted departure (point; the paper's floor rule, §C.2.3), or once the request had only an even
+chance to be running still (expected).
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,10 @@ from balanceroute.proxy.core.turnover import Turnover
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
 
-# The most tokens that a deposit is made of: with what is added ahead it still fits its 32 bits.
+# Upper bound of the tokens in a deposit, so that with the steps ahead it still fits in 32 bits.
 _MOST_TOKENS = 1 << 30
-# Columns that the window travels before the rows are moved back to the front.
+# Columns that the window moves before the rows are copied back to the front: a copy per step would
+# cost more than the step.
 _TRAVEL = 256
 
 
@@ -56,7 +57,7 @@ class Projection:
         ranks: G.
         horizon_steps: H, at least 1.
         refresh_tokens: M, at least 1: tokens between two predictions of a request.
-        predictor: Asked once per request and refresh, in batches.
+        predictor: Called in batches, with each request once per refresh.
         form: See the module.
 
     Attributes:
@@ -83,7 +84,7 @@ class Projection:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all requests, whatever state a failure left; not the turnover."""
+        """Remove all requests, also after a failure in mid-change. The turnover stays."""
         # Global state: the step clock and the rows. Column `_head` is the present step.
         self._now = 0
         self._head = 0
@@ -97,15 +98,16 @@ class Projection:
         self._since = np.zeros(slots, np.int64)
         self._tokens = np.zeros(slots, np.int64)
         self._sequences = np.ones(slots, np.int64)
-        # What the sequences held before their first token: age = (tokens - base) / sequences.
+        # KV tokens at age 0: age = (tokens - base) / sequences.
         self._base = np.zeros(slots, np.int64)
         self._due = np.full(slots, -1, np.int64)
         self._started = np.zeros(slots, np.bool_)
         self._deposit: NDArray[np.int32] = np.zeros((slots, self._width), np.int32)
-        # Slots to refresh by step modulo M + 1; a slot whose `_due` moved on is skipped.
+        # Slots to refresh by step modulo M + 1, since none is due later than in M steps. A slot whose
+        # `_due` has changed is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
-        # Slots bound since the last deposit; they wait so that one prediction serves them all.
-        # A dictionary for its order.
+        # Slots without a deposit yet: one call of the predictor serves all of them. A dictionary,
+        # because the order of a set differs from run to run.
         self._new: dict[int, None] = {}
 
     def bind(
@@ -128,12 +130,13 @@ class Projection:
     def start(self, request: RequestId) -> None:
         """Note that the request decodes from now on; until now it did not grow with the steps."""
         slot = self._slot_of[request]
+        # Its deposit grew by a token per step since the admission, which it did not.
         if self._since[slot] != self._now:
             self._restart(slot, grown=0)
         self._started[slot] = True
 
     def emit(self, request: RequestId, tokens: int) -> None:
-        """Give one request `tokens` more tokens than the steps gave it, or take some back."""
+        """Correct one request's tokens by `tokens`, which may be negative."""
         slot = self._slot_of[request]
         passed = int(self._now - self._since[slot]) if self._started[slot] else 0
         self._restart(slot, grown=passed * int(self._sequences[slot]) + tokens)
@@ -171,6 +174,8 @@ class Projection:
         """
         self._flush()
         window = self._rows[:, self._head : self._head + self.horizon_steps + 1]
+        # A request that still runs counts in full now, but in its deposit only with the probability
+        # predicted at the refresh. The scale restores that, per rank.
         present = window[:, 0]
         scale = np.ones(len(loads))
         np.divide(loads, present, out=scale, where=present > 0)
@@ -181,7 +186,7 @@ class Projection:
     def newcomer(
         self, request: RequestId, kv_tokens: int, age: int, sequences: int = 1
     ) -> NDArray[np.float64]:
-        """Return float64[H + 1], what a request would add if it were admitted now."""
+        """Return float64[H + 1], the KV tokens that a request adds if it is admitted now."""
         steps = self.horizon_steps
         survival = self._predictor.survival([request], np.array([age]), steps)
         grown = kv_tokens + sequences * self._ahead[: steps + 1]
@@ -192,9 +197,9 @@ class Projection:
     def persistence(
         self, requests: Sequence[RequestId], ages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Return float64[H + 1], the mean chance that these requests still run after h steps.
+        """Return float64[H + 1], the mean probability that these requests still run after h steps.
 
-        In the point form a request that is admitted is taken to stay, as the paper does (§4.1).
+        In the point form an admitted request is assumed to stay, as in the paper (§4.1).
         """
         steps = self.horizon_steps
         if self._form is Form.POINT:
@@ -214,7 +219,7 @@ class Projection:
         assert np.array_equal(rows[:, now], self._rows[:, now]), "projection differs from a recount"
 
     def _departures(self, survival: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return in how many steps each request is predicted to leave; beyond the row if it stays."""
+        """Return the steps until each predicted departure; the row's width if a request stays."""
         steps = composite_steps(survival, self.horizon_steps)
         return np.where(steps < self.horizon_steps, steps, self._width)
 
@@ -226,9 +231,11 @@ class Projection:
         survival = self._predictor.survival(requests, ages, self._width - 1)
         values = np.multiply.outer(sequences, self._ahead, dtype=np.float64)
         values += np.minimum(tokens, _MOST_TOKENS)[:, None]
-        # Requests admitted together would refresh together forever; their numbers set them apart.
+        # Requests admitted together would always refresh together, in one long step: their ids
+        # spread the refreshes.
         wait = self._refresh - (ages + np.array(requests)) % self._refresh
         if self._form is Form.EXPECTED:
+            # Whole tokens, so that the recount is exact.
             np.rint(np.multiply(values, survival, out=values), out=values)
             doubtful = np.flatnonzero(survival[:, self._refresh] < 0.5)
             if doubtful.size:
@@ -247,6 +254,8 @@ class Projection:
             self._make_deposits(slots)
 
     def _refresh_slots(self, slots: NDArray[np.int64]) -> None:
+        # The rest of each old deposit, shifted to the present step; column `_width` of the padding
+        # stands for all steps past its end.
         passed = self._now - self._since[slots]
         columns = np.minimum(passed[:, None] + self._ahead, self._width)
         padded = np.pad(self._deposit[slots], ((0, 0), (0, 1)))
@@ -273,13 +282,14 @@ class Projection:
         window[ranks[starts]] += np.add.reduceat(change[order], starts, axis=0, dtype=np.int64)
 
     def _restart(self, slot: int, *, grown: int) -> None:
+        """Replace the deposit by one that starts now, from `grown` more tokens."""
         self._withdraw(slot)
         self._tokens[slot] += grown
         self._since[slot] = self._now
         self._new[slot] = None
 
     def _withdraw(self, slot: int) -> None:
-        """Take the rest of a deposit back, or forget the deposit that was still to be made."""
+        """Subtract the rest of a deposit, or cancel one that was not made yet."""
         self._due[slot] = -1
         if slot in self._new:
             del self._new[slot]
@@ -289,6 +299,7 @@ class Projection:
         self._rows[self._rank[slot], self._head : self._head + len(rest)] -= rest
 
     def _grow(self) -> None:
+        """Double the number of slots, so that binding is amortised O(1)."""
         slots = len(self._request)
         self._free.extend(range(slots, 2 * slots))
         self._request.extend([RequestId(-1)] * slots)

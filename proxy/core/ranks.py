@@ -1,4 +1,4 @@
-"""The decode ranks: which are open, and how a policy sees them."""
+"""The decode ranks: which are open, and the view of them that a policy gets."""
 
 from typing import TYPE_CHECKING
 
@@ -30,23 +30,25 @@ class Ranks:
         self._unlimited = np.full(ranks, UNLIMITED)
 
     def fleet(self, ledger: Ledger, config: SchedulerConfig, beyond_batch: int | None) -> Fleet:
-        """Return the ranks for a policy.
+        """Return the ranks as a policy sees them.
 
         Args:
-            ledger: What is bound to them.
-            config: Their limits.
-            beyond_batch: Slots beyond its batch that a rank may be sent; None for any number.
+            ledger: Loads and slots of the ranks.
+            config: Limits of the ranks.
+            beyond_batch: Slots beyond the batch limit that a rank may get; None for any number.
         """
         if beyond_batch is None:
             free_slots = self._unlimited.copy()
         else:
-            # A request with more slots than there were may have left a rank overbooked.
+            # One free slot admits a request of several, which may leave a rank overbooked.
             free_slots = np.maximum(config.batch_limit + beyond_batch - ledger.bound, 0)
         free_slots *= self.is_open
+        # Early binding ignores memory as well: what does not fit queues in the engine.
         if config.rank_kv_tokens is None or beyond_batch is None:
             free_kv_tokens = self._unlimited.copy()
         else:
             free_kv_tokens = config.rank_kv_tokens - ledger.loads
+        # Copies: the policy may write to them while it decides.
         return Fleet(
             self.is_open, ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens
         )

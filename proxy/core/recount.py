@@ -1,4 +1,4 @@
-"""Recounting what every request holds: the scheduler's books against the requests' states."""
+"""The scheduler's self-check: what is charged against what the requests' states say."""
 
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ def check_holdings(scheduler: "Scheduler") -> None:
     slots = [0] * scheduler.config.ranks
     for request in scheduler.requests.values():
         state, decodes = request.state, request.decode
+        # Rule 2 of `lifecycle`: what a request holds follows from its state.
         if request.prefiller is not None:
             assert request.ticket.prefill
             held[request.prefiller] += request.held_tokens
@@ -38,6 +39,7 @@ def check_holdings(scheduler: "Scheduler") -> None:
     assert sum(prefills) == scheduler.prefillers.prefilling
     assert slots == scheduler.ledger.bound.tolist(), f"{slots} != {scheduler.ledger.bound}"
     assert scheduler.pool.slots == sum(entry.slots for entry in scheduler.pool)
+    # The count that bounds admission, derived from its complement.
     answered = sum(
         request.rank is not None or (request.state is State.PREFILLING and not request.decode)
         for request in scheduler.requests.values()

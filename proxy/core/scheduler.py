@@ -5,8 +5,8 @@ and asks one policy where pooled requests go. It has no socket, no clock and no 
 and the simulator drive the same object.
 
 The driver's duty: feed events in order of time, then a `Tick`; perform the returned actions in
-order before the next event. Ticks decide admissions, so feed all events that are due before one.
-Where nothing else happens, feed one at `Scheduler.next_deadline_ns`.
+order before the next event. A tick decides admissions, so feed every event that is due before it.
+If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 """
 
 from functools import partial
@@ -66,13 +66,13 @@ class Scheduler:
 
     Args:
         config: The deployment and its limits. All ranks and prefillers are open at first.
-        policy: Decides admissions. One scheduler's alone, as it may keep a projection.
-        queue_order: Makes the lines before prefill, and what a policy may choose among.
-        prefill_choice: Makes who chooses the prefiller of a prefill.
-        on_failure: Told when the policy or its projection fails; a round that failed is decided
-            oldest first, and the projection is built anew for the next. None lets the exception
-            out, which changes nothing else.
-        observer: See `Observer`; None for nobody.
+        policy: Decides admissions. Not shared between schedulers: it may keep a projection.
+        queue_order: Makes the order of each queue before prefill, and of the pool.
+        prefill_choice: Makes the rule that chooses a request's prefiller.
+        on_failure: Called when the policy or its projection raises. That round is decided oldest
+            first, and the projection is rebuilt for the next one. None lets the exception
+            propagate; all other state stays consistent.
+        observer: See `Observer`; None for none.
 
     Raises:
         ConfigError: The policy was made for another number of ranks.
@@ -109,16 +109,16 @@ class Scheduler:
 
     @property
     def ledger(self) -> Ledger:
-        """What the ranks hold."""
+        """Loads and slots of the ranks."""
         return self._holdings.ledger
 
     @property
     def waiting(self) -> int:
-        """Requests that nobody answers yet: queued, prefilling or pooled."""
+        """Requests that no engine answers yet: queued, prefilling or pooled."""
         return len(self.prefill_queue) + self.prefillers.prefilling + len(self.pool)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
-        """Take one event and return what to do about it, in order.
+        """Process one event and return the actions to perform, in order.
 
         Raises:
             LifecycleError: The request, rank or prefiller is unknown, or the request's state does
@@ -130,7 +130,7 @@ class Scheduler:
         return actions
 
     def _handle(self, event: Event, now_ns: int) -> list[Action]:
-        # The most frequent ones first: each case is tried in turn.
+        # Ordered by frequency: `match` tries the cases in turn.
         match event:
             case TokensEmitted(number, tokens):
                 return self._emit(self._get(number), tokens)
@@ -163,25 +163,26 @@ class Scheduler:
                 return self._set_prefiller(event)
 
     def next_deadline_ns(self) -> int | None:
-        """Return the earliest time at which a `Tick` would act of its own accord; None for never.
+        """Return the earliest time at which a `Tick` acts without another event; None for never.
 
-        That is when a request is given up or a lease lapses. It may be past. A pool deadline is not
-        among them: it only decides who goes first once there is room.
+        That is when a request's time to live or KV lease ends. It may be in the past. Deadlines in
+        the pool do not count: they only decide which entry goes first once there is room.
         """
         ends_ns = self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns()
         return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
-        """Change the deployment, its limits or the policy while requests are under way.
+        """Change the deployment, its limits or the policy while requests are in flight.
 
-        What follows is as if the scheduler had had this shape from the start: all times to live and
-        leases count by the new settings, and a projection starts with a fresh prediction of every
-        request. New ranks and prefillers are open, closed ones stay closed. Feed a `Tick` next,
-        since there may be room for prefills and admissions.
+        The result is as if the scheduler had been configured so from the start: times to live and
+        leases follow the new settings, and a projection starts with a fresh prediction for every
+        request. New ranks and prefillers are open, closed ones stay closed. Feed a `Tick` next:
+        there may be room for prefills and admissions.
 
         Args:
-            config: The new shape. Ranks and prefillers keep their ids, so there can only be more.
-            policy: A new one, made for the new shape.
+            config: The new configuration. Ranks and prefillers keep their ids, so their numbers can
+                only grow.
+            policy: A new one, made for the new configuration.
 
         Raises:
             ConfigError: The number of ranks or prefillers shrinks, the policy was made for another
@@ -191,6 +192,7 @@ class Scheduler:
         _check_ranks(config, policy)
         if policy.projection is not None and policy.projection is self.policy.projection:
             raise ConfigError("the policy is in use: its projection counts every request already")
+        # All checks come first: a ConfigError leaves everything unchanged.
         self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
         self.ranks.grow(config.ranks)
@@ -200,6 +202,7 @@ class Scheduler:
             kv_capacity_tokens=config.prefiller_kv_tokens,
             direct_limit=config.direct_limit,
         )
+        # Time limits were set from the old configuration.
         for request in self.requests.values():
             if request.state is State.POOLED:
                 self.pool.replace(pool_entry(request, self.config))
@@ -228,7 +231,7 @@ class Scheduler:
         return self._start_prefills()
 
     def _queue(self, request: Request, now_ns: int) -> None:
-        """Let it wait for a prefiller, or for a rank if it needs none."""
+        """Queue it for a prefiller, or pool it if it needs none."""
         if request.ticket.prefill:
             self.prefill_queue.add(request, queue_end_ns(request, self.config))
         else:
@@ -236,15 +239,18 @@ class Scheduler:
             self._to_pool(request, now_ns)
 
     def _start_prefills(self) -> list[Action]:
-        """Start what budgets and the pool's depth allow."""
+        """Start the prefills that the budgets and the pool's depth allow."""
         if not len(self.prefill_queue):
             return []
+        # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
+        # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         limit = self.config.pool_limit
         room = UNLIMITED if limit is None else limit - self.prefillers.prefilling - len(self.pool)
         actions: list[Action] = []
         for request, prefiller in self.prefill_queue.start(room):
             request.move(Trigger.PREFILL)
             request.prefiller = prefiller
+            # A direct request takes sequences of its prefiller and no place of a prefill.
             request.prefilling = request.decode
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
@@ -259,12 +265,14 @@ class Scheduler:
         request.move(Trigger.PREFILLED)
         self._holdings.end_prefill(request)
         assert request.prefiller is not None
+        # It was charged with an estimate of its length, until the engine counted the tokens.
         self.prefillers.correct(
             request.prefiller,
             charged_tokens=request.prompt_tokens,
             prompt_tokens=event.prompt_tokens,
         )
         request.prompt_tokens = event.prompt_tokens
+        # It succeeded here, so the failures before it no longer restrict a later prefill.
         request.lost_on_prefillers = ()
         request.prefilled_ns = now_ns
         request.lease_expires_ns = event.lease_expires_ns
@@ -272,7 +280,7 @@ class Scheduler:
         return self._start_prefills()
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
-        # Deadline and time to live run from the first time here: a repeated prefill gains no time.
+        # Deadline and time to live run from the first entry: a repeated prefill extends neither.
         if request.pooled_ns is None:
             request.pooled_ns = now_ns
         self.pool.add(pool_entry(request, self.config))
@@ -282,6 +290,7 @@ class Scheduler:
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
         if not request.ticket.prefill:
             raise LifecycleError(f"request {request.request} has no prefill to lose")
+        # Read first: the holdings follow from the state before the move, and `release` clears them.
         state, prefiller, rank = request.state, request.prefiller, request.rank
         request.move(Trigger.PREFILL_LOST)
         actions = self._holdings.release(request, state, gone=True)
@@ -300,10 +309,11 @@ class Scheduler:
         if request.state is not State.DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
+        # It decodes here, so earlier losses no longer restrict a later choice.
         request.lost_on_ranks = ()
         self.ledger.start(request.request)
         request.pulled_from = request.prefiller
-        # The first token proves that the KV cache left the prefiller.
+        # The first token proves that the KV transfer is over: the prefiller frees its blocks.
         self._holdings.release_prefill(request)
         return self._start_prefills()
 
@@ -311,6 +321,7 @@ class Scheduler:
         number = request.request
         if not request.started:
             raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
+        # A correction takes back tokens that the steps gave in excess, never tokens of the prompt.
         if tokens < 0 and self.ledger.kv_tokens(number) + tokens < request.kv_tokens:
             raise LifecycleError(
                 f"request {number} has not emitted the {-tokens} tokens to take back"
@@ -324,6 +335,7 @@ class Scheduler:
         request.move(Trigger.DECODE_LOST)
         assert request.rank is not None
         request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
+        # Only the rank's slots: the prefiller still holds the KV cache, under the same lease.
         self._holdings.unbind(request)
         self._to_pool(request, now_ns)
         return []
@@ -335,10 +347,11 @@ class Scheduler:
         if elsewhere:
             assert rank is not None
             request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
+            # Either end of the KV transfer may be at fault.
             if request.pulled_from is not None:
                 lost_on = with_loss(request.lost_on_prefillers, request.pulled_from)
                 request.lost_on_prefillers = lost_on
-        # It was served in between; this is a wait of its own.
+        # It was served in between, so a new wait begins, with new time limits.
         request.waiting_since_ns = now_ns
         request.pooled_ns = None
         self._queue(request, now_ns)
@@ -349,6 +362,7 @@ class Scheduler:
     def _end(self, request: Request, trigger: Trigger) -> list[Action]:
         state = request.state
         request.move(trigger)
+        # A request that finished has ended in the engine: there is nothing to abort.
         finished = trigger is Trigger.FINISH
         actions = self._holdings.release(request, state, gone=finished)
         del self.requests[request.request]
@@ -368,26 +382,32 @@ class Scheduler:
             raise LifecycleError(f"prefiller {number} is unknown: there are {there_are}")
         self.prefillers.is_open[number] = isinstance(event, PrefillerOpened)
         self.prefillers.on_trial[number] = isinstance(event, PrefillerOpened) and event.on_trial
-        # Closing one may end the avoidance of another.
+        # Also after a close: a request that avoids another prefiller may go there once no other one
+        # is open (see `avoidance`).
         return self._start_prefills()
 
     # Decisions.
 
     def _tick(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
+        # Expired ones before the leases: one that does both ends instead of being prefilled again.
         for number in self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns):
             actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
+        # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
+        # them would decode from another request's KV cache.
         for number in self.pool.lapsed(now_ns):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
         if len(self.pool):
             actions += self._admit(now_ns)
-        # All of this made room, and so may a new shape have done.
+        # Last: everything above made room, and so may `reconfigure` have done.
         return actions + self._start_prefills()
 
     def _admit(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
         policy, projection = self.policy, self.policy.projection
-        if projection is not None and self.ledger.projection is None:  # It failed.
+        # The ledger drops a projection that raised: its state is unknown, so it is built again from
+        # the requests.
+        if projection is not None and self.ledger.projection is None:
             projection.clear()
             ledger = self._new_ledger(self.config, policy)
             self._holdings.move(self.requests.values(), ledger)

@@ -1,4 +1,4 @@
-"""Stage 2's subset selection: which of a few sizes to admit together.
+"""Stage 2's subset selection: which of a few requests to admit together.
 
 The score is concave in the total, so of all reachable totals only two can be best: the largest up
 to the score's peak and the smallest beyond it. Three exact solvers find these *neighbours* and
@@ -37,7 +37,7 @@ class Neighbours(NamedTuple):
     """The reachable totals next to a peak.
 
     Attributes:
-        below: The largest total up to the peak; the empty subset (0) always qualifies.
+        below: The largest total up to the peak; at least the empty subset's, 0.
         above: The smallest total beyond the peak; None if there is none.
     """
 
@@ -46,11 +46,11 @@ class Neighbours(NamedTuple):
 
 
 EMPTY = Subset(0, ())
-# Beyond every total, and small enough to add one to.
+# Above every total, with room to add one without overflow.
 _BEYOND = 1 << 60
 # A subset of a table is a mask of one machine word.
 _MAX_TABLE_SIZES = 64
-# Beyond this the sums leave the core's own cache (512 KiB) and a row costs four times as much.
+# Above this the sums exceed a core's own cache (512 KiB), and a row costs four times as much.
 _MAX_ENUMERATED = 1 << 14
 # A row takes 25 bytes, so that 64 cached tables stay under 110 MB, and under 1 MB for windows of 16.
 _MAX_CACHED_ROWS = 1 << 16
@@ -85,6 +85,7 @@ def best_subset(
     for subset in (below, above):
         if subset is not None and subset.indices:
             subset_score = score(subset.total)
+            # `>=`: on a tie the larger total, which leaves fewer requests waiting.
             if subset_score > 0.0 and subset_score >= best_score:
                 best, best_score = subset, subset_score
     return best
@@ -143,8 +144,7 @@ def _single_items(sizes: Sequence[int], peak: float, max_total: int | None) -> N
 def _combine(sizes: list[int], max_items: int, peak: float, max_total: int | None) -> Neighbours:
     """Return the neighbours for sizes that are all up to the peak, of which there are two or more.
 
-    Whatever ends here is by far the most of what `neighbours` costs, so the input is cut down
-    before a solver sees it.
+    The solvers take most of the time of `neighbours`, so the input is reduced before one runs.
     """
     largest = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))[:max_items]
     total = sum(sizes[index] for index in largest)
@@ -164,11 +164,11 @@ def _cheapest_solver(
 ) -> tuple[Solver, int]:
     """Return the solver with the lowest estimated cost, and the `max_items` to call it with.
 
-    The estimate looks at the input only. Costs are microseconds, fitted to single calls on one core
-    of an AMD EPYC: 2 to 64 prompts of 1k to 120k tokens, 2 to 64 slots. The fixed parts are the
-    interpreter's, the rest the arrays'. A misfit costs time near a crossing and never the result.
-    As it falls out: enumeration for a few thousand subsets, halves for more of them over some 30
-    candidates at most, bits for the rest.
+    The estimate depends on the input only. Costs are microseconds, fitted to single calls on one core
+    of an AMD EPYC: 2 to 64 prompts of 1k to 120k tokens, 2 to 64 slots. The constant terms are the
+    interpreter's, the others the arrays'. A wrong estimate costs time and never changes the result.
+    In practice enumeration serves a few thousand subsets, halves more of them over at most some 30
+    candidates, and bits the rest.
 
     Args:
         sizes: KV tokens of each candidate.
@@ -181,7 +181,7 @@ def _cheapest_solver(
     choices: list[tuple[float, Solver, int]] = [(10.0 + bits / 35_000, reachable_bitset, needed)]
     if num <= _MAX_TABLE_SIZES:
         choices.append((_halves_us(num, needed), meet_in_the_middle, needed))
-        # With a slot for everyone the halves need no look at the number of members.
+        # With a slot for every candidate the halves need not check the number of members.
         choices.append((_halves_us(num, slots), meet_in_the_middle, slots))
         rows = _num_subsets(num, needed)
         if rows <= _MAX_ENUMERATED:
@@ -361,7 +361,7 @@ def _subset_table(num: int, max_items: int) -> _SubsetTable:
     return _cached_table(num, max_items)
 
 
-# A table depends on two small numbers, so a running router meets the same ones again and again.
+# A table depends on two small numbers only, so that a running router reuses a few tables.
 _cached_table = lru_cache(maxsize=64)(_SubsetTable)
 
 
@@ -432,8 +432,9 @@ class _Halves:
         partners = partners[pairs]
         num_items = old.num_items[pairs] + new.num_items[partners]
         fewest = np.flatnonzero(num_items == num_items.min())
-        # Of equally many items a larger mask of the old half comes first lexicographically, its
-        # number of members notwithstanding: whoever has the next item in the old half wins.
+        # Of equally many items the larger mask of the old half comes first lexicographically,
+        # whatever its number of members: the first difference decides, and a set bit is the lower
+        # index.
         best = fewest[old.table.masks[old.rows[pairs[fewest]]].argmax()]
         old_indices = old.table.indices(int(old.rows[pairs[best]]))
         new_indices = new.table.indices(int(new.rows[partners[best]]))

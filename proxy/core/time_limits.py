@@ -1,4 +1,4 @@
-"""Until when a request waits: before prefill, in the pool, and with a KV cache under a lease."""
+"""When a request's wait ends: before prefill, in the pool, and with its KV cache under a lease."""
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.lifecycle import Request
@@ -6,18 +6,20 @@ from balanceroute.proxy.core.pool import PoolEntry
 
 
 def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
-    """Return when a request that waits before prefill is given up; None for never."""
+    """Return when a request that waits before prefill expires; None for never."""
     ttl_ns = config.queue_ttl_ns
     return None if ttl_ns is None else request.waiting_since_ns + ttl_ns
 
 
 def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
-    """Return the pool's entry of a request that has come there."""
+    """Return the pool entry of a request that has entered the pool."""
     since_ns = request.pooled_ns
     assert since_ns is not None
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None
+        # The margin covers the way to the rank and its pull. At most half of the lease, or a lease
+        # shorter than the margin could never be used.
         left_ns = max(0, lease_ends_ns - request.prefilled_ns)
         lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
     return PoolEntry(

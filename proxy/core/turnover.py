@@ -1,14 +1,14 @@
-"""How fast a fleet's slots turn over, measured as it runs."""
+"""The measured rate at which a fleet's slots turn over."""
 
-# Steps that the rate looks back: some fifty departures of 8 ranks x 16 on the Mooncake trace.
+# Steps that the average covers: some 50 departures with 8 ranks x 16 slots on the Mooncake trace.
 _WINDOW_STEPS = 128
 
 
 class Turnover:
     """Requests that leave a rank, per step: the mean at first, an exponential average later.
 
-    Departures are counted and not admissions: in steady state they are as many, and the admissions
-    that fill an empty fleet say nothing about how long requests stay.
+    It counts departures, not admissions. In steady state they are as many, but the admissions that
+    fill an empty fleet say nothing about how long requests stay.
 
     Args:
         ranks: G.

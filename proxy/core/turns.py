@@ -1,10 +1,10 @@
-"""Equals take turns, so that none of several idle instances gets everything."""
+"""Equal instances take turns, so that no one of several idle ones gets every request."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
-One = TypeVar("One", bound=int)
+Instance = TypeVar("Instance", bound=int)
 
 
 class Turns:
@@ -14,8 +14,8 @@ class Turns:
         self._choices = 0
         self._last_choice: defaultdict[int, int] = defaultdict(int)
 
-    def take(self, equals: Sequence[One]) -> One:
-        """Return the one chosen least recently, of those never chosen the first.
+    def take(self, equals: Sequence[Instance]) -> Instance:
+        """Return the instance chosen least recently; of those never chosen, the first.
 
         Args:
             equals: At least one.

@@ -2,7 +2,7 @@
 
 | name | rule |
 | --- | --- |
-| `bounded` | everyone is let in until so many requests wait |
+| `bounded` | requests are accepted until a given number wait |
 """
 
 from collections.abc import Callable
@@ -13,4 +13,4 @@ from balanceroute.proxy.core.admission.bounded import BoundedQueue
 __all__ = ["ADMISSIONS", "Admission", "BoundedQueue", "Ending", "Load", "Refusal"]
 
 ADMISSIONS: dict[str, Callable[[int], Admission]] = {"bounded": BoundedQueue}
-"""Each is made from the number of requests that may wait."""
+"""Each takes the number of requests that may wait."""

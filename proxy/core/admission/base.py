@@ -1,8 +1,8 @@
-"""Who is let in at all: the seam for overload control.
+"""Which requests are accepted at all: the interface for overload control.
 
 A driver asks before it feeds `RequestArrived`, so that a rejected request never exists for the
-scheduler. What waits is bounded here and not in the scheduler, because only the driver can say no.
-An admission rule is one new file here and a line in the registry.
+scheduler. The number of waiting requests is bounded here and not in the scheduler, because only the
+driver can reject one. An admission rule is one new file here and a line in the registry.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from balanceroute.proxy.core.events import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is not let in: what its client is answered.
+    """Why a request is rejected, as its client is answered.
 
     Attributes:
-        status: Of the HTTP answer.
-        reason: In words.
-        retry_after_s: In how many seconds the client may try again.
+        status: The status of the HTTP answer.
+        reason: The message of the HTTP answer.
+        retry_after_s: Seconds until the client may try again.
     """
 
     status: int
@@ -31,7 +31,7 @@ class Load:
     """How busy the deployment is.
 
     Attributes:
-        waiting: `Scheduler.waiting`, the requests that nobody answers yet.
+        waiting: `Scheduler.waiting`, the requests that no engine answers yet.
     """
 
     waiting: int
@@ -39,12 +39,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a request that was let in ended.
+    """How an accepted request ended.
 
     Attributes:
         served: Whether it was answered in full.
         first_token_ns: Time from its arrival to its first token; None if there was none.
-        output_tokens: Tokens of its answer.
+        output_tokens: Tokens that were answered.
     """
 
     served: bool
@@ -53,18 +53,18 @@ class Ending:
 
 
 class Admission(Protocol):
-    """Decides whether one more request is let in."""
+    """Decides whether a request is accepted."""
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
-        """Return why a request that comes now is rejected, or None: then it is let in.
+        """Return why a request that arrives now is rejected, or None to accept it.
 
         Args:
             ticket: The request.
-            load: Without it.
+            load: The load without it.
             now_ns: The driver's clock.
         """
         ...
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
-        """Note how a request ended that was let in; called once for each."""
+        """Note how an accepted request ended; called once for each."""
         ...

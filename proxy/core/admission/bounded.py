@@ -1,4 +1,4 @@
-"""`bounded`: everyone is let in until so many requests wait."""
+"""`bounded`: requests are accepted until a given number wait."""
 
 from balanceroute.proxy.core.admission.base import Ending, Load, Refusal
 from balanceroute.proxy.core.errors import ConfigError
@@ -8,11 +8,11 @@ _TOO_MANY_REQUESTS = 429
 
 
 class BoundedQueue:
-    """Lets everyone in until `limit` requests wait.
+    """Accepts requests until `limit` of them wait.
 
     Args:
         limit: Requests that may wait, at least 1.
-        retry_after_s: What a rejected client is told, at least 1.
+        retry_after_s: Seconds in a rejected client's `Retry-After`, at least 1.
 
     Raises:
         ConfigError: A bound is below 1.
@@ -34,4 +34,4 @@ class BoundedQueue:
         return Refusal(_TOO_MANY_REQUESTS, reason, self._retry_after_s)
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
-        """Learn nothing."""
+        """Do nothing: the rule depends on the present load only."""

@@ -2,7 +2,7 @@
 
 | name | binds | rule |
 | --- | --- | --- |
-| `random` | early | a rank drawn uniformly |
+| `random` | early | a rank drawn at random, uniformly |
 | `round-robin` | early | the ranks in turn |
 | `power-of-two` | early | the shorter queue of two drawn ranks |
 | `jsq` | early | the rank with the fewest slots taken |
@@ -54,18 +54,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The knobs of the policies. None takes the default for the form that `paper` selects.
+    """The parameters of the policies. None selects the default for the form that `paper` selects.
 
     Attributes:
         horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights.
-        gamma: Discount per step, in (0, 1]; the most it can be, see `lasting_discount`, but in the
-            paper's form, where it is constant.
+        gamma: Discount per step, in (0, 1]. It is an upper bound, see `lasting_discount`; in the
+            paper's form it is constant.
         alpha: Reward per token filled.
         beta: Penalty per token overflowed; None for `BETA_PER_RANK` times the number of ranks.
         theta: Free slots below which Stage 2 decides; None for one per rank.
-        window: K, entries that Stage 2 looks at.
-        patience: Overtakings that forgive a waiting entry one mean prompt of overflow; None for
-            `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no forgiving.
+        window: K, the entries that Stage 2 considers.
+        patience: Overtakings that offset an overflow of one mean prompt; None for
+            `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no credit.
         form: How BR-H projects; None for expected, or point in the paper's form.
         refresh_tokens: M, tokens between two predictions of a request.
         bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
@@ -107,7 +107,7 @@ class PolicySettings:
                 raise ConfigError(f"{name} is {number}, must be finite")
 
     def resolved(self, *, ranks: int, batch_limit: int) -> "PolicySettings":
-        """Return the settings with every None replaced by its default for a fleet."""
+        """Return the settings with every None replaced by its default for the fleet."""
         default = Form.POINT if self.paper else Form.EXPECTED
         return replace(
             self,
@@ -125,15 +125,15 @@ PATIENCE_PER_SLOT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What a policy may be made from.
+    """What a policy is made from.
 
     Attributes:
         ranks: G.
         batch_limit: B.
-        settings: The knobs.
-        rng: Seeded generator of the randomised baselines.
-        predictor: BR-H's.
-        on_stage: Told the name of each dispatch stage as it ends.
+        settings: The parameters.
+        rng: Seeded generator for the randomised baselines.
+        predictor: The predictor of BR-H.
+        on_stage: Called with the name of each dispatch stage as it ends.
     """
 
     ranks: int
@@ -165,6 +165,7 @@ def _two_stage(
 
 
 def _br_0(inputs: PolicyInputs) -> Policy:
+    # With these weights F is minus the change of the total imbalance. Paper: §3.1, Eq. 1.
     weights = Weights(np.ones(1), alpha=1.0, beta=float(inputs.ranks))
     return _two_stage(inputs, weights, None)
 
@@ -184,6 +185,7 @@ def _br_h(inputs: PolicyInputs) -> Policy:
         predictor=inputs.predictor,
         form=settings.form,
     )
+    # The paper's discount is constant; ours falls with the turnover.
     gamma = None if settings.paper else settings.gamma
     return _two_stage(inputs, weights, projection, gamma)
 
@@ -206,7 +208,7 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "br-h": _br_h,
 }
 
-# Those that ask the predictor.
+# The policies that use the predictor.
 PREDICTING = frozenset({"br-h"})
 
 

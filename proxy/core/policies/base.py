@@ -1,7 +1,7 @@
-"""What a policy sees, what it answers, and the contract between.
+"""The interface of a policy: what it sees, what it returns, and what must hold.
 
 A new policy is one new file here and a line in the registry: a class with the members of `Policy`,
-or just a choice of rank for `OldestFirst`. A policy never sees a clock, a socket, a log or an
+or only a choice of rank for `OldestFirst`. A policy never uses a clock, a socket, a log or an
 unseeded generator.
 """
 
@@ -25,13 +25,13 @@ UNLIMITED = 1 << 62
 class Fleet:
     """The decode ranks as a policy sees them.
 
-    The policy owns this copy and may write to it, but for `is_open`.
+    The policy owns this copy and may write to it, except to `is_open`.
 
     Attributes:
-        is_open: bool[G], whether each rank takes new requests at all.
+        is_open: bool[G], whether each rank takes new requests.
         loads: int64[G], KV tokens of the bound requests.
         bound: int64[G], slots of the bound requests.
-        free_slots: int64[G], slots that may still be taken, at least 0; 0 if the rank is closed.
+        free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
         free_kv_tokens: int64[G], KV tokens that still fit.
     """
 
@@ -42,18 +42,19 @@ class Fleet:
     free_kv_tokens: NDArray[np.int64]
 
     def room(self, rank: int) -> int:
-        """Return the KV tokens of the largest request that `rank` can hold, slots aside.
+        """Return the KV tokens of the largest request that fits on `rank`; slots do not count.
 
         A request larger than a whole rank may go to an empty one: it fails there with the engine's
-        own error instead of waiting forever.
+        own error instead of waiting for ever.
         """
         return int(self.free_kv_tokens[rank]) if self.bound[rank] else UNLIMITED
 
     def allowed(self, entry: PoolEntry) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank is open, can serve it and need not be avoided.
+        """Return bool[G], whether each rank is open, can serve the entry and need not be avoided.
 
-        Room aside. Not to be written to.
+        Room does not count. Read-only.
         """
+        # Almost every entry; the rest is Python code per rank.
         if not entry.restricted:
             return self.is_open
         is_open = self.is_open
@@ -62,26 +63,26 @@ class Fleet:
         return np.array(allowed(is_open.tolist(), entry.lost_on))
 
     def able(self, ranks: frozenset[RankId]) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank is one of some."""
+        """Return bool[G], whether each rank is one of `ranks`."""
         return np.array([rank in ranks for rank in range(len(self.is_open))], np.bool_)
 
     def has_room(self, entry: PoolEntry) -> NDArray[np.bool_]:
         """Return bool[G], whether each rank is open, able, and has a slot and memory for an entry.
 
-        One slot is enough: what a request runs beyond it waits in the engine.
+        One slot is enough: further sequences of the request wait in the engine.
         """
         memory = (self.free_kv_tokens >= entry.kv_tokens) | (self.bound == 0)
         room = np.asarray((self.free_slots > 0) & memory)
         return room if entry.ranks is None else room & self.able(entry.ranks)
 
     def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:
-        """Return bool[G], whether each rank has room for an entry that need not avoid it."""
+        """Return bool[G], whether each rank has room for an entry and need not be avoided."""
         if not entry.lost_on:
             return self.has_room(entry)
         return self.has_room(entry) & self.allowed(entry)
 
     def bind(self, rank: int, entry: PoolEntry) -> None:
-        """Account for one more request."""
+        """Charge an admitted request."""
         self.loads[rank] += entry.kv_tokens
         self.bound[rank] += entry.slots
         self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
@@ -89,7 +90,8 @@ class Fleet:
 
 
 def lowest(values: NDArray[np.int64], among: NDArray[np.bool_]) -> int | None:
-    """Return the rank with the lowest value among some, on a tie the lowest; None if there is none."""
+    """Return the rank in `among` with the lowest value; on a tie the lowest rank. None if empty."""
+    # The usual case needs no copy; `argmin` returns the first of equal values.
     if among.all():
         return int(values.argmin())
     if not among.any():
@@ -109,7 +111,7 @@ class Policy(Protocol):
 
     @property
     def slots_beyond_batch(self) -> int | None:
-        """How many slots beyond its batch limit a rank may be sent; None for any number.
+        """How many slots beyond its batch limit a rank may get; None for any number.
 
         0 means late binding: a request stays in the pool until a slot is free. None means early
         binding: a request is sent at once and queues in the engine.
@@ -118,23 +120,23 @@ class Policy(Protocol):
 
     @property
     def projection(self) -> Projection | None:
-        """The projection that the scheduler keeps up to date for this policy, if it needs one."""
+        """The projection that the ledger keeps up to date for this policy, if it needs one."""
         ...
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Return the admissions to make now, taking each admitted entry out of `pool`.
+        """Return the admissions to make now, and take each admitted entry out of `pool`.
 
-        Called whenever the pool is not empty. May return nothing. An entry may only go to a rank
-        that is open to it (`Fleet.open_to`, which takes account of earlier admissions).
+        Called at each tick at which the pool is not empty. May return none. An entry may only go to
+        a rank that is open to it (`Fleet.open_to`, after the admissions before it).
         """
         ...
 
 
 class OldestFirst:
-    """A policy that takes the requests as they come and only chooses the rank of each.
+    """A policy that takes requests in order and only chooses the rank of each.
 
     Args:
-        choose: Returns the rank for an entry, or None if it has to wait; then so does the rest.
+        choose: Returns the rank for an entry, or None if it has to wait; the rest then waits too.
         slots_beyond_batch: See `Policy`.
     """
 
@@ -152,8 +154,8 @@ class OldestFirst:
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Bind entries in order of arrival until one has to wait.
 
-        One that waits only because it avoids the ranks that lost it is passed over. One that some
-        ranks alone can serve holds up the others on these ranks.
+        An entry that waits only because it avoids the ranks that lost it does not hold up the rest.
+        One that only some ranks can serve holds up the rest on these ranks.
         """
         del now_ns
         assignments: list[Assignment] = []
@@ -168,6 +170,7 @@ class OldestFirst:
             elif fleet.has_room(entry).any():
                 passed_over += 1
             elif entry.ranks is not None:
+                # Its ranks take no later entry, or smaller ones would overtake it for ever.
                 fleet.free_slots[fleet.able(entry.ranks)] = 0
                 if not fleet.free_slots.any():
                     break

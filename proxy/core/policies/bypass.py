@@ -1,9 +1,9 @@
 """`br-0-bypass`: BR-0 without the pool, for the earliest start of the KV transfer.
 
-On prefill completion the request goes to a rank at once, scored on the virtual load: everything
-bound, running or not. A rank may hold a few requests beyond its batch, whose transfer then overlaps
-with the decoding of the others. With one request at a time there is no subset to choose, so the rule
-is Stage 1 of BR-0. Paper: §D.6.
+When its prefill ends the request goes to a rank at once, scored on the virtual load: all bound
+requests, running or not. A rank may hold a few requests beyond its batch, so that their KV transfer
+overlaps with the decoding of the others. With one request at a time there is no subset to choose, and
+the rule is Stage 1 of BR-0. Paper: §D.6.
 """
 
 import numpy as np

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PowerOfTwo:
-    """Draws two different ranks and takes the one with fewer slots taken, on a tie the lower."""
+    """Draws two different ranks and takes the one with fewer taken slots; on a tie the lower."""
 
     def __init__(self, rng: "random.Random") -> None:
         self._rng = rng

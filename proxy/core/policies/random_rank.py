@@ -1,4 +1,4 @@
-"""`random`: every rank with the same chance."""
+"""`random`: every rank with the same probability."""
 
 from typing import TYPE_CHECKING
 

@@ -5,7 +5,7 @@ from balanceroute.proxy.core.pool import PoolEntry
 
 
 class RoundRobin:
-    """Names rank n modulo G for request n; a rank that is closed to it loses its turn."""
+    """Takes the ranks in turn; one that is closed to a request is skipped."""
 
     def __init__(self) -> None:
         self._next = 0

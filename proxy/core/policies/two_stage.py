@@ -1,23 +1,24 @@
 """The two-stage rule that BR-0 and BR-H share.
 
-**Stage 1, slots abound.** Every pooled request gets a slot now, so the question is only where: the
-largest goes first, each to the rank where its F is best.
+**Stage 1, slots abound.** Every pooled request gets a slot now, so only its rank is open: the
+largest request goes first, each to the rank where its F is best.
 
 **Stage 2, slots are scarce.** Ranks with a free slot are served in order of their safe margin. Each
-takes, out of the K oldest entries, the subset that maximises F; if none scores above 0 it takes the
-best single entry all the same.
+takes the subset of the K oldest entries that maximises F. If no subset scores above 0, it takes the
+best single entry anyway.
 
-What differs from the paper's Algorithms 2 and 3, and why (`paper=True` gives the paper's form):
+Differences from the paper's Algorithms 2 and 3, with reasons (`paper=True` gives the paper's form):
 
-* Stage 1 takes the rank by F, not by its number of free slots (that is join-shortest-queue, and
-  loses to it under light load), and requests by size: placing the largest first is the classic
+* Stage 1 chooses the rank by F, not by its number of free slots. The latter is join-shortest-queue,
+  which loses to least-KV-tokens under light load. It places the largest requests first, the classic
   rule for even sums.
-* Candidates are the K oldest, not the whole pool by size. A free choice starves what never fits.
+* Candidates are the K oldest entries, not the whole pool by size. A free choice starves entries that
+  never fit.
 * An entry earns **credit** each time a later arrival is admitted before it: `patience` overtakings
-  forgive it an overflow of one mean prompt. So the very large and the very small, which F alone
-  leaves aside, cost a little balance instead of an unbounded wait.
-* An entry past its deadline goes first, to the rank where it hurts least.
-* BR-H's discount falls where slots turn over quickly: nobody knows yet what comes then.
+  offset an overflow of one mean prompt. So very large and very small entries, which F alone would
+  leave waiting without bound, cost a little balance instead.
+* An entry past its deadline goes first, to the rank where its F is best.
+* BR-H's discount falls with the turnover of slots: a freed slot gets a request that is not known yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,22 +41,21 @@ _RESTRICTED = attrgetter("restricted")
 
 
 def ignore_stage(stage: str) -> None:
-    """Ignore that a stage ended."""
+    """Do nothing: the stages are not timed."""
     del stage
 
 
 @dataclass(frozen=True, slots=True)
 class TwoStageSettings:
-    """Everything the rule can be told.
+    """The parameters of the rule.
 
     Attributes:
-        weights: F's weights; with a `gamma`, those while no slot turns over.
+        weights: F's weights; with a `gamma`, those for a fleet without turnover.
         theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
-        window: K, how many entries Stage 2 looks at.
-        patience: How often an entry is overtaken until an overflow of one mean prompt is forgiven;
-            inf for no credit.
-        gamma: The discount of `weights`, for turnover to lower; None keeps the weights.
-        paper: Use the paper's stages, candidates and no credit.
+        window: K, the entries that Stage 2 considers.
+        patience: Overtakings that offset an overflow of one mean prompt; inf for no credit.
+        gamma: The discount of `weights`, lowered as slots turn over; None keeps the weights.
+        paper: Use the paper's stages and candidates, without credit.
     """
 
     weights: Weights
@@ -70,8 +70,8 @@ class TwoStage:
     """BR-0 without a projection, BR-H with one.
 
     Args:
-        settings: The rule's settings; `settings.weights.steps` has one weight per projected step.
-        projection: Loads ahead; None looks at the present step only.
+        settings: The parameters; `settings.weights.steps` has one weight per projected step.
+        projection: The projected loads; None for the present step only.
         on_stage: Called with the name of each stage as it ends, so that a driver can time them.
     """
 
@@ -85,7 +85,7 @@ class TwoStage:
     ) -> None:
         self.projection = projection
         self._settings = settings
-        self._gamma = settings.gamma  # As lowered.
+        self._gamma = settings.gamma  # As lowered last.
         self._on_stage = on_stage
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
@@ -110,10 +110,11 @@ class TwoStage:
         return stages.assignments
 
     def _discount(self, projection: Projection) -> None:
-        """Let the weights follow the turnover; most rounds find them as they should be."""
+        """Make the weights follow the turnover."""
         base = self._settings.gamma
         if base is None:
             return
+        # Rounded to hundredths, so most rounds change nothing.
         gamma = lasting_discount(base, projection.turnover.per_rank_step)
         if gamma != self._gamma:
             self._gamma = gamma
@@ -146,9 +147,10 @@ class _Round:
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
             )
         self._balance = Balance(ahead, settings.weights, persistence)
-        # In units of F, what one overtaking earns.
-        forgiven = pool.mean_prompt_tokens / settings.patience
-        self._credit_each = settings.weights.penalty * forgiven
+        # The credit of one overtaking, in units of F: `patience` of them offset the penalty of one
+        # mean prompt beyond the margin.
+        offset_tokens = pool.mean_prompt_tokens / settings.patience
+        self._credit_each = settings.weights.penalty * offset_tokens
 
     def place_overdue(self, now_ns: int) -> None:
         """Admit entries past their deadline, oldest first, each where it scores best."""
@@ -158,12 +160,15 @@ class _Round:
         """Stage 1: admit the oldest entries, the largest of them first."""
         free = int(self._fleet.free_slots.sum())
         wanted = self._pool.slots
+        # If all entries fit, there is nothing to choose. Otherwise the last theta slots are left to
+        # Stage 2, which chooses the entries as well.
         entries = self._oldest(free if wanted <= free else max(0, free - self._settings.theta))
+        # Ties by arrival.
         entries.sort(key=lambda entry: (-entry.kv_tokens, entry.request))
         self._place(entries)
 
     def _oldest(self, slots: int) -> list[PoolEntry]:
-        """Return the oldest entries that want no more than so many slots."""
+        """Return the oldest entries that together need at most `slots` slots."""
         entries: list[PoolEntry] = []
         for entry in self._pool.first(slots):
             slots -= entry.slots
@@ -173,10 +178,10 @@ class _Round:
         return entries
 
     def fill_longest_queues(self) -> None:
-        """Stage 1 of the paper: the rank with most free slots takes the request that fits best."""
+        """Stage 1 of the paper: the rank with most free slots takes the entry with the best F."""
         fleet = self._fleet
         while len(self._pool) and fleet.free_slots.sum() > self._settings.theta:
-            rank = int(fleet.free_slots.argmax())
+            rank = int(fleet.free_slots.argmax())  # On a tie the lowest.
             room = fleet.room(rank)
             candidates = [e for e in self._allowed(rank) if e.kv_tokens <= room]
             if not candidates:
@@ -185,7 +190,11 @@ class _Round:
             self._admit(candidates[int(scores.argmax())], rank)
 
     def choose_subsets(self) -> None:
-        """Stage 2: serve the ranks in order of safe margin until slots or entries run out."""
+        """Stage 2: serve the ranks in order of safe margin until slots or entries run out.
+
+        Paper: Algorithms 2 and 3, whose priority queue of ranks is a search here: margins change
+        with every admission.
+        """
         fleet = self._fleet
         open_ranks = fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
@@ -193,9 +202,10 @@ class _Round:
             room = fleet.room(rank)
             candidates = [e for e in self._candidates(rank) if e.kv_tokens <= room]
             for entry in self._choose(rank, candidates):
-                # Several entries with many slots each may want more than there are.
+                # Entries of several slots each may need more than are free.
                 if fleet.free_slots[rank] > 0:
                     self._admit(entry, rank)
+            # A rank without candidates is done: room only shrinks during a round.
             open_ranks[rank] = bool(candidates) and fleet.free_slots[rank] > 0
 
     def _roomiest(self, open_ranks: NDArray[np.bool_]) -> int:
@@ -212,6 +222,7 @@ class _Round:
             by_size = sorted(self._allowed(rank), key=lambda e: (-e.kv_tokens, e.request))
             return by_size[:window]
         entries = self._pool.first(window)
+        # Usually every entry may go to every rank, and the first K need no filter.
         if any(map(_RESTRICTED, entries)):
             return list(islice(self._allowed(rank), window))
         return entries
@@ -233,10 +244,14 @@ class _Round:
         fleet = self._fleet
         slots = min(int(fleet.free_slots[rank]), len(candidates))
         room = int(fleet.free_kv_tokens[rank])
+        # A candidate larger than the free memory is possible only on an empty rank; then just one
+        # entry is admitted.
         if slots > 1 and room >= max(entry.kv_tokens for entry in candidates):
             chosen = self._best_subset(rank, candidates, slots, room)
             if chosen:
                 return chosen
+        # Also if the best score is negative: a free slot left empty would starve the entries that
+        # never fit. On a tie `argmax` returns the first candidate.
         scores = self._balance.scores(rank, _sizes(candidates))
         scores += [self._credit(entry) for entry in candidates]
         return [candidates[int(scores.argmax())]]
@@ -247,8 +262,8 @@ class _Round:
         """Return the subset with the best F, or [] if none scores above 0.
 
         F depends on the sum alone, and a solver that knows only sums cannot weigh credits. But the
-        oldest entry has been overtaken at least as often as any other, so it is enough to ask twice:
-        for the best subset, and for the best one around the oldest entry and its credit.
+        oldest entry has been overtaken at least as often as any other. So two calls are enough: one
+        for the best subset, one for the best subset with the oldest entry and its credit.
         """
         sizes = [entry.kv_tokens for entry in candidates]
         peak = self._balance.peak(rank)
@@ -290,7 +305,7 @@ class _Round:
         self._fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
         if len(self._pool) == 0:
-            return  # Nobody is left to weigh against it.
+            return  # No decision of this round is left to see it.
         if self._projection is None:
             contribution = np.array([entry.kv_tokens], np.float64)
         else:

@@ -1,4 +1,4 @@
-"""Which of the prefillers with room takes a request: the seam for scores and prefix affinity.
+"""Which of the prefillers with room takes a request: the interface for scores and prefix affinity.
 
 A prefill choice is one new file here and a line in the registry.
 """
@@ -10,7 +10,7 @@ from balanceroute.proxy.core.events import PrefillerId, Ticket
 
 
 class PrefillView(Protocol):
-    """The prefillers as a choice sees them, by prefiller. Not to be written to."""
+    """The prefillers as a choice sees them, indexed by prefiller. Read-only."""
 
     @property
     def held_tokens(self) -> Sequence[int]:
@@ -19,17 +19,17 @@ class PrefillView(Protocol):
 
     @property
     def prefills(self) -> Sequence[int]:
-        """Probes that run."""
+        """Running prefills."""
         ...
 
     @property
     def direct(self) -> Sequence[int]:
-        """Sequences of the requests that it answers whole."""
+        """Sequences of direct requests."""
         ...
 
 
 class PrefillChoice(Protocol):
-    """Chooses the prefiller of a prefill."""
+    """Chooses the prefiller of a request."""
 
     def choose(
         self,
@@ -41,8 +41,8 @@ class PrefillChoice(Protocol):
         """Return one of the candidates.
 
         Args:
-            ticket: Of the request that is to be prefilled.
-            prompt_tokens: What it will be charged; more than the ticket says if it was recomputed.
+            ticket: The ticket of the request.
+            prompt_tokens: Tokens that it is charged; more than in the ticket if it was recomputed.
             candidates: The open prefillers with room for it, ascending; at least one.
             view: All prefillers.
         """

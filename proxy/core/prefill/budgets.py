@@ -1,10 +1,10 @@
-"""Prefiller budgets: which prefillers may take the next prefill, and what each one still holds.
+"""Prefiller budgets: which prefillers may take the next request, and what each one still holds.
 
-A prefiller is charged a request's prompt tokens from its prefill until the KV cache has left it: the
-first decoded token, or a release. A **direct** request, all of which it answers, is charged the
-prompt of each sequence until it ends, and takes no prefill but its sequences, of which there is a limit.
-`Prefillers` only counts; the scheduler says when. Which of the prefillers with room takes a request
-is a `PrefillChoice`.
+A prefiller is charged a request's prompt tokens from the start of its prefill until the KV cache has
+left it: until the first decoded token, or a release. A **direct** request, which a prefiller answers
+whole, is charged the prompt of each sequence until it ends. It counts with its sequences against
+`direct_limit`, not as a prefill. `Prefillers` only counts, when the scheduler calls it. A
+`PrefillChoice` selects among the prefillers with room.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,24 +15,24 @@ from balanceroute.proxy.core.prefill.base import PrefillChoice
 
 
 class Prefillers:
-    """Probes and KV tokens held on P prefillers.
+    """Running prefills and KV tokens of P prefillers.
 
     Args:
         instances: Number of prefillers, P. All are open at first.
-        probe_limit: Probes that may run on one prefiller at a time; None for no limit.
+        probe_limit: Prefills that may run on one prefiller at a time; None for no limit.
         kv_capacity_tokens: KV tokens that one prefiller may hold; None for no limit. A prompt
             larger than this still goes to an empty prefiller, so that it fails there with the
-            engine's own error instead of waiting forever here.
-        direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit.
-            More than that still go to a prefiller that has none.
-        choice: Which prefiller with room takes a prefill.
+            engine's own error instead of waiting here for ever.
+        direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit. A
+            request with more still goes to a prefiller that has none.
+        choice: Selects among the prefillers with room.
 
     Attributes:
-        is_open: By prefiller, whether it takes new prefills.
-        on_trial: By prefiller, whether it may hold one request at a time only.
-        prefills: By prefiller, prefills that run.
+        is_open: By prefiller, whether it takes new requests.
+        on_trial: By prefiller, whether it may hold only one request at a time.
+        prefills: By prefiller, running prefills.
         prefilling: Their sum.
-        direct: By prefiller, sequences of the direct requests there.
+        direct: By prefiller, sequences of direct requests.
         held_tokens: By prefiller, KV tokens held.
     """
 
@@ -89,26 +89,28 @@ class Prefillers:
         among: Collection[PrefillerId] | None = None,
         withheld: Collection[PrefillerId] = (),
     ) -> PrefillerId | None:
-        """Return who takes the prefill of a request, or all of it, or None if it has to wait.
+        """Return the prefiller that takes a request, or None if the request has to wait.
 
         Args:
-            ticket: Of the request that is to be prefilled.
-            prompt_tokens: What it will be charged.
-            lost_on: Prefillers not to go to while others are open, the earliest loss first.
-            sequences: Of a direct request; 0 for a prefill.
+            ticket: The ticket of the request.
+            prompt_tokens: Tokens that it is charged.
+            lost_on: Prefillers to avoid while others are open, the earliest loss first.
+            sequences: Sequences of a direct request; 0 for a prefill.
             among: The only prefillers that can serve it; None for all.
             withheld: Prefillers that an earlier request waits for.
         """
+        # Trials before losses: a busy prefiller on trial counts as closed, and `allowed` ignores
+        # losses only if everything else is closed.
         is_open = self.is_open if among is None else self._open(among)
         is_open = self._tried(is_open, lost_on) if True in self.on_trial else is_open
         is_open = allowed(is_open, lost_on) if lost_on else is_open
         if withheld:
-            is_open = [takes and one not in withheld for one, takes in enumerate(is_open)]
+            is_open = [able and number not in withheld for number, able in enumerate(is_open)]
         limit = self._direct_limit if sequences else self._probe_limit
         candidates = [
             PrefillerId(prefiller)
-            for prefiller, takes_prefills in enumerate(is_open)
-            if takes_prefills
+            for prefiller, able in enumerate(is_open)
+            if able
             and (limit is None or self._has_place(prefiller, sequences))
             and (self._kv_capacity_tokens is None or self._has_memory(prefiller, prompt_tokens))
         ]
@@ -119,56 +121,56 @@ class Prefillers:
         return chosen
 
     def begin_prefill(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
-        """Charge one prefill."""
+        """Charge a prefill."""
         self.prefills[prefiller] += 1
         self.prefilling += 1
         self.held_tokens[prefiller] += prompt_tokens
 
     def begin_direct(self, prefiller: PrefillerId, prompt_tokens: int, sequences: int) -> None:
-        """Charge one direct request."""
+        """Charge a direct request."""
         self.direct[prefiller] += sequences
         self.held_tokens[prefiller] += prompt_tokens
 
     def end_direct(self, prefiller: PrefillerId, sequences: int) -> None:
-        """Note that a direct request ended; its tokens stay charged."""
+        """Count a direct request no more; its tokens stay charged until `release`."""
         assert self.direct[prefiller] >= sequences, f"prefiller {prefiller} has none to end"
         self.direct[prefiller] -= sequences
 
     def waits_for_memory(
         self, sequences: int, among: Collection[PrefillerId] | None = None
     ) -> bool:
-        """Return whether a direct request that has to wait only lacks KV tokens somewhere."""
+        """Return whether a waiting direct request lacks nothing but KV tokens on some prefiller."""
         return any(
             is_open and not self.on_trial[prefiller] and self._has_place(prefiller, sequences)
             for prefiller, is_open in enumerate(self._open(among))
         )
 
     def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
-        """Replace the estimate that a request was charged with by its realised length."""
+        """Replace a request's estimated prompt length by the counted one."""
         self.release(prefiller, charged_tokens)
         self.held_tokens[prefiller] += prompt_tokens
 
     def end_prefill(self, prefiller: PrefillerId) -> None:
-        """Note that a prefill ended; its tokens stay charged."""
+        """Count a prefill no more; its tokens stay charged until `release`."""
         assert self.prefills[prefiller] > 0, f"prefiller {prefiller} has no prefill to end"
         self.prefills[prefiller] -= 1
         self.prefilling -= 1
 
     def release(self, prefiller: PrefillerId, prompt_tokens: int) -> None:
-        """Uncharge the tokens of a request whose KV cache left the prefiller."""
+        """Release the tokens of a request whose KV cache left the prefiller."""
         assert self.held_tokens[prefiller] >= prompt_tokens, f"prefiller {prefiller} released twice"
         self.held_tokens[prefiller] -= prompt_tokens
 
     def _open(self, among: Collection[PrefillerId] | None) -> list[bool]:
         if among is None:
             return self.is_open
-        return [takes and one in among for one, takes in enumerate(self.is_open)]
+        return [is_open and number in among for number, is_open in enumerate(self.is_open)]
 
     def _tried(self, is_open: list[bool], lost_on: Sequence[PrefillerId]) -> list[bool]:
-        """Return who is open to a request, now that some prefillers are on trial.
+        """Return which prefillers are open to a request, if some are on trial.
 
-        One that holds a request is closed until that tells; and who lost a request before goes to
-        one on trial only if there is no other.
+        A prefiller on trial that holds a request is closed until that request shows whether it
+        works. A request that was lost before goes to one on trial only if no other is open.
         """
         is_open = list(is_open)
         for prefiller, held in enumerate(self.held_tokens):
@@ -184,10 +186,12 @@ class Prefillers:
     def _has_place(self, prefiller: int, sequences: int) -> bool:
         if not sequences:
             return self._probe_limit is None or self.prefills[prefiller] < self._probe_limit
+        # With none there, a request of more sequences than the limit starts too, or it never would.
         direct = self.direct[prefiller]
         return self._direct_limit is None or not direct or direct + sequences <= self._direct_limit
 
     def _has_memory(self, prefiller: int, prompt_tokens: int) -> bool:
+        # An empty prefiller takes any prompt, see `kv_capacity_tokens`.
         held = self.held_tokens[prefiller]
         if self._kv_capacity_tokens is None or held == 0:
             return True

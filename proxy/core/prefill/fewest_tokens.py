@@ -20,8 +20,8 @@ class FewestTokens:
         candidates: Sequence[PrefillerId],
         view: PrefillView,
     ) -> PrefillerId:
-        """Return the emptiest candidate."""
+        """Return the candidate with the fewest tokens."""
         del ticket, prompt_tokens
         held = view.held_tokens
-        fewest = min([held[one] for one in candidates])
-        return self._turns.take([one for one in candidates if held[one] == fewest])
+        fewest = min([held[prefiller] for prefiller in candidates])
+        return self._turns.take([p for p in candidates if held[p] == fewest])

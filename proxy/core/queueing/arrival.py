@@ -7,18 +7,18 @@ from balanceroute.proxy.core.events import RequestId, Ticket
 
 
 class Arrival:
-    """In order of arrival. Whoever comes back takes its old place, ahead of all later arrivals.
+    """Requests in order of arrival. One that returns takes its old place, ahead of later arrivals.
 
-    Removal costs O(log n + distance from the front) plus one memory move; requests leave from the
-    front in practice.
+    Removal costs O(log n) plus one memory move; in practice requests leave from the front.
     """
 
     def __init__(self) -> None:
         self._order: list[RequestId] = []
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
-        """Put a request at its place."""
+        """Insert a request in order."""
         del ticket
+        # Ids grow with arrivals, so a new request is appended; only one that returns is inserted.
         assert request not in self, f"request {request} is queued twice"
         if not self._order or request > self._order[-1]:
             self._order.append(request)
@@ -26,19 +26,19 @@ class Arrival:
             self._order.insert(bisect_left(self._order, request), request)
 
     def remove(self, request: RequestId) -> None:
-        """Take a request out."""
+        """Remove a request."""
         del self._order[self._place(request)]
 
     def first(self, count: int) -> Sequence[RequestId]:
-        """Return the first `count` arrivals that wait."""
+        """Return the first `count` waiting requests."""
         return self._order[:count]
 
     def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
-        """Return the earlier arrivals that wait."""
+        """Return the waiting requests that arrived earlier."""
         return self._order[: self._place(request)]
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting requests."""
         return len(self._order)
 
     def __contains__(self, request: RequestId, /) -> bool:

@@ -1,9 +1,9 @@
-"""In what order requests wait, before prefill and in the pool: the seam for priorities and fair shares.
+"""The order of requests before prefill and in the pool: the interface for priorities and fair shares.
 
-A queue order is one new file here and a line in the registry. Before prefill requests hold no KV
-cache, so that is the place to reorder them: the first one starts next, and if no prefiller has room
-for it, the others wait with it, so that a large prompt is not passed over for ever. In the pool the
-first few are what a policy chooses among.
+A queue order is one new file here and a line in the registry. Before prefill a request holds no KV
+cache, so that is the place to reorder. The first request starts next; if no prefiller has room for
+it, the others wait with it, so that smaller prompts do not overtake a large one for ever. In the pool
+a policy chooses among the first few.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from balanceroute.proxy.core.events import RequestId, Ticket
 
 
 class QueueOrder(Protocol):
-    """Waiting requests in an order of its own, which may change from one call to the next."""
+    """Waiting requests in some order, which may change from one call to the next."""
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
-        """Take a request in. One that comes back after it was served or lost is added again."""
+        """Add a request. One that returns after it was served or lost is added again."""
         ...
 
     def remove(self, request: RequestId) -> None:
-        """Take a request out: it goes on, or has ended."""
+        """Remove a request that proceeds or has ended."""
         ...
 
     def first(self, count: int) -> Sequence[RequestId]:
@@ -28,11 +28,11 @@ class QueueOrder(Protocol):
         ...
 
     def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
-        """Return the requests that come before one that waits here."""
+        """Return the requests ahead of one that waits here."""
         ...
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting requests."""
         ...
 
     def __contains__(self, request: RequestId, /) -> bool:
@@ -41,4 +41,4 @@ class QueueOrder(Protocol):
 
 
 MakeQueueOrder = Callable[[], QueueOrder]
-"""Makes an empty queue. Each line before prefill has its own, and so has the pool."""
+"""Makes an empty order. Each queue before prefill has its own, and so has the pool."""
