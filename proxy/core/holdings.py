@@ -68,6 +68,10 @@ class Holdings:
         self.release_prefill(request)
         return actions
 
+    def emitted(self, request: Request) -> int:
+        """Return the KV tokens that a bound request holds beyond its prompt."""
+        return self.ledger.kv_tokens(request.request) - request.kv_tokens
+
     def end_prefill(self, request: Request) -> None:
         """Free the place of its prefill; its tokens stay charged."""
         assert request.prefiller is not None
@@ -83,10 +87,10 @@ class Holdings:
 
     def unbind(self, request: Request) -> None:
         """Release its slots and its load on its rank."""
-        held = self.ledger.unbind(request.request)
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
         # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
-        emitted = -((request.kv_tokens - held) // request.ticket.slots)
+        emitted = -(-self.emitted(request) // request.ticket.slots)
+        self.ledger.unbind(request.request)
         request.emitted_before += emitted
         request.prompt_tokens += emitted
         request.rank = None
@@ -106,7 +110,7 @@ class Holdings:
                 age=request.emitted_before,
                 slots=request.ticket.slots,
             )
-            ledger.emit(number, self.ledger.kv_tokens(number) - request.kv_tokens)
+            ledger.emit(number, self.emitted(request))
             if request.started:
                 ledger.start(number)
         self.ledger = ledger

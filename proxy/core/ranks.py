@@ -40,8 +40,7 @@ class Ranks:
         if beyond_batch is None:
             free_slots = self._unlimited.copy()
         else:
-            # One free slot admits a request of several, which may leave a rank overbooked.
-            free_slots = np.maximum(config.batch_limit + beyond_batch - ledger.bound, 0)
+            free_slots = free_slots_of(ledger, config, beyond_batch)
         free_slots *= self.is_open
         # Early binding ignores memory as well: what does not fit queues in the engine.
         if config.rank_kv_tokens is None or beyond_batch is None:
@@ -52,3 +51,11 @@ class Ranks:
         return Fleet(
             self.is_open, ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens
         )
+
+
+def free_slots_of(
+    ledger: Ledger, config: SchedulerConfig, beyond_batch: int
+) -> "NDArray[np.int64]":
+    """Return the slots that nobody has, int64[G], of open and closed ranks alike."""
+    # One free slot admits a request of several, which may leave a rank overbooked.
+    return np.maximum(config.batch_limit + beyond_batch - ledger.bound, 0)

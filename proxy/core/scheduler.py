@@ -10,6 +10,7 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.config import SchedulerConfig
@@ -48,9 +49,13 @@ from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
-from balanceroute.proxy.core.ranks import Ranks
+from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.recount import check_holdings
 from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -116,6 +121,21 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests that no engine answers yet: queued, prefilling or pooled."""
         return len(self.prefill_queue) + self.prefillers.prefilling + len(self.pool)
+
+    def emitted(self, number: RequestId) -> int:
+        """Return the tokens that a bound request has emitted there, of all its sequences.
+
+        Raises:
+            LifecycleError: The request is unknown.
+        """
+        return self._holdings.emitted(self._get(number))
+
+    def free_slots(self) -> "NDArray[np.int64]":
+        """Return the slots that nobody has, int64[G], of open and closed ranks alike.
+
+        Without a limit of the policy's they are those of the batch.
+        """
+        return free_slots_of(self.ledger, self.config, self.policy.slots_beyond_batch or 0)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Process one event and return the actions to perform, in order.
@@ -322,7 +342,7 @@ class Scheduler:
         if not request.started:
             raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
         # A correction takes back tokens that the steps gave in excess, never tokens of the prompt.
-        if tokens < 0 and self.ledger.kv_tokens(number) + tokens < request.kv_tokens:
+        if tokens < 0 and self._holdings.emitted(request) + tokens < 0:
             raise LifecycleError(
                 f"request {number} has not emitted the {-tokens} tokens to take back"
             )

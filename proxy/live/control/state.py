@@ -53,10 +53,10 @@ def take_snapshot(
         decoding=states.count(State.DECODING),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
         imbalance_tokens=imbalance_tokens(scheduler.ledger.loads[serving]) if serving else 0,
-        steps=driver.steps.steps,
-        step_s=driver.steps.step_s,
-        idle_tokens=driver.idle_tokens,
-        capacity_tokens=driver.capacity_tokens,
+        steps=driver.progress.steps.steps,
+        step_s=driver.progress.steps.step_s,
+        idle_tokens=driver.progress.idle_tokens,
+        capacity_tokens=driver.progress.capacity_tokens,
         client_connections=server.connections,
         rejected_connections=server.limit.rejected,
         evicted_connections=server.limit.evicted,
@@ -95,8 +95,7 @@ def instance_rows(
 
 
 def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
-    ledger, limit = driver.scheduler.ledger, driver.scheduler.config.batch_limit
-    beyond = driver.scheduler.policy.slots_beyond_batch
+    ledger, free_slots = driver.scheduler.ledger, driver.scheduler.free_slots()
     return [
         RankState(
             rank=rank.id,
@@ -106,7 +105,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             kv_tokens=int(ledger.loads[rank.id]),
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
-            free_slots=max(0, limit + (beyond or 0) - int(ledger.bound[rank.id])),
+            free_slots=int(free_slots[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
         )
         for rank in driver.instances.ranks

@@ -325,7 +325,9 @@ class Gateway:
         return None
 
     def _awaited(self, path: bytes) -> "HandOff | None":
-        return self._driver.hand_off(path.removeprefix(METASERVER_PATH).decode("ascii", "replace"))
+        return self._driver.hand_offs.get(
+            path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
+        )
 
     def _hand_off(self, request: "Request", reply: "Reply") -> None:
         awaited = self._awaited(request.path)

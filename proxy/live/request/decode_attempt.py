@@ -1,6 +1,7 @@
 """An engine that was asked for the answer: a rank, or a prefiller that does the whole request."""
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.client import ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
+_log = logging.getLogger(__name__)
 # Each makes progress.
 _MOST_RECOMPUTES = 32
 
@@ -177,7 +179,7 @@ class DecodeAttempt(Attempt):
         super().close()
         if self._remote is not None:
             self._remote.abort()
-            self._session.host.expect_no_more(self._transfer)
+            self._session.host.hand_offs.pop(self._transfer, None)
             self._remote = None
         if self.stream is not None:
             self._count(self.stream)
@@ -215,7 +217,10 @@ class DecodeAttempt(Attempt):
 
     def _stop_asking(self) -> None:
         """Ask this engine no more for its counts in every event."""
-        self._session.host.counts_dear(self.engine)
+        if not self.engine.counts_dear:
+            self.engine.counts_dear = True
+            fields = {"engine": self.engine.name}
+            _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
     # The prefill that the rank calls for.
 
@@ -234,7 +239,7 @@ class DecodeAttempt(Attempt):
             failed=self._not_prefilled,
             crashed=session.crashed,
         )
-        host.expect(self._transfer, self._remote)
+        host.hand_offs[self._transfer] = self._remote
         return host.connector.decode_params(self._transfer, None, None)
 
     def _prefilled(self, body: bytes) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Event, RequestId
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.faults import Fault
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
+    from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.request.leg_settings import LegSettings
@@ -36,6 +36,9 @@ class Host(Protocol):
     @property
     def stalls(self) -> "StallWatch": ...  # noqa: D102
 
+    @property
+    def hand_offs(self) -> "dict[str, HandOff]": ...  # noqa: D102
+
     def clock(self) -> float:
         """Return the loop's time, in seconds."""
 
@@ -61,12 +64,6 @@ class Host(Protocol):
     ) -> "Prefiller | None":
         """Return who takes a prefill that a decode rank called for; None if nobody can."""
 
-    def expect(self, transfer: str, hand_off: "HandOff") -> None:
-        """Let the decode rank of `transfer` call back."""
-
-    def expect_no_more(self, transfer: str) -> None:
-        """Let it call back no more."""
-
     def may_retry(self, leg: str, fault: "Fault", *, free: bool = False) -> bool:
         """Return whether the retry budget allows one more attempt, and count it.
 
@@ -78,9 +75,6 @@ class Host(Protocol):
 
     def leg_succeeded(self, target: "Target") -> None:
         """Note that a leg worked."""
-
-    def counts_dear(self, engine: "Prefiller | Rank") -> None:
-        """Note that an engine pays for its token counts with the length of an answer."""
 
     def counted(self, session: "Session", prompt_tokens: int) -> None:
         """Note how many tokens its prompt really has."""

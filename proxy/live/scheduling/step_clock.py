@@ -11,7 +11,7 @@ While no stream runs, answers that are not streamed progress by the running mean
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 # Tokens that a request may be off before it is corrected.
 _TOLERANCE = 4
@@ -27,7 +27,7 @@ _SHORTEST_STEP_S = 1e-4
 _MOST_SILENT_STEPS = 1_000
 
 
-class Progress(Protocol):
+class Started(Protocol):
     """One started request, as the clock sees it.
 
     `rounds` is the number of tokens each of its sequences has emitted, by the stream; None if the
@@ -42,12 +42,20 @@ class Progress(Protocol):
         ...
 
 
+_Request = TypeVar("_Request", bound=Started)
+
+
 @dataclass(slots=True)
-class Advance:
-    """What changed since the last look."""
+class Advance(Generic[_Request]):
+    """What changed since the last look.
+
+    Attributes:
+        steps: Steps that passed.
+        corrections: Who is off the clock, and by how many tokens of each sequence.
+    """
 
     steps: int
-    corrections: "list[tuple[Progress, int]]"
+    corrections: list[tuple[_Request, int]]
 
 
 class StepClock:
@@ -64,13 +72,13 @@ class StepClock:
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
         self._heard = False  # Whether streams told the progress the last time.
 
-    def start(self, request: Progress) -> None:
+    def start(self, request: Started) -> None:
         """Note that `request` is in its rank's batch; the tokens it has emitted are yet to count."""
         request.offset = self.steps
 
-    def advance(self, requests: Iterable[Progress], now_s: float) -> Advance:
+    def advance(self, requests: Iterable[_Request], now_s: float) -> Advance[_Request]:
         """Compare every started request with the clock and move the clock on."""
-        leads: list[tuple[int, Progress]] = []
+        leads: list[tuple[int, _Request]] = []
         silent = False
         for request in requests:
             rounds = request.rounds
@@ -86,7 +94,7 @@ class StepClock:
         if steps:
             self.steps += steps
             self._measure(steps, now_s)
-        corrections: list[tuple[Progress, int]] = []
+        corrections: list[tuple[_Request, int]] = []
         for lead, request in leads:
             off = lead - self.steps
             if abs(off) > _TOLERANCE:

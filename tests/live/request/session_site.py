@@ -310,12 +310,6 @@ class Site:
     def choose_prefiller(self, _: RequestId, other_than: Prefiller | None) -> Prefiller | None:
         return next(one for one in self.prefillers if one is not other_than)
 
-    def expect(self, transfer: str, hand_off: "HandOff") -> None:
-        self.hand_offs[transfer] = hand_off
-
-    def expect_no_more(self, transfer: str) -> None:
-        self.hand_offs.pop(transfer, None)
-
     def may_retry(self, _: str, __: Fault, *, free: bool = False) -> bool:
         assert not free
         self.budget -= 1

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.predictors import Survival
+from balanceroute.proxy.core.events import Action
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
+from balanceroute.proxy.live.scheduling.driver import Driver
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -111,6 +113,37 @@ def test_an_exception_in_the_stream_itself_is_an_error_event(
         assert await counted(site, "leg") == 1
 
     play(scenario)
+
+
+def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    performed: list[tuple[str, str]] = []
+    act = Driver._act
+
+    def note(driver: Driver, session: Session, action: Action) -> None:
+        performed.append((type(action).__name__, session.record.request_id))
+        act(driver, session, action)
+
+    monkeypatch.setattr(Driver, "_act", note)
+    monkeypatch.setattr(Session, "start_prefill", poisoned(Session.start_prefill))
+
+    async def scenario(site: "Site") -> None:
+        driver = site.world.proxy.deployment.driver
+        driver.instances.prefillers[0].crowded = True
+        driver.reopen()
+        names = [POISON, "b", "c"]
+        sent = [
+            site.send(COMPLETIONS, body(), headers=[(b"x-request-id", name.encode())])
+            for name in names
+        ]
+        await site.until(lambda: len(driver.sessions) == 3)
+        driver.instances.prefillers[0].crowded = False
+        driver.reopen()
+        assert performed == [("StartPrefill", name) for name in names]
+        assert [(await one.end()).status for one in sent] == [500, 200, 200]
+
+    play(scenario, prefillers=1, flags={"scrape_interval_s": 60.0})
 
 
 def test_an_exception_at_arrival_leaves_no_session(

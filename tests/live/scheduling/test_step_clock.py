@@ -34,7 +34,7 @@ class Fleet:
         self.clock.start(answer)
         return answer
 
-    def advance(self, after_s: float = 0.02) -> Advance:
+    def advance(self, after_s: float = 0.02) -> "Advance[Answer]":
         self.now_s += after_s
         advance = self.clock.advance(self.answers, self.now_s)
         for answer in self.answers:

@@ -1,0 +1,138 @@
+"""How far the requests in decode are: what the scheduler's mirror of the ranks is told of them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import (
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    PrefillLost,
+    RequestId,
+    RequestRecomputed,
+    StepCompleted,
+    TokensEmitted,
+)
+from balanceroute.proxy.core.fscore import idle_tokens
+from balanceroute.proxy.live.scheduling.step_clock import StepClock
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from balanceroute.proxy.core.events import RankId
+    from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.request.session import Session
+
+# Tokens of an answer from which its time tells the time of a step.
+_TELLING = 16
+_STEP = StepCompleted()
+
+
+class Progress:
+    """Follows the requests that ranks have.
+
+    Args:
+        scheduler: Told how far they are.
+        feed: Tells it that one has joined its rank's batch, and performs what follows.
+        clock: The loop's time.
+
+    Attributes:
+        started: The requests in their rank's batch.
+        steps: The inferred steps.
+        idle_tokens: Sum of the missing tokens over the inferred steps; see `Snapshot`.
+        capacity_tokens: See `Snapshot`.
+    """
+
+    def __init__(
+        self, scheduler: "Scheduler", feed: Callable[[Event], None], clock: Callable[[], float]
+    ) -> None:
+        self.started: dict[RequestId, Session] = {}
+        self.steps = StepClock()
+        self.idle_tokens = self.capacity_tokens = 0
+        self._scheduler = scheduler
+        self._feed = feed
+        self._clock = clock
+        # Since when those were admitted that have no stream to tell when they join the batch.
+        self._unheard: dict[RequestId, tuple[Session, float]] = {}
+        self._transfer_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept for any request."""
+        return not self.started and not self._unheard
+
+    def admitted(self, session: "Session") -> None:
+        """Note that a request is on its way to its rank."""
+        if not session.shape.stream:
+            self._unheard[session.number] = session, self._clock()
+
+    def began(self, session: "Session") -> None:
+        """Note that a stream began: its request is in its rank's batch."""
+        self._join(session)
+        assert session.record.admitted_ns is not None
+        waited_s = self._clock() - session.record.admitted_ns / 1e9
+        self._transfer_s += 0.1 * (waited_s - self._transfer_s)
+
+    def left(self, event: RequestRecomputed | DecodeLost | PrefillLost) -> Event:
+        """Forget a request that is on no rank any more; return what the scheduler is to hear.
+
+        It may have been taken for started without a stream to tell. Then its KV cache may have left
+        the prefiller, as the scheduler was told, or not: so it is prefilled again. What it is thought
+        to have emitted is taken back, as no client has it.
+        """
+        number = event.request
+        self._unheard.pop(number, None)
+        session = self.started.pop(number, None)
+        if session is None or isinstance(event, RequestRecomputed):
+            return event
+        emitted = self._scheduler.emitted(number)
+        if emitted:
+            self._tell(TokensEmitted(number, -emitted))
+        session.prefill_again()
+        return RequestRecomputed(number, elsewhere=True)
+
+    def ended(self, session: "Session") -> None:
+        """Forget a request that is over, and learn from a whole answer how long a step is."""
+        number, record = session.number, session.record
+        self.started.pop(number, None)
+        self._unheard.pop(number, None)
+        if session.shape.stream or record.outcome is not Outcome.OK or record.admitted_ns is None:
+            return
+        rounds = record.output_tokens / record.choices
+        if rounds >= _TELLING:  # A short answer's time is mostly not that of its steps.
+            self.steps.observe_answer((record.ended_ns - record.admitted_ns) / 1e9 / rounds)
+
+    def follow(self, serving: "Sequence[RankId]") -> None:
+        """Bring the mirror up to date; `serving` are the ranks whose loads make the barrier."""
+        now_s = self._clock()
+        for number, (session, since_s) in list(self._unheard.items()):
+            if now_s - since_s >= self._transfer_s:
+                self._join(session)
+                self._feed(DecodeStarted(number))
+        advance = self.steps.advance(self.started.values(), now_s)
+        if advance.steps:
+            for _ in range(advance.steps):
+                self._tell(_STEP)
+            loads = self._scheduler.ledger.loads[serving]
+            self.idle_tokens += advance.steps * idle_tokens(loads)
+            self.capacity_tokens += advance.steps * len(loads) * int(loads.max())
+        for session, rounds in advance.corrections:
+            self._tell(TokensEmitted(session.number, rounds * session.shape.sequences))
+
+    def age(self, number: RequestId) -> int:
+        """Return the tokens that each sequence of a started request has emitted."""
+        session = self.started[number]
+        if session.shape.stream:
+            return session.emitted_tokens // session.shape.sequences
+        # As far as the step clock tells.
+        return self._scheduler.emitted(number) // session.shape.sequences
+
+    def _join(self, session: "Session") -> None:
+        self._unheard.pop(session.number, None)
+        self.started[session.number] = session
+        self.steps.start(session)
+
+    def _tell(self, event: Event) -> None:
+        """Tell what nothing follows from."""
+        self._scheduler.handle(event, now_ns=round(self._clock() * 1e9))
