@@ -27,6 +27,7 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     Tick,
     Ticket,
+    TokensEmitted,
 )
 from balanceroute.proxy.core.policies import POLICIES, Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool
@@ -215,6 +216,34 @@ def test_a_policy_is_shown_no_free_slots_on_overbooked_and_closed_ranks() -> Non
     with pytest.raises(PolicyError, match="has no slot for request 1"):
         scheduler.handle(Tick(), now_ns=0)
     assert policy.seen == [[4, 4, 4], [0, 0, 4]]
+
+
+def test_free_slots_are_those_that_nobody_has_on_closed_ranks_too() -> None:
+    _, scheduler = scripted()
+    scheduler.handle(RequestArrived(A, Ticket(10, slots=7, prefill=False)), now_ns=0)
+    scheduler.handle(Tick(), now_ns=0)
+    scheduler.handle(RankClosed(RANK0), now_ns=0)
+    assert scheduler.free_slots().tolist() == [4, 0, 4]
+
+
+def test_a_policy_without_a_limit_has_the_free_slots_of_the_batch(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver("random", ranks=1, batch_limit=3)
+    driver(RequestArrived(A, Ticket(10, slots=2, prefill=False)), Tick())
+    assert driver.scheduler.free_slots().tolist() == [1]
+
+
+def test_a_bound_request_has_emitted_what_the_steps_and_corrections_gave_it(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(batch_limit=3)
+    driver(RequestArrived(A, Ticket(10, slots=2, prefill=False)), Tick())
+    assert driver.scheduler.emitted(A) == 0
+    driver(DecodeStarted(A), StepCompleted(), StepCompleted(), TokensEmitted(A, 3))
+    assert driver.scheduler.emitted(A) == 7
+    with pytest.raises(LifecycleError, match="request 1 is unknown"):
+        driver.scheduler.emitted(B)
 
 
 def test_a_policy_that_names_a_closed_rank_is_not_obeyed() -> None:
