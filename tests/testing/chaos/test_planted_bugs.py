@@ -265,7 +265,7 @@ def an_answer_never_ends(patch: Patch) -> None:
 @bug("metrics: ")
 def metrics_miss_a_request(patch: Patch) -> None:
     patch.setattr(
-        "balanceroute.proxy.live.telemetry.metrics.Metrics.request_ended", lambda *_: None
+        "balanceroute.proxy.live.telemetry.request_metrics.RequestMetrics.ended", lambda *_: None
     )
 
 
