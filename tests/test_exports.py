@@ -20,7 +20,7 @@ proxy: __main__ cli core emulate live pictures replay sim validate wire
 proxy.cli: emulate evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission avoidance balance config decision errors events fscore holdings ledger
-    lifecycle line observer policies pool prediction prefill projection queueing ranks recount
+    lifecycle observer policies pool prediction prefill prefill_queue projection queueing ranks recount
     scheduler subset time_limits timers turnover turns
 proxy.core.admission: ADMISSIONS Admission BoundedQueue Ending Load Refusal
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
@@ -46,7 +46,7 @@ proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: driver isolation step_clock
+proxy.live.scheduling: driver isolation progress step_clock stranded tick_timer
 proxy.live.security: credentials host_check tls
 proxy.live.settings: checks config configure declared engines reader setting
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition histogram
