@@ -13,7 +13,6 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
-from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.world import World
 
@@ -31,7 +30,8 @@ _PULL_FAILURE_LINE = re.compile(
     r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
 )
 _FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
-_SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
+SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
+"""Faults by which a KV cache may be gone when its engine asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def audit_leases(plan: Plan, world: World) -> list[str]:
 def _is_slow(plan: Plan) -> bool:
     """Return whether an engine may find a lease ended that held when its request was sent."""
     return any(
-        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not _SLOWING.isdisjoint(one.changes)
+        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not SLOWING.isdisjoint(one.changes)
         for one in plan.injections
     )
 
@@ -132,23 +132,26 @@ def audit_misreads(plan: Plan, world: World) -> list[str]:
     ]
 
 
-def audit_metrics(world: World) -> list[str]:
-    """Return how the proxy's metrics differ from its log."""
-    logged = Counter(record.outcome.value for record in world.ended if record.outcome is not None)
-    counted = _counted(world, _OUTCOME_LINE)
+def audit_metrics(ended: "Sequence[RequestRecord]", page: bytes) -> list[str]:
+    """Return how the proxy's page of metrics differs from its log."""
+    logged = Counter(record.outcome.value for record in ended if record.outcome is not None)
+    counted = _counted(page, _OUTCOME_LINE)
     return [] if logged == counted else [f"metrics: {dict(counted)}, the log has {dict(logged)}"]
 
 
 def audit_decisions(world: World) -> list[str]:
     """Return how the failed decisions that the proxy counted differ from those that were made."""
-    made, counted = world.decision_faults.made, _counted(world, _FAILURE_LINE)
+    made, counted = (
+        world.decision_faults.made,
+        _counted(world.proxy.metrics.render(), _FAILURE_LINE),
+    )
     return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
 
 
-def _counted(world: World, pattern: re.Pattern[str]) -> Counter[str]:
+def _counted(page: bytes, pattern: re.Pattern[str]) -> Counter[str]:
     """Return the samples of a metric by the label that `pattern` finds."""
     counted: Counter[str] = Counter()
-    for line in world.proxy.metrics.render().decode().splitlines():
+    for line in page.decode().splitlines():
         found = pattern.fullmatch(line)
         if found is not None:
             counted[found[1]] += int(float(found[2]))
@@ -161,7 +164,7 @@ def audit_retries(plan: Plan, world: World) -> list[str]:
     if plan.weather is Weather.CALM and retries:
         return [f"retries: {retries} though all was well"]
     # Free of the budget is a retry only where a KV cache could not be pulled.
-    free = _counted(world, _PULL_FAILURE_LINE).total()
+    free = _counted(world.proxy.metrics.render(), _PULL_FAILURE_LINE).total()
     allowed = _RETRY_RESERVE + _RETRY_SHARE * len(world.ended) + free
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
@@ -180,31 +183,32 @@ def audit_rest(world: World) -> list[str]:
     return found
 
 
+def excused_names(plan: Plan, world: World) -> set[str]:
+    """Return the requests that read another prompt's KV cache because an engine was slow."""
+    misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
+    return {one.request_id.partition("-")[2] for one in misreads}
+
+
 async def audit_answers(
-    plan: Plan,
-    world: World,
+    judge: Judge,
     clients: Sequence[Client],
-    oracle: Oracle,
+    ended: "Sequence[RequestRecord]",
     endings: Counter[str],
 ) -> list[str]:
     """Return what is wrong with what the clients got, and with the proxy's word on it.
 
     Args:
-        plan: What was to happen.
-        world: The proxy.
+        judge: Knows what may be.
         clients: All of them.
-        oracle: Knows the right answers.
+        ended: The proxy's word on each request.
         endings: Counts how the clients saw their requests end.
     """
     records: dict[str, list[RequestRecord]] = {}
-    for record in world.ended:
+    for record in ended:
         if record.endpoint.startswith(_CALL_BACK):
             continue  # An engine's, for a transfer that is over.
         records.setdefault(record.request_id, []).append(record)
     names = Counter(request.request_id for client in clients for request in client.visit.requests)
-    misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
-    excused = {one.request_id.partition("-")[2] for one in misreads}
-    judge = Judge(plan, oracle, excused)
     found = []
     for client in clients:
         answers = zip(client.visit.requests, client.answers, strict=True)

@@ -1,6 +1,8 @@
 """Scripted clients: what they send, how they read, and when they leave."""
 
 import asyncio
+import socket
+import struct
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
@@ -12,10 +14,13 @@ from balanceroute.proxy.testing.virtual.link import Link
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
 
 class Phase(Enum):
     """When a client leaves."""
 
+    SENDING = "sending"  # Its request is not sent whole.
     QUEUED = "queued"  # Its request has arrived.
     PREFILLING = "prefilling"
     PREFILLED = "prefilled"  # The prefiller has answered.
@@ -104,13 +109,29 @@ class Client(asyncio.Protocol):
         self._timers: list[asyncio.TimerHandle] = []
         self._is_leaving = False
 
+    async def run(self, host: str, port: int) -> None:
+        """Connect, and do everything until nothing more can come."""
+        try:
+            await self._loop.create_connection(lambda: self, host, port)
+        except OSError:
+            self.connection_lost(None)
+        try:
+            await self.over.wait()
+        finally:
+            self.leave()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send what is to be sent first."""
         self._transport = cast("asyncio.Transport", transport)
-        requests = self.visit.requests
+        requests, departure = self.visit.requests, self.visit.departure
+        if departure is not None and departure.phase is Phase.SENDING:
+            self.sent = 1
+            data = self._spell(0)
+            self._transport.write(data[: len(data) * 2 // 3])
+            self.leave_soon()
+            return
         for i in range(len(requests) if self.visit.pipelined else 1):
             self._send(i)
-        departure = self.visit.departure
         if departure is not None and departure.phase is Phase.AFTER:
             self.leave_soon()
 
@@ -168,6 +189,8 @@ class Client(asyncio.Protocol):
         how = Leaving.RESET if departure is None else departure.how
         match how:
             case Leaving.RESET:
+                raw = self._transport.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                 self._transport.abort()
             case Leaving.CLOSE:
                 self._transport.close()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from balanceroute.proxy.emulate.faults import (
     AfterPull,
+    Faults,
     MalformedAnswer,
     MalformedScrape,
     MalformedStream,
@@ -22,6 +23,7 @@ from balanceroute.proxy.testing.chaos.meddler import Meddling
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.topologies import CONNECTORS
 
+_NO_FAULTS = Faults()
 # Costs 20 MiB for each stream that it meets.
 _HUGE_SHARE = 0.02
 # What a metrics page of 20 MiB costs is not worth it here.
@@ -71,6 +73,11 @@ class Injection:
     meddling: Meddling | None = None
     policy: str = ""
     lapse: Lapse | None = None
+
+    @property
+    def usual(self) -> dict[str, Any]:
+        """What undoes `changes`."""
+        return {name: getattr(_NO_FAULTS, name) for name in self.changes}
 
     @property
     def name(self) -> str:

@@ -264,6 +264,8 @@ def contradictions(
         elif received.status >= 500:
             fits = (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED, Outcome.REJECTED)
     wrong = []
+    if received.status and record.status != received.status:
+        wrong.append(f"its client saw status {received.status}, the log says {record.status}")
     if fits is not None and record.outcome not in fits:
         wrong.append(f"its client saw: {verdict.ending}; the log says {record.outcome}")
     if verdict.ending == "exact" and verdict.expected is not None:

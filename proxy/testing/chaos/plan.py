@@ -31,6 +31,7 @@ _TIMEOUTS = (
     "idle_stream_timeout_s",
     "answer_timeout_s",
 )
+_PHASES = [phase for phase in Phase if phase is not Phase.SENDING]
 # Of a request, on average.
 _SEQUENCES = 1.4
 
@@ -119,7 +120,10 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
     if weather is not Weather.CALM:
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
     injections.sort(key=lambda one: (one.start_s, one.end_s))
-    visits = _visits(rng, requests, span_s, calm=weather is Weather.CALM)
+    mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
+    mix = replace(mix, max_tokens=rng.choice([10, 40, 100]))
+    leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
+    visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
     return Plan(
         seed,
         weather,
@@ -200,17 +204,25 @@ def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
     }
 
 
-def _visits(rng: random.Random, requests: int, span_s: float, *, calm: bool) -> list[Visit]:
-    mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
-    mix = replace(mix, max_tokens=rng.choice([10, 40, 100]))
-    leaving = 0.3 if calm else rng.choice([0.0, 0.15, 0.5])
+def draw_visits(
+    rng: random.Random, numbers: range, span_s: float, mix: RequestMix, *, leaving: float
+) -> list[Visit]:
+    """Return what clients do, in the order of their coming.
+
+    Args:
+        rng: Draws it.
+        numbers: Of the requests.
+        span_s: All come within this time.
+        mix: What the requests are like.
+        leaving: How likely the client of a single request leaves.
+    """
     visits: list[Visit] = []
-    number = 0
+    number = numbers.start
     herd_s = rng.uniform(0.0, span_s) if rng.random() < 0.15 else None
-    while number < requests:
+    while number < numbers.stop:
         count = 1 if rng.random() < 0.85 else rng.randint(2, 3)
         drawn = tuple(
-            draw_request(rng, number + i, mix) for i in range(min(count, requests - number))
+            draw_request(rng, number + i, mix) for i in range(min(count, numbers.stop - number))
         )
         number += len(drawn)
         start_s = rng.uniform(0.0, span_s)
@@ -249,7 +261,7 @@ def _visit(
     pipelined = several and not http_1_0 and rng.random() < 0.5
     if not several and rng.random() < leaving:
         departure = Departure(
-            rng.choice(list(Phase)),
+            rng.choice(_PHASES),
             rng.choice(list(Leaving)),
             delay_s=rng.choice([0.0, 0.0, 0.001, 0.02, rng.uniform(0.0, 2.0)]),
             num_bytes=rng.choice([1, 300, 1_000, 4_000]),

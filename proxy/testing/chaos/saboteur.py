@@ -5,13 +5,11 @@ from collections import Counter
 from contextlib import suppress
 
 from balanceroute.proxy.emulate.engine import Engine
-from balanceroute.proxy.emulate.faults import AfterPull, Faults
+from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.errors import ConflictError
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.meddler import Meddler
 from balanceroute.proxy.testing.chaos.world import World
-
-_NO_FAULTS = Faults()
 
 
 class Saboteur:
@@ -106,8 +104,7 @@ class Saboteur:
         world.journal.write("fault over", injection.name, engine.name)
         match injection.act:
             case Act.BOARD:
-                usual = {name: getattr(_NO_FAULTS, name) for name in injection.changes}
-                world.fleet.faults.set(engine.name, **usual)
+                world.fleet.faults.set(engine.name, **injection.usual)
                 if injection.changes.get("after_pull") is AfterPull.DEATH:
                     self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
             case Act.KILL:

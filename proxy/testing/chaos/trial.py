@@ -25,9 +25,11 @@ from balanceroute.proxy.testing.chaos.audit import (
     audit_proxy,
     audit_rest,
     audit_retries,
+    excused_names,
     take_census,
 )
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
@@ -155,13 +157,14 @@ class Trial:
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
         report.violations += audit_proxy(world)
-        report.violations += audit_metrics(world)
+        report.violations += audit_metrics(world.ended, world.proxy.metrics.render())
         report.violations += audit_decisions(world)
         report.violations += audit_retries(plan, world)
         await self._look_at_the_rest(before)
         oracle = Oracle(plan.world.engines)
         await oracle.start()
-        report.violations += await audit_answers(plan, world, self._clients, oracle, report.endings)
+        judge = Judge(plan, oracle, excused_names(plan, world))
+        report.violations += await audit_answers(judge, self._clients, world.ended, report.endings)
         await oracle.close()
         await world.close()
         self._saboteur.close()
@@ -205,14 +208,7 @@ class Trial:
         for request in visit.requests:
             self._by_id.setdefault(request.request_id, client)
         self._next_link = visit.link
-        try:
-            await self._loop.create_connection(lambda: client, "127.0.0.1", self._world.port)
-        except OSError:
-            client.connection_lost(None)
-        try:
-            await client.over.wait()
-        finally:
-            client.leave()
+        await client.run("127.0.0.1", self._world.port)
 
     def _link(self) -> Link:
         """Return the wire of the connection that is being made."""
