@@ -85,7 +85,10 @@ MAY_IMPORT = {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire", "predictors"),
         *("proxy.testing.virtual", "topologies"),
     },
-    "proxy.testing.soak": {"proxy.core", "proxy.emulate", "proxy.wire"},
+    "proxy.testing.soak": {
+        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire"),
+        "proxy.testing.chaos",
+    },
     "proxy.testing": set[str](),
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),

@@ -3,9 +3,9 @@
     python scripts/soak.py [--requests 5000] [--seed 0] [--connector NAME] [--policy NAME]
 
 Starts emulated engines and the proxy as processes of their own and sends them requests, a fifth of
-which are left in the middle while engines fail, die and come back. Every answer is compared with
-what the emulated model says. Then all clients go, and whatever the proxy or the engines still hold
-is an error. Prints a table; exits 1 if anything is wrong.
+which are left in the middle while engines fail, die and come back, all as in a chaos run. Every
+answer is compared with that of an engine which nothing is wrong with. Then all clients go, and
+whatever the proxy or the engines still hold is an error. Prints a table; exits 1 if anything is wrong.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> int:
     """Run the soak of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=5000, help="how many to send")
-    parser.add_argument("--seed", type=int, default=0, help="decides the requests")
+    parser.add_argument("--seed", type=int, default=0, help="decides requests and faults")
     parser.add_argument("--connector", default="nixl", help="how KV caches travel")
     parser.add_argument("--policy", default="br-h", help="of the proxy")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxy's logs there")

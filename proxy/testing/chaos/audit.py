@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.testing.chaos.clients import Client
+from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
@@ -208,7 +208,8 @@ async def audit_answers(
         if record.endpoint.startswith(_CALL_BACK):
             continue  # An engine's, for a transfer that is over.
         records.setdefault(record.request_id, []).append(record)
-    names = Counter(request.request_id for client in clients for request in client.visit.requests)
+    sent = [request for client in clients for request in client.visit.requests[: client.sent]]
+    names = Counter(request.request_id for request in sent)
     found = []
     for client in clients:
         answers = zip(client.visit.requests, client.answers, strict=True)
@@ -219,6 +220,9 @@ async def audit_answers(
             endings[verdict.ending] += 1
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
             if names[request.request_id] == 1:
+                departure = client.visit.departure
+                if told and departure is not None and departure.phase is Phase.SENDING:
+                    found.append(f"{request.request_id}: it was logged, and never sent whole")
                 wrongs = contradictions(told, received, verdict)
                 found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
     strangers = records.keys() - names.keys()

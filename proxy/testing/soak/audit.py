@@ -1,22 +1,17 @@
-"""What the proxy and the engines still hold, and whether the log tells what the clients saw."""
+"""What the proxy and the engines still hold, by their own pages, and what the proxy's log tells."""
 
 import json
-import re
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.testing.soak.plans import Plan
-from balanceroute.proxy.testing.soak.verdict import Kind, Verdict
-
-_OUTCOMES = re.compile(r"^balanceroute_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-# An engine's 429 that no other engine could mend is a client_error, as every 4xx.
-_FAILED = frozenset({"upstream_error", "expired", "rejected", "client_error"})
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
 Line = Mapping[str, Any]
 """A line of the request log."""
+# What the log writes as the record has it.
+_LOGGED = {one.name for one in fields(RequestRecord)} - {"keys", "outcome"}
 
 
 def held_by_proxy(state: Mapping[str, Any]) -> dict[str, int]:
@@ -38,23 +33,11 @@ def not_up(state: Mapping[str, Any]) -> list[str]:
 
 
 def held_by_engines(stats: Mapping[str, Any]) -> dict[str, object]:
-    """Return what /emulation/stats says is in use, or was read of another prompt's KV cache."""
-    found: dict[str, object] = {
-        "leases": stats["leases"]["held"],
-        "misreads": stats["misreads"],
-        "anything": not stats["idle"],
-    }
+    """Return what /emulation/stats says is in use."""
+    found: dict[str, object] = {"leases": stats["leases"]["held"], "anything": not stats["idle"]}
     for name in ("loads", "running", "waiting", "arriving", "held_blocks"):
         found[name] = stats[name] if any(stats[name]) else None
     return {name: value for name, value in found.items() if value}
-
-
-def outcomes_counted(page: str) -> Counter[str]:
-    """Return the requests by outcome, by the proxy's page of metrics."""
-    counted: Counter[str] = Counter()
-    for labels, value in _OUTCOMES.findall(page):
-        counted[dict(_LABEL.findall(labels))["outcome"]] += int(float(value))
-    return +counted
 
 
 def read_log(log: Path) -> tuple[list[Line], list[str]]:
@@ -69,27 +52,15 @@ def read_log(log: Path) -> tuple[list[Line], list[str]]:
     return requests, errors
 
 
-def contradiction(plan: Plan, verdict: Verdict, line: Line | None) -> str:
-    """Return how a request's log line contradicts what its client saw; empty if it does not."""
-    leaving = plan.leaving
-    if line is None:
-        # Who leaves at once may be gone before the request is read.
-        unread = verdict.kind is Kind.LEFT and not verdict.status
-        return "" if unread and leaving is not None else "it has no line"
-    if leaving is not None and leaving.in_body:
-        return "it was never sent whole"
-    ending = line["outcome"], line["status"], line["output_tokens"]
-    match verdict.kind:
-        case Kind.RIGHT if ending != ("ok", 200, plan.tokens):
-            return f"{ending}, but the client had all {plan.tokens} tokens"
-        case Kind.ENDED_EARLY if ending != ("ok", 200, len(plan.texts)):
-            return f"{ending}, but the client had {len(plan.texts)} tokens"
-        case Kind.ERROR if ending[0] not in _FAILED or ending[1] != verdict.status:
-            return f"{ending}, but the client had an error with status {verdict.status}"
-        case Kind.LEFT if ending[0] == "ok" and ending[2] not in (plan.tokens, len(plan.texts)):
-            return f"{ending}, but the answer has {plan.tokens} tokens"
-        case _:
-            return ""
+def record_of(line: Line) -> RequestRecord:
+    """Return what a log line tells of a request; its times are left out."""
+    told = {name: value for name, value in line.items() if name in _LOGGED}
+    return RequestRecord(
+        **told,
+        arrived_ns=0,
+        arrived_unix_s=line["arrival_s"],
+        outcome=Outcome(line["outcome"]),
+    )
 
 
 def phase_of(line: Line) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,7 +41,7 @@ class Control:
 
     async def post(self, path: str, values: Mapping[str, object]) -> None:
         """Give an order."""
-        await self._exchange(b"POST", path, json.dumps(values).encode())
+        await self._exchange(b"POST", path, json.dumps(values, default=_plain).encode())
 
     def close(self) -> None:
         """Close the connections."""
@@ -59,3 +60,8 @@ class Control:
         if response.status != 200:
             raise ControlError(f"{self._endpoint.name}{path}: {response.status} {response.body!r}")
         return response.body.decode()
+
+
+def _plain(value: object) -> object:
+    assert isinstance(value, Enum)
+    return value.value

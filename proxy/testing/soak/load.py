@@ -1,67 +1,81 @@
-"""Many clients that work a list of requests off."""
+"""Many clients that work a plan's visits off."""
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import replace
 
-from balanceroute.proxy.testing.soak.client import Connection
-from balanceroute.proxy.testing.soak.plans import Plan
-from balanceroute.proxy.testing.soak.verdict import Verdict, judge
+from balanceroute.proxy.testing.chaos.clients import Client
+from balanceroute.proxy.testing.chaos.plan import Plan
+
+# Longer than all of the proxy's time limits and retries together.
+_HUNG_S = 45.0
+# A client waits so long when it is told to come later: else an outage would use all requests up.
+_LATER_S = 0.3
 
 
 class Load:
-    """One list of requests.
+    """One plan's visits, one after the other, whenever a client is free.
 
     Args:
+        plan: What to send.
         host: The proxy's address.
         port: Its port.
-        plans: What to send.
 
     Attributes:
-        verdicts: By the request's name.
-        started: Requests sent so far.
+        plan: What was to happen.
+        clients: One for each connection.
+        lost: Requests that had no end in time, or no connection.
     """
 
-    def __init__(self, host: str, port: int, plans: Sequence[Plan]) -> None:
-        self.verdicts: dict[str, Verdict] = {}
-        self.started = 0
+    def __init__(self, plan: Plan, host: str, port: int) -> None:
+        self.plan = plan
+        self.clients: list[Client] = []
+        self.lost: list[str] = []
         self._host = host
         self._port = port
-        self._plans = plans
-        self._waiting: list[tuple[float, asyncio.Future[None]]] = []
+        self._visits = list(reversed(plan.visits))
+        self._sent = 0
+        self._waiting: list[tuple[float, asyncio.Event]] = []
 
     async def run(self, clients: int) -> None:
         """Send everything, from so many clients at a time; all their connections are closed then."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(clients, len(self._plans))):
-                group.create_task(self._client())
+            for _ in range(clients):
+                group.create_task(self._work())
 
-    async def reached(self, share: float) -> None:
-        """Wait until this share of the requests was sent."""
-        mark = share * len(self._plans)
-        if self.started < mark:
-            sent = asyncio.get_running_loop().create_future()
-            self._waiting.append((mark, sent))
-            await sent
+    async def reached(self, plan_s: float) -> None:
+        """Wait until the plan's time is `plan_s`, or everything was sent."""
+        if self._now_s < min(plan_s, self.plan.calm_s):
+            event = asyncio.Event()
+            self._waiting.append((plan_s, event))
+            await event.wait()
 
-    def _next(self) -> Plan | None:
-        if self.started == len(self._plans):
-            return None
-        plan = self._plans[self.started]
-        self.started += 1
-        for mark, sent in self._waiting:
-            if mark <= self.started and not sent.done():
-                sent.set_result(None)
-        return plan
+    @property
+    def _now_s(self) -> float:
+        return self.plan.calm_s * self._sent / len(self.plan.requests)
 
-    async def _client(self) -> None:
-        connection: Connection | None = None
-        loop = asyncio.get_running_loop()
-        while (plan := self._next()) is not None:
-            if connection is not None and (plan.fresh or connection.closed):
-                connection.close()
-                connection = None
-            if connection is None:
-                _, connection = await loop.create_connection(Connection, self._host, self._port)
-            self.verdicts[plan.name] = judge(plan, await connection.perform(plan))
-        if connection is not None:
-            connection.close()
+    async def _work(self) -> None:
+        while self._visits:
+            visit = self._visits.pop()
+            client = Client(visit, on_left=lambda _: None)
+            self.clients.append(client)
+            try:
+                async with asyncio.timeout(_HUNG_S):
+                    await client.run(self._host, self._port)
+            except TimeoutError:
+                self.lost += [request.request_id for request in visit.requests]
+            if not client.sent:
+                self.lost.append(visit.requests[0].request_id)
+            done = max(1, client.sent)
+            if rest := visit.requests[done:]:
+                # The proxy closed the connection behind an answer.
+                self._visits.append(replace(visit, requests=rest))
+            self._advance(done)
+            if client.answers[0].status in (429, 503):
+                await asyncio.sleep(_LATER_S)
+
+    def _advance(self, count: int) -> None:
+        self._sent += count
+        now_s = self._now_s
+        for plan_s, event in self._waiting:
+            if plan_s <= now_s or self._sent == len(self.plan.requests):
+                event.set()
