@@ -75,7 +75,7 @@ class Addresses:
             raise self._error
         return self.known
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Ask again before the next connection: none of the addresses answered."""
         self._good_until_s = 0.0
 

@@ -23,7 +23,7 @@ class BodyBudget:
         self.used = 0
         self.rejected = 0
 
-    def judge(self, size: int) -> None:
+    def check(self, size: int) -> None:
         """Raise MalformedError, a 503, if there is no room for so many more bytes."""
         if self._limit is not None and self.used + size > self._limit:
             self.rejected += 1

@@ -152,7 +152,7 @@ class Endpoint:
         """Forget a connection."""
         self._open -= 1
         self._idle.pop(connection, None)
-        self._rest()
+        self._stop_sweep()
 
     def release(self, connection: ClientConnection) -> None:
         """Keep a connection for another exchange, or close it."""
@@ -189,7 +189,7 @@ class Endpoint:
         for connection in list(self._idle)[:count]:
             del self._idle[connection]
             connection.drop()
-        self._rest()
+        self._stop_sweep()
 
     def _sweep(self) -> None:
         self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
@@ -201,7 +201,7 @@ class Endpoint:
             count += 1
         self._close_idle(count)
 
-    def _rest(self) -> None:
+    def _stop_sweep(self) -> None:
         """Leave no timer behind when there is nothing to close."""
         if not self._idle and self._sweeper is not None:
             self._sweeper.cancel()
@@ -222,17 +222,17 @@ class Endpoint:
         addresses = self._addresses
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                connection = await self._reach()
+                connection = await self._connect_any()
         except TimeoutError:
             kind = WireFault.CONNECT_TIMEOUT if addresses.known else WireFault.NO_ADDRESS
-            addresses.doubt()
+            addresses.invalidate()
             call.fail(kind, f"no connection to {self.name} in time")
             return
         except (OSError, UnicodeError) as error:
             # A name that is known not to exist says of its engine that it is not there.
             unresolved = isinstance(error, gaierror) and error.errno != EAI_NONAME
             kind = WireFault.NO_ADDRESS if unresolved else WireFault.CONNECT
-            addresses.doubt()
+            addresses.invalidate()
             call.fail(kind, f"no connection to {self.name}: {error}", error)
             return
         if connection.usable:
@@ -241,7 +241,7 @@ class Endpoint:
         else:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")
 
-    async def _reach(self) -> ClientConnection:
+    async def _connect_any(self) -> ClientConnection:
         """Connect to the first address that lets us."""
         errors: list[OSError] = []
         for address in await self._addresses.get():

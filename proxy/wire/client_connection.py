@@ -46,7 +46,7 @@ class ResponseHandler(Protocol):
         """Note that the exchange failed; the last call."""
 
 
-class Pool(Protocol):
+class ConnectionPool(Protocol):
     """What a connection needs of the pool it belongs to."""
 
     def opened(self) -> None:
@@ -204,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
     _transport: asyncio.Transport
     _on_data: Callable[[bytes], None]
 
-    def __init__(self, pool: Pool, max_head_bytes: int) -> None:
+    def __init__(self, pool: ConnectionPool, max_head_bytes: int) -> None:
         # The connection's life.
         self._pool = pool
         self._max_head_bytes = max_head_bytes

@@ -11,7 +11,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _JOIN_BYTES = 65_536
 
 
-class Carrier(Protocol):
+class ReplyTransport(Protocol):
     """The connection that carries a reply.
 
     Attributes:
@@ -57,7 +57,7 @@ class Http1Reply:
 
     def __init__(
         self,
-        connection: Carrier,
+        connection: ReplyTransport,
         write: Callable[[bytes], None],
         *,
         head_only: bool,

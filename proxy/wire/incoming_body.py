@@ -33,10 +33,10 @@ class IncomingBody:
         """Bytes that have come."""
         return self._buffer.tell()
 
-    def judge(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         """Raise MalformedError if a body of that many bytes cannot be taken."""
-        self._check(length)
-        self._budget.judge(length)
+        self._check_limit(length)
+        self._budget.check(length)
 
     def begin(self, head: RequestHead) -> None:
         """Wait for the body of a request."""
@@ -56,7 +56,7 @@ class IncomingBody:
             self._keep(data[:missing])
             return None if len(data) < missing else data[missing:]
         payload = decoder.feed(data)
-        self._check(self.size + len(payload) + decoder.expected)
+        self._check_limit(self.size + len(payload) + decoder.expected)
         self._keep(payload)
         return decoder.rest if decoder.finished else None
 
@@ -81,11 +81,11 @@ class IncomingBody:
         self._buffer = BytesIO()
         self._decoder = None
 
-    def _check(self, length: int) -> None:
+    def _check_limit(self, length: int) -> None:
         if length > self._limit:
             raise MalformedError("the request's body is too large", 413)
 
     def _keep(self, data: bytes) -> None:
-        self._budget.judge(len(data))
+        self._budget.check(len(data))
         self.hold(len(data))
         self._buffer.write(data)

@@ -361,7 +361,7 @@ class ServerConnection(asyncio.Protocol):
                 else:
                     self._refuse(rejection)
                 return
-        self._body.judge(length)
+        self._body.check_length(length)
         if is_whole:
             self._buffer = rest[length:]
             self._body.hold(length)

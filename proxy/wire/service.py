@@ -21,7 +21,7 @@ Common = Callable[[RequestHead], bytes]
 """Makes header lines for every answer to a request, beside the application's."""
 
 
-class Member(Evictable, Protocol):
+class SweptConnection(Evictable, Protocol):
     """One of the connections.
 
     Attributes:
@@ -74,7 +74,7 @@ class Service:
             limits.connection_limit, limits.peer_connection_limit, clock=loop.time
         )
         self.bodies = BodyBudget(limits.body_budget_bytes)
-        self.connections: dict[Member, None] = {}
+        self.connections: dict[SweptConnection, None] = {}
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None
         shortest_s = min(
@@ -86,7 +86,7 @@ class Service:
         self._sweep_s = min(1.0, shortest_s / 4)
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: Member, host: str) -> bool:
+    def add(self, connection: SweptConnection, host: str) -> bool:
         """Count a new connection; return whether it is served."""
         is_served = self.limit.take(connection, host, self.connections)
         self.connections[connection] = None
@@ -94,7 +94,7 @@ class Service:
             self._timer = self.loop.call_later(self._sweep_s, self._sweep)
         return is_served
 
-    def remove(self, connection: Member, *, served: bool) -> None:
+    def remove(self, connection: SweptConnection, *, served: bool) -> None:
         """Forget a connection that is lost."""
         del self.connections[connection]
         self.limit.leave(connection, served=served)
