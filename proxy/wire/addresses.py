@@ -1,4 +1,4 @@
-"""The addresses of a host, kept for a while, and for longer while its name does not resolve."""
+"""The addresses of a host, cached for a time, and for longer while its name does not resolve."""
 
 import asyncio
 import ipaddress
@@ -11,25 +11,26 @@ _log = logging.getLogger(__name__)
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Returns the addresses of a name. Raises OSError (socket.gaierror) or UnicodeError."""
 
-# How long a host whose address is known is waited for when it is asked for again.
+# How long a new look-up is waited for while the last addresses are known.
 _PATIENCE_S = 1.0
 
 
 class Addresses:
     """The addresses of one host.
 
-    A name is asked for again after `ttl_s`, so that an engine that moved is found. While that fails or
-    takes long, the last good addresses are used: a resolver that is down says nothing of the engine.
+    A name is resolved again after `ttl_s`, so that an engine that moved is found. While that fails or
+    takes long, the last good addresses are used: a resolver that is down says nothing about the
+    engine.
 
     Args:
         host: A name or an address.
         port: For the resolver.
-        loop: The loop.
+        loop: Runs the look-ups.
         resolve: By default the loop's `getaddrinfo`.
-        ttl_s: How long an answer is good.
+        ttl_s: How long addresses are valid.
 
     Attributes:
-        known: The last good addresses; empty as long as there were none.
+        known: The last good addresses; empty if the name has never resolved.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class Addresses:
             self.known = [host]
 
     async def get(self) -> list[str]:
-        """Return the addresses, in the order in which they are to be tried.
+        """Return the addresses, in the order in which to try them.
 
         Raises:
             OSError: The name has never resolved (socket.gaierror).
-            UnicodeError: It cannot be a name.
+            UnicodeError: The host is no valid name.
         """
         if self._is_literal or self._loop.time() < self._good_until_s:
             return self.known
         if self._asking is None:
             self._asking = self._loop.create_task(self._ask())
-        # Not cancelled with the one who waits: others wait for it too.
+        # `wait` does not cancel the task with its caller: others may wait for it too.
         patience_s = _PATIENCE_S if self.known else None
         _, silent = await asyncio.wait([self._asking], timeout=patience_s)
         if silent:
@@ -76,7 +77,7 @@ class Addresses:
         return self.known
 
     def invalidate(self) -> None:
-        """Ask again before the next connection: none of the addresses answered."""
+        """Resolve again before the next connection: no address accepted this one."""
         self._good_until_s = 0.0
 
     async def _ask(self) -> None:
@@ -93,7 +94,7 @@ class Addresses:
     def _failed(self, error: OSError | UnicodeError) -> None:
         if self.known:
             self._good_until_s = self._loop.time() + self._ttl_s
-            if self._error is None:  # Once for each time that this begins.
+            if self._error is None:  # Logged once per outage.
                 fields = {"host": self._host, "addresses": self.known, "reason": str(error)}
                 message = "a name does not resolve; its last address is used"
                 _log.warning(message, extra={"fields": fields})

@@ -1,7 +1,7 @@
-"""The bytes of request bodies that one server keeps at a time: received so far, or not answered yet.
+"""The bytes of request bodies that one server holds: received so far, or not answered yet.
 
-A request's size is judged on its head if it tells, but only what has come is counted: a slow upload
-holds nothing that it has not sent.
+A request is checked by its Content-Length, if it has one, but only received bytes are counted: a slow
+upload reserves nothing that it has not sent.
 """
 
 from balanceroute.proxy.wire.messages import MalformedError
@@ -11,11 +11,11 @@ class BodyBudget:
     """Counts bytes.
 
     Args:
-        limit: How many there may be; None for no bound.
+        limit: The most bytes; None for no limit.
 
     Attributes:
-        used: How many there are.
-        rejected: Requests that were too many.
+        used: Bytes now.
+        rejected: Requests that did not fit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -24,7 +24,7 @@ class BodyBudget:
         self.rejected = 0
 
     def check(self, size: int) -> None:
-        """Raise MalformedError, a 503, if there is no room for so many more bytes."""
+        """Raise MalformedError (503) if there is no room for `size` more bytes."""
         if self._limit is not None and self.used + size > self._limit:
             self.rejected += 1
             message = "the bodies of the requests in flight are too large together"

@@ -17,29 +17,29 @@ __all__ = ["Call", "Endpoint", "ResponseHandler"]
 class Endpoint:
     """The keep-alive pool of one host and port.
 
-    One connection per exchange in flight, without a limit: who may send how much is the scheduler's
-    business. The connection used last is taken first, so that a burst's extra ones grow old and close.
-    A request costs O(1) whatever the number of connections.
+    Each exchange in flight has its own connection. There is no limit: the scheduler bounds the load.
+    The connection used last is reused first, so that the extra ones of a burst grow old and close. A
+    request costs O(1), whatever the number of connections.
 
-    A GET or HEAD whose reused connection closes before any byte of the response is sent once more, on
-    a fresh one: the engine may have closed an idle connection just then. Any other request may have
-    done its work already, so its handler gets a RESET and decides. To make that rare, a connection is
-    used again only if the kernel has seen no end of it, and not after `idle_timeout_s`.
+    If a reused connection closes before any byte of the response, the engine may just have closed it
+    as idle. A GET or HEAD is then sent once more, on a new connection. Any other request may have had
+    side effects already, so its handler gets a RESET and decides. To make that rare, a connection is
+    reused only if the kernel has received no end of it, and only within `idle_timeout_s`.
 
     Args:
         host: A name or an address.
-        port: Of the engine.
+        port: The engine's port.
         loop: By default the running one.
-        ssl: For TLS; its settings decide how the engine is verified.
+        ssl: For TLS; its settings determine how the engine is verified.
         host_header: By default the host and port.
-        connect_timeout_s: Until a connection is open, the host's name resolved and TLS included.
-        tcp_timeout_s: A host that acknowledges nothing for so long has its connections ended; 0 for
+        connect_timeout_s: Until a connection is open, including name resolution and TLS.
+        tcp_timeout_s: Connections to a host that acknowledges nothing for this time are closed; 0 for
             the system's own limits.
-        resolve: Finds the addresses of a name; by default the loop's `getaddrinfo`.
-        max_idle: Connections kept; more are closed.
-        idle_timeout_s: How long. Below the 5 s of uvicorn, which serves vLLM, so that it rarely closes
-            first.
-        max_head_bytes: A response's head, interim ones included.
+        resolve: Returns the addresses of a name; by default the loop's `getaddrinfo`.
+        max_idle: Idle connections kept; more are closed.
+        idle_timeout_s: How long they are kept. Below the 5 s of uvicorn, which serves vLLM, so that
+            the engine rarely closes first.
+        max_head_bytes: Limit of a response's head, including interim responses.
 
     Attributes:
         name: The URL, for logs and metrics.
@@ -82,12 +82,12 @@ class Endpoint:
 
     @property
     def connections(self) -> int:
-        """Connections open or being opened."""
+        """Connections that are open or being opened."""
         return self._open + self._connecting
 
     @property
     def idle(self) -> int:
-        """Connections open and unused."""
+        """Connections that are open and unused."""
         return len(self._idle)
 
     def request(
@@ -103,12 +103,13 @@ class Endpoint:
         """Begin an exchange.
 
         Args:
-            method: As it is written.
+            method: In upper case.
             target: In origin form, encoded.
-            headers: Without Host; those that frame the message are the endpoint's own and are dropped.
+            headers: Without Host. The endpoint frames the message itself and drops framing headers.
             body: Possibly empty.
-            handler: Gets the response, later.
-            crashed: Told what the handler raised, after which nothing more comes; None lets it out.
+            handler: Receives the response, never before this returns.
+            crashed: Called with what the handler raised, after which the call is over; None lets the
+                exception propagate.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -136,20 +137,20 @@ class Endpoint:
         self._close_idle(len(self._idle))
 
     def close_idle(self) -> None:
-        """Close idle connections: what came over one of them cannot be the answer to its request.
+        """Close idle connections, after a response on one that does not belong to its request.
 
-        Such a connection may be an answer behind for good.
+        Others may be off by one response as well.
         """
         self._close_idle(len(self._idle))
 
-    # What a connection calls.
+    # Called by connections.
 
     def opened(self) -> None:
         """Count a connection."""
         self._open += 1
 
     def lost(self, connection: ClientConnection) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self._open -= 1
         self._idle.pop(connection, None)
         self._stop_sweep()
@@ -164,7 +165,7 @@ class Endpoint:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
     def retry(self, call: Call) -> None:
-        """Begin a call again on a fresh connection."""
+        """Repeat a call on a new connection."""
         self._connect(call)
 
     # Idle connections.
@@ -177,7 +178,7 @@ class Endpoint:
         while self._idle:
             connection, since_s = self._idle.popitem()
             if self._loop.time() - since_s >= self._idle_timeout_s:
-                connection.drop()  # And so will the others be, which are older still.
+                connection.drop()  # The others are older still, so the loop drops them too.
             elif connection.reusable:
                 return connection
             else:
@@ -202,7 +203,7 @@ class Endpoint:
         self._close_idle(count)
 
     def _stop_sweep(self) -> None:
-        """Leave no timer behind when there is nothing to close."""
+        """Cancel the timer if there is nothing to close."""
         if not self._idle and self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -229,7 +230,8 @@ class Endpoint:
             call.fail(kind, f"no connection to {self.name} in time")
             return
         except (OSError, UnicodeError) as error:
-            # A name that is known not to exist says of its engine that it is not there.
+            # EAI_NONAME is an answer: the name does not exist, so neither does the engine. Any other
+            # resolver error says nothing about the engine.
             unresolved = isinstance(error, gaierror) and error.errno != EAI_NONAME
             kind = WireFault.NO_ADDRESS if unresolved else WireFault.CONNECT
             addresses.invalidate()
@@ -242,7 +244,7 @@ class Endpoint:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")
 
     async def _connect_any(self) -> ClientConnection:
-        """Connect to the first address that lets us."""
+        """Connect to the first address that accepts."""
         errors: list[OSError] = []
         for address in await self._addresses.get():
             try:
@@ -259,7 +261,7 @@ class Endpoint:
                 if connection.usable:
                     end_if_silent(transport.get_extra_info("socket"), self._tcp_timeout_s)
                 return connection
-        # Refused only if all refuse: the others say nothing as certain.
+        # "Refused" is definite, so it is reported only if every address refused.
         raise next(
-            (one for one in errors if not isinstance(one, ConnectionRefusedError)), errors[0]
+            (error for error in errors if not isinstance(error, ConnectionRefusedError)), errors[0]
         )

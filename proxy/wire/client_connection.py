@@ -1,12 +1,13 @@
-"""One connection to an engine, and the exchange it carries.
+"""One connection to an engine, and the exchange on it.
 
 Rules:
-1. The response is read strictly (RFC 9112 §6): what is ambiguous is an error and ends the connection.
-2. A connection is offered for reuse only in a known state: the response complete and nothing after it,
-   the request wholly written, and neither side about to close.
-3. A handler may abort its call, or make another one, from within any callback.
+1. The response is parsed strictly (RFC 9112 §6): ambiguous framing is an error and ends the
+   connection.
+2. A connection is reused only in a known state: the response complete with nothing after it, the
+   request written completely, and neither side about to close.
+3. A handler may abort its call, or begin another one, from within any callback.
 4. A request is sent a second time only if it has no side effects. A POST whose connection was lost may
-   have done its work already: a decode rank may have pulled the KV cache, which is then gone.
+   have had them already: a decode rank may have pulled the KV cache, which is then gone.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from balanceroute.proxy.wire.messages import Headers, MalformedError, WireError,
 
 _VERSION = b"HTTP/1."
 _SWITCHING_PROTOCOLS = 101
-# A larger body is handed over as it is: copying it behind its head would cost more than a write.
+# A larger body is written separately: copying it behind its head would cost more than a second write.
 _JOIN_BYTES = 65_536
 
 
@@ -34,10 +35,10 @@ class ResponseHandler(Protocol):
     """Receives one response. Nothing is called within `Endpoint.request`, nor after an abort."""
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Take the head of the final response."""
+        """Process the head of the final response."""
 
     def on_data(self, data: bytes) -> None:
-        """Take payload without its framing, once per segment that brought some."""
+        """Process payload without framing; called once per segment that contains some."""
 
     def on_end(self) -> None:
         """Note that the response is complete; the last call."""
@@ -47,13 +48,13 @@ class ResponseHandler(Protocol):
 
 
 class ConnectionPool(Protocol):
-    """What a connection needs of the pool it belongs to."""
+    """What a connection needs of the pool that it belongs to."""
 
     def opened(self) -> None:
         """Count a connection."""
 
     def lost(self, connection: "ClientConnection") -> None:
-        """Forget a connection."""
+        """Remove a connection."""
 
     def release(self, connection: "ClientConnection") -> None:
         """Keep a connection for another exchange, or close it."""
@@ -62,7 +63,7 @@ class ConnectionPool(Protocol):
         """Close idle connections."""
 
     def retry(self, call: "Call") -> None:
-        """Begin a call again on a fresh connection."""
+        """Repeat a call on a new connection."""
 
 
 class Call:
@@ -107,7 +108,7 @@ class Call:
         self._connecting: asyncio.Task[None] | None = None
 
     def abort(self) -> None:
-        """Close the connection at once. No callback follows. Does nothing after the end."""
+        """Close the connection at once. No callback follows. After the end it does nothing."""
         if self.done:
             return
         self.done = True
@@ -119,31 +120,31 @@ class Call:
             self._connecting = None
 
     def pause(self) -> None:
-        """Stop reading the response: the engine will be slowed down by TCP."""
+        """Stop reading the response, so that TCP slows the engine down."""
         if not self.paused and not self.done:
             self.paused = True
             if self.connection is not None:
                 self.connection.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         if self.paused and not self.done:
             self.paused = False
             if self.connection is not None:
                 self.connection.resume_reading()
 
     def connect_with(self, task: "asyncio.Task[None]") -> None:
-        """Hold the task that opens this call's connection."""
+        """Keep the task that opens this call's connection."""
         self.connection = None
         self._connecting = task
 
     def connected(self, connection: "ClientConnection") -> None:
-        """Take the connection that carries this call from now on."""
+        """Keep the connection that this call uses from now on."""
         self._connecting = None
         self.connection = connection
 
     def fail(self, kind: WireFault, message: str, cause: Exception | None = None) -> None:
-        """End with an error, which names the system's error as its cause if there is one."""
+        """End with an error, chained to the system's error if there is one."""
         self.done = True
         self.connection = self._connecting = None
         error = WireError(kind, message, sent=self.sent, answered=self.answered)
@@ -163,7 +164,7 @@ class Call:
             self.crash(error)
 
     def crash(self, error: Exception) -> None:
-        """End because the handler failed, and tell whoever wants to know; else let it out."""
+        """End because the handler raised: call `crashed`, or let the exception propagate."""
         self.abort()
         if self.crashed is None:
             raise error
@@ -177,7 +178,7 @@ class _Stage(Enum):
     UNTIL_CLOSE = auto()
 
 
-_CHUNKED = _Stage.CHUNKED  # One look-up less for every segment.
+_CHUNKED = _Stage.CHUNKED  # Saves an attribute look-up per segment.
 
 
 class ClientConnection(asyncio.Protocol):
@@ -221,34 +222,34 @@ class ClientConnection(asyncio.Protocol):
         self._decoder = ChunkedDecoder()
         self._left = 0
 
-    # What the pool and the call use.
+    # Called by the pool and the call.
 
     @property
     def usable(self) -> bool:
-        """An exchange can begin."""
+        """Whether an exchange can begin."""
         return not self._transport.is_closing()
 
     @property
     def reusable(self) -> bool:
-        """A further exchange can begin: nothing came since the last one, as far as the kernel knows.
+        """Whether a further exchange can begin: the kernel has received nothing since the last one.
 
-        The loop may not have read yet that the engine closed the connection. Asking the kernel costs
-        half a microsecond, and spares a request that would be lost.
+        The engine may have closed the connection and the loop not have read that yet. Polling the
+        kernel costs half a microsecond and avoids a lost request.
         """
         if self._transport.is_closing():
             return False
         if self._poll is None:
             descriptor = self._transport.get_extra_info("socket").fileno()
-            if descriptor < 0:  # In virtual time the loop reads at once.
+            if descriptor < 0:  # A loop in virtual time has no sockets and reads at once.
                 return True
             self._poll = select.poll()
             self._poll.register(descriptor, select.POLLIN)
         return not self._poll.poll(0)
 
     def join(self) -> None:
-        """Belong to the pool from now on.
+        """Join the pool.
 
-        Not since `connection_made`: if `create_connection` is cancelled behind that, uvloop calls no
+        Not in `connection_made`: if `create_connection` is cancelled after that, uvloop does not call
         `connection_lost`.
         """
         self._joined = True
@@ -268,12 +269,12 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.write(call.head + call.body)
         if not call.repeatable:
-            call.head = call.body = b""  # Large, and never sent again.
+            call.head = call.body = b""  # Frees them: they may be large, and are not sent again.
         if call.paused:
             self._transport.pause_reading()
 
     def drop(self) -> None:
-        """Close at once and tell nobody."""
+        """Close at once, without a callback."""
         self._call = None
         self._transport.abort()
 
@@ -282,22 +283,22 @@ class ClientConnection(asyncio.Protocol):
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue reading."""
         self._transport.resume_reading()
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take the next bytes of the response."""
+        """Process the next bytes of the response."""
         try:
             if self._stage is _CHUNKED:
                 self._read_chunked(data)
             elif self._call is None:
-                # Nothing was asked: whatever this is, a later response must not begin with it.
+                # No request is in flight: these bytes must not become part of a later response.
                 self.drop()
             elif self._stage is _Stage.HEAD:
                 self._read_head(data)
@@ -311,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
             self._call.crash(error)
 
     def eof_received(self) -> None:
-        """Take the engine's FIN: the end of a body that has no other, or an error."""
+        """Process the engine's FIN: the end of a body without length, or an error."""
         if self._call is None:
             return
         if self._stage is _Stage.UNTIL_CLOSE:
@@ -322,7 +323,7 @@ class ClientConnection(asyncio.Protocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection; an exchange that it carried has failed."""
+        """Leave the pool; an exchange in flight has failed."""
         if self._joined:
             self._pool.lost(self)
         if self._call is not None:
@@ -424,7 +425,7 @@ class ClientConnection(asyncio.Protocol):
         if (
             not self._keep_alive
             or rest
-            or transport.get_write_buffer_size()  # It answered before it had read the request.
+            or transport.get_write_buffer_size()  # It answered before it had read all of the request.
             or transport.is_closing()
         ):
             transport.abort()
@@ -442,8 +443,8 @@ class ClientConnection(asyncio.Protocol):
         self._stage = _Stage.HEAD
         self._transport.abort()
         if kind is WireFault.RESET and self._reused and not call.answered:
-            # The engine closed an idle connection just when it was taken again (RFC 9112 §9.3.1), or
-            # restarted: then the other idle ones are no better.
+            # The engine closed an idle connection just as it was reused (RFC 9112 §9.3.1), or it
+            # restarted. The other idle ones are then closed too.
             self._pool.close_idle()
             if call.repeatable:
                 self._pool.retry(call)

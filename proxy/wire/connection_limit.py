@@ -1,9 +1,10 @@
-"""How many connections a server keeps, and what becomes of those that come beyond it.
+"""The limit of a server's connections, and what happens to new ones above it.
 
 Rules:
-1. A newcomer takes the place of the connection that has been without a request for longest.
-2. If every connection has one, the newcomer's first request is answered with 503, and 429 if its own
-   address holds too many. A few newcomers may wait for that answer; beyond those they are cut.
+1. A new connection replaces the one that has been without a request for longest.
+2. If every connection has a request, the first request of a new one is answered with 503, or with 429
+   if its own address has too many connections. A few new connections may wait for that answer; more
+   are aborted.
 """
 
 import logging
@@ -18,18 +19,18 @@ _RETRY_AFTER = ((b"retry-after", b"1"),)
 _FULL = Rejection(503, "too many connections", _RETRY_AFTER)
 _PEER_FULL = Rejection(429, "too many connections from this address", _RETRY_AFTER)
 _MOST_REJECTED = 256
-# Looking through all connections for idle ones is expensive while fewer than one in so many is.
+# A search of all connections for idle ones does not pay if fewer than one in this many is idle.
 _WORTH_LOOKING = 8
 _LOOK_AGAIN_S = 0.1
 _LOG_INTERVAL_S = 60.0
 
 
 class Evictable(Protocol):
-    """One of the connections."""
+    """A connection that the limit may close."""
 
     @property
     def idle_since_s(self) -> float | None:
-        """Since when no request has begun and nothing is to be sent, on the loop's clock, or None."""
+        """When it became idle (no request, nothing to send), on the loop's clock; None if it is not."""
 
     def evict(self) -> bool:
         """Close if idle; return whether it was closed."""
@@ -39,13 +40,13 @@ class ConnectionLimit:
     """Bounds the connections of one server.
 
     Args:
-        most: Connections at a time; None for no bound.
-        most_per_peer: Those of one address; None for no bound.
-        clock: The loop's, in seconds.
+        most: Connections at a time; None for no limit.
+        most_per_peer: Connections of one address; None for no limit.
+        clock: The loop's clock, in seconds.
 
     Attributes:
-        rejected: Newcomers that were not served, by reason: "limit" or "peer".
-        evicted: Idle connections that were closed for a newcomer.
+        rejected: New connections that were not served, by reason: "limit" or "peer".
+        evicted: Idle connections that were closed for a new one.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class ConnectionLimit:
         self._room_to_reject = (
             _MOST_REJECTED if most is None else min(_MOST_REJECTED, max(1, most // 4))
         )
-        # Idle when they were last looked for, the oldest at the end.
+        # Idle at the last search, the longest idle at the end.
         self._idle: list[Evictable] = []
         self._look_at_s = 0.0
         self._log_at_s = 0.0
         self._unlogged = 0
 
     def take(self, newcomer: Evictable, host: str, others: Iterable[Evictable]) -> bool:
-        """Count a newcomer; return whether it is served.
+        """Count a new connection; return whether it is served.
 
         Args:
-            newcomer: Must be given to `leave` once, whatever the answer.
-            host: Where it comes from, without the port.
+            newcomer: Must be passed to `leave` once, whatever this returns.
+            host: The client's address, without the port.
             others: The open connections.
         """
         if self._most_per_peer is not None and self._of_host.get(host, 0) >= self._most_per_peer:
@@ -90,11 +91,11 @@ class ConnectionLimit:
         return True
 
     def rejection(self, newcomer: Evictable) -> Rejection | None:
-        """Return what to answer a newcomer that is not served; None if there is no room for that."""
+        """Return the answer to a connection that is not served; None to abort it without one."""
         return self._to_reject.get(newcomer)
 
     def leave(self, connection: Evictable, *, served: bool) -> None:
-        """Forget a connection that is lost."""
+        """Remove a lost connection."""
         if not served:
             self._to_reject.pop(connection, None)
             return
@@ -114,11 +115,13 @@ class ConnectionLimit:
                     return True
             if now_s < self._look_at_s:
                 return False
-            found = [(since_s, one) for one in others if (since_s := one.idle_since_s) is not None]
+            found = [
+                (since_s, other) for other in others if (since_s := other.idle_since_s) is not None
+            ]
             if len(found) * _WORTH_LOOKING < self._open:
                 self._look_at_s = now_s + _LOOK_AGAIN_S
             found.sort(key=lambda pair: -pair[0])
-            self._idle = [one for _, one in found]
+            self._idle = [connection for _, connection in found]
 
     def _reject(self, newcomer: Evictable, rejection: Rejection, reason: str, host: str) -> None:
         self.rejected[reason] += 1

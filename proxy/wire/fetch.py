@@ -8,7 +8,7 @@ from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireF
 
 
 class _Collector:
-    """Puts a response together."""
+    """Collects a response."""
 
     __slots__ = ("_body", "_cut", "_max_bytes", "_status", "call", "headers", "result")
 
@@ -59,14 +59,14 @@ async def fetch(
     """Make one exchange and return its response, whatever its status.
 
     Args:
-        endpoint: Where.
-        method: As for `Endpoint.request`.
-        target: As for `Endpoint.request`.
-        headers: As for `Endpoint.request`.
-        body: As for `Endpoint.request`.
-        timeout_s: Until the response is complete, connecting included.
-        max_bytes: Of the response's body.
-        cut: Whether the rest of a longer body does not matter; otherwise it is an error.
+        endpoint: The engine; for the next four see `Endpoint.request`.
+        method: In upper case.
+        target: In origin form, encoded.
+        headers: Without Host.
+        body: Possibly empty.
+        timeout_s: Until the response is complete, including the connection.
+        max_bytes: Limit of the response's body.
+        cut: Whether a longer body is cut; otherwise it is an error.
 
     Raises:
         WireError: There was no complete response (TIMEOUT: not in time).

@@ -1,4 +1,4 @@
-"""The answer to one request, written as HTTP/1.1 frames it; see `Reply`."""
+"""The answer to one request, framed as HTTP/1.1; see `Reply`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,15 +7,15 @@ from balanceroute.proxy.wire.heads import STATUS_LINES, WITHOUT_BODY, encode_fie
 from balanceroute.proxy.wire.messages import Headers
 
 _LAST_CHUNK = b"0\r\n\r\n"
-# A larger body is handed over as it is: copying it behind its head would cost more than a write.
+# A larger body is written separately: copying it behind its head would cost more than a second write.
 _JOIN_BYTES = 65_536
 
 
 class ReplyTransport(Protocol):
-    """The connection that carries a reply.
+    """The connection of a reply.
 
     Attributes:
-        paused: More than the limit waits for the client to read.
+        paused: The write buffer is above its limit.
         closes_after_answer: The present answer is the last.
     """
 
@@ -23,17 +23,18 @@ class ReplyTransport(Protocol):
     closes_after_answer: bool
 
     def answered(self) -> None:
-        """Go on to the next request, or close."""
+        """Continue with the next request, or close."""
 
     def release_body(self) -> None:
-        """Count the request's body no more."""
+        """Release the request's body from the budget."""
 
     def cut(self, *, reset: bool, flush: bool) -> None:
         """Close in the middle of an answer.
 
         Args:
-            reset: Only a reset shows the client that the body is cut: nothing frames it.
-            flush: Send what was written first.
+            reset: Close with a reset: without framing only that shows the client that the body is
+                incomplete.
+            flush: Send what was written before closing.
         """
 
 
@@ -71,7 +72,7 @@ class Http1Reply:
         self.started = False
         self.written = 0
         self._connection = connection
-        self._common = common  # Header lines, beside the application's.
+        self._common = common  # Header lines, in addition to the application's.
         self._write = write
         self._head_only = head_only
         self._http_1_0 = http_1_0
@@ -143,7 +144,7 @@ class Http1Reply:
         self._finish()
 
     def abort(self) -> None:
-        """Close the connection, so that the client sees a cut body."""
+        """Close the connection, so that the client sees an incomplete body."""
         if self.closed:
             return
         cut_body = self.started and not self._chunked and not self._head_only
@@ -151,7 +152,7 @@ class Http1Reply:
         self._connection.cut(reset=cut_body, flush=self.started)
 
     def lose_client(self) -> None:
-        """Say that the client is gone; only the connection calls this."""
+        """Note that the client is gone; only the connection calls this."""
         on_closed = self.on_closed
         self._close()
         if on_closed is not None:
@@ -176,5 +177,5 @@ class Http1Reply:
 
     def _close(self) -> None:
         self.closed = True
-        # The application's objects often refer to the reply: leave no cycle behind.
+        # The application's objects often refer to the reply: this breaks the reference cycle.
         self.on_closed = self.on_pause = self.on_resume = None

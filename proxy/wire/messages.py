@@ -1,8 +1,8 @@
-"""What travels: headers, requests, responses, limits, and how an exchange can fail.
+"""Messages and limits of HTTP, and how an exchange can fail.
 
 BalanceRouteError
-├── WireError            an exchange with an engine that did not end well; says what is known of it
-├── MalformedError       bytes that break HTTP/1.1; carries the status a server answers with
+├── WireError            an exchange with an engine that failed; has what is known about it
+├── MalformedError       bytes that violate HTTP/1.1; has the status that a server answers
 └── UnsafeHeaderError    a header that must not be written; nothing was sent
 """
 
@@ -20,10 +20,10 @@ class Request:
     """A complete request.
 
     Attributes:
-        path: The target before `?`, as it came: percent signs are not decoded.
+        path: The target before `?`, not percent-decoded.
         query: The target after `?`.
-        body: The whole body, without its framing.
-        peer: The client's address, for logs.
+        body: The whole body, without framing.
+        peer: The client's address and port, for logs.
     """
 
     method: bytes
@@ -43,10 +43,10 @@ class Rejection:
     """Why a request is not served.
 
     Attributes:
-        status: What the server answers.
-        message: For the client.
-        headers: Of the answer, beside those of every error.
-        param: The member of the request that is at fault; None if it is none.
+        status: The status of the answer.
+        message: The message for the client.
+        headers: Headers of the answer, in addition to those of every error.
+        param: The field of the request that is at fault; None if there is none.
     """
 
     status: int
@@ -70,32 +70,32 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server accepts from a client, and how long it waits for it.
+    """What a server accepts from a client, and how long it waits.
 
-    Times are checked by a sweep once a second (four times per shortest limit if that is shorter), so
+    A sweep checks the times once a second, or four times per shortest limit if that is more often. So
     each may end that much later.
 
     Attributes:
-        header_limit_bytes: A request's head, from the request line to the blank line; past it 431.
-        header_limit: Header lines; past it 431.
-        target_limit_bytes: The request target; past it 414.
-        body_limit_bytes: A body without its framing; past it 413.
+        header_limit_bytes: A request's head, from the request line to the blank line; above it 431.
+        header_limit: Header lines; above it 431.
+        target_limit_bytes: The request target; above it 414.
+        body_limit_bytes: A body without framing; above it 413.
         header_timeout_s: From a connection's or a further request's first byte to the end of the head.
-        body_timeout_s: From the end of the head to the end of the body, and as much longer as what
-            came would take at `body_bytes_per_s`: a large upload passes, a trickle does not.
+        body_timeout_s: From the end of the head to the end of the body. Extended by the time that the
+            received bytes take at `body_bytes_per_s`: a large upload passes, a trickle does not.
         keep_alive_timeout_s: Between an answer and the next request.
-        write_timeout_s: A client that reads nothing of what waits for it this long is cut.
-        write_buffer_bytes: Past it a reply is told to pause.
-        half_close: Whether a client that shuts its sending side down still gets its answer. On a
-            socket this cannot be told from a client that went away, and those are the many: an LLM
-            client that cancels closes its socket, which arrives as the same FIN, and the engine must
-            stop at once. So by default a FIN during a request counts as leaving, as in nginx
-            (`proxy_ignore_client_abort off`) and in every ASGI server.
-        connection_limit: At a time; see `ConnectionLimit` for those beyond. With TLS a connection counts
-            when its handshake is over. None for no bound.
-        peer_connection_limit: The same, of one address.
+        write_timeout_s: A client that reads nothing for this long, while data waits, is disconnected.
+        write_buffer_bytes: Above it a reply is paused.
+        half_close: Whether a client that shuts down its sending side still gets its answer. On a
+            socket such a client looks the same as one that left: an LLM client that cancels closes
+            its socket, which also arrives as a FIN, and the engine must then stop at once. That is
+            the common case. So by default a FIN during a request means that the client left, as in
+            nginx (`proxy_ignore_client_abort off`) and in every ASGI server.
+        connection_limit: Connections at a time; see `ConnectionLimit` for more. With TLS a connection
+            counts from the end of its handshake. None for no limit.
+        peer_connection_limit: The same, per client address.
         body_budget_bytes: All bodies that are being received or whose requests are not answered yet;
-            a request beyond it gets 503. None for no bound.
+            a request above it gets 503. None for no limit.
     """
 
     header_limit_bytes: int = 32_768
@@ -130,9 +130,9 @@ class WireError(BalanceRouteError):
     """An exchange that did not end with a complete response.
 
     Attributes:
-        kind: What went wrong.
-        sent: Whether bytes of the request were handed to the kernel: if not, the engine never saw it.
-        answered: Whether any byte of a response came.
+        kind: The kind of failure.
+        sent: Whether bytes of the request were written; if not, the engine never saw it.
+        answered: Whether any byte of a response arrived.
     """
 
     def __init__(self, kind: WireFault, message: str, *, sent: bool, answered: bool) -> None:
@@ -143,10 +143,10 @@ class WireError(BalanceRouteError):
 
 
 class MalformedError(BalanceRouteError):
-    """Bytes that break HTTP/1.1 or a limit.
+    """Bytes that violate HTTP/1.1 or a limit.
 
     Attributes:
-        rejection: What a server answers.
+        rejection: The answer of a server.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The answer to one request, as the application writes it, whatever carries it."""
+"""The answer to one request, as the application writes it, independent of the protocol."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,11 +12,11 @@ class Reply(Protocol):
     After the answer, or once the client is gone, every method does nothing.
 
     Attributes:
-        closed: Nothing can be sent any more.
+        closed: Nothing more can be sent.
         started: The head of a streamed answer was sent.
-        written: Bytes handed to the transport.
-        on_closed: Called once if the client goes away before the answer is complete.
-        on_pause: Called when more than the limit waits for the client to read, possibly within `write`.
+        written: Bytes passed to the transport.
+        on_closed: Called once if the client leaves before the answer is complete.
+        on_pause: Called when the write buffer exceeds its limit, possibly within `write`.
         on_resume: Called when a paused reply may be written again.
     """
 
@@ -29,11 +29,11 @@ class Reply(Protocol):
 
     @property
     def paused(self) -> bool:
-        """More than the limit waits for the client to read."""
+        """Whether the write buffer is above its limit."""
         ...
 
     def release_body(self) -> None:
-        """Note that the application keeps the request's body no more."""
+        """Note that the application no longer holds the request's body."""
         ...
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
@@ -41,8 +41,8 @@ class Reply(Protocol):
 
         Args:
             status: 200 to 599.
-            headers: Written in order. The server adds what frames the message and drops such a header.
-            body: Not sent in answer to HEAD, or with a status that has none.
+            headers: Written in order. The server frames the message itself and drops framing headers.
+            body: Not sent in answer to HEAD, or with a status that has no body.
 
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.
@@ -66,7 +66,7 @@ class Reply(Protocol):
         ...
 
     def abort(self) -> None:
-        """End so that the client sees a cut answer; what was written still goes out."""
+        """End so that the client sees an incomplete answer; what was written is still sent."""
         ...
 
 

@@ -29,13 +29,14 @@ class Server:
     """Serves an application on one port.
 
     Args:
-        application: Called with each complete request and its reply. It answers whenever it likes, and
+        application: Called with each complete request and its reply. It may answer at any time. It
             must not raise: if it does, the client gets a 500 and the error is logged.
         limits: What is accepted from a client.
-        refuse: Renders what does not reach the application: protocol errors and what `admit` rejects.
-        admit: Judges each head before its body is read, and before the client is told to send it;
-            None to admit everything. What it rejects is answered at once, and the body dropped.
-        common: Makes header lines for every answer to a request, beside the application's.
+        refuse: Renders the answer to a request that does not reach the application: a protocol error,
+            or one that `admit` rejects.
+        admit: Checks each head before its body is read, and before a 100 (Continue); None to admit
+            everything. A rejected request is answered at once and its body dropped.
+        common: Returns header lines for every answer, in addition to the application's.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Server:
         """Listen.
 
         Args:
-            host: An address or a name; all of its addresses are listened on.
+            host: An address, or a name, all of whose addresses are used.
             port: 0 for a free one.
             ssl: For TLS.
-            backlog: Connections that the kernel completes before they are accepted; not more than
-                are served, since all of them are accepted at once.
+            backlog: Connections that the kernel completes before they are accepted. At most the
+                connection limit, because the loop accepts a whole backlog at once.
 
         Raises:
             OSError: The address cannot be bound.
@@ -84,7 +85,7 @@ class Server:
         )
         if self._limits.connection_limit is not None:
             backlog = min(backlog, self._limits.connection_limit)
-        # A handshake is to the sweep what a head is, but asyncio keeps its time.
+        # A handshake has the time of a head. asyncio measures it: the sweep sees no connection yet.
         handshake_s = None if ssl is None else self._limits.header_timeout_s
         self._listener = await loop.create_server(
             lambda: ServerConnection(service),
@@ -99,7 +100,7 @@ class Server:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Host and port of each listening socket, also after it was closed."""
+        """Host and port of each listening socket, also after closing."""
         return self._addresses
 
     @property
@@ -151,7 +152,7 @@ class Server:
             await asyncio.shield(self._drained)
 
     def close(self) -> None:
-        """Abort everything now. The connections are gone in the loop's next round; see `drain`."""
+        """Abort everything. The connections are gone after the loop's next iteration; see `drain`."""
         self.stop_accepting()
         self.drop_connections()
 

@@ -1,13 +1,13 @@
 """One client connection: requests in, answers out, in order and one at a time.
 
 Rules:
-1. A request reaches the application complete, or not at all. What its head alone rules out is
+1. A request reaches the application complete or not at all. If the head alone rules it out, it is
    rejected before the body is read.
-2. One request is in flight. What a client pipelines behind it waits unparsed, up to a bound; past that
-   the connection is not read (and a client that leaves meanwhile is noticed when a write fails).
-3. A refusal ends the connection. What the client still sends is read and dropped for a moment:
-   closing over unread bytes makes the kernel send a reset, which can overtake the answer.
-4. No timer and no task per connection: the server's sweep looks at `deadline_s`.
+2. One request is in flight. What a client pipelines behind it waits unparsed, up to a limit; above it
+   the connection is not read. (A client that leaves then is only noticed when a write fails.)
+3. A rejection ends the connection. What the client still sends is read and dropped for a short time:
+   if a socket is closed with unread bytes, the kernel sends a reset, which can overtake the answer.
+4. No timer and no task per connection: the server's sweep checks `deadline_s`.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from balanceroute.proxy.wire.service import Service
 _LOG = logging.getLogger(__name__)
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Then an attacker has had his time; a usual client closes as soon as it has read its answer.
+# Bounds what an attacker can hold; a usual client closes as soon as it has read its answer.
 _LINGER_S = 2.0
 # The request line without the target: method, spaces and version.
 _REQUEST_LINE_SLACK = 64
@@ -44,8 +44,8 @@ class _Stage(Enum):
     HEAD = auto()  # Between requests, or reading a head.
     BODY = auto()
     ANSWER = auto()  # The application has the request.
-    REJECTED = auto()  # One connection too many: wait for what it asks, to answer that.
-    LINGER = auto()  # Refused: drop what still comes.
+    REJECTED = auto()  # Above the connection limit: waits for its first request, to answer that.
+    LINGER = auto()  # After a rejection: drops what still arrives.
     CLOSING = auto()  # Flushing, or gone.
 
 
@@ -54,7 +54,7 @@ class ServerConnection(asyncio.Protocol):
 
     Attributes:
         deadline_s: When the sweep calls `expire`, on the loop's clock.
-        paused: More than the limit waits for the client to read.
+        paused: The write buffer is above its limit.
         closes_after_answer: The present answer is the last.
     """
 
@@ -100,7 +100,7 @@ class ServerConnection(asyncio.Protocol):
         self.deadline_s = 0.0
         # The wait for the present head, and the head.
         self._idle_since_s = 0.0
-        self._in_head = True  # At first, as if a byte had come: who connects is to send a request.
+        self._in_head = True  # At first too: a new connection has the time of a head to send one.
         self._checked = 0
         self._skip_blank = True
         self._head: RequestHead | None = None
@@ -111,10 +111,10 @@ class ServerConnection(asyncio.Protocol):
         self._drained = 0
         self._progress_s = 0.0
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for the first request."""
+        """Start to wait for the first request."""
         self._transport = cast("asyncio.Transport", transport)
         service = self._service
         self._transport.set_write_buffer_limits(high=service.limits.write_buffer_bytes)
@@ -125,7 +125,7 @@ class ServerConnection(asyncio.Protocol):
             self._peer = f"{bracketed(host)}:{port}"
         self._idle_since_s = service.loop.time()
         self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
-        self.closes_after_answer = service.stopping  # It was accepted just before.
+        self.closes_after_answer = service.stopping  # It was accepted just before the stop.
         self._is_served = service.add(self, host)
         if not self._is_served:
             self._stage = _Stage.REJECTED
@@ -134,7 +134,7 @@ class ServerConnection(asyncio.Protocol):
                 self._abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take the next bytes from the client."""
+        """Process the next bytes from the client."""
         match self._stage:
             case _Stage.HEAD:
                 self._buffer = self._buffer + data if self._buffer else data
@@ -156,7 +156,7 @@ class ServerConnection(asyncio.Protocol):
                 pass
 
     def eof_received(self) -> bool:
-        """Take the client's FIN; see `ServerLimits.half_close`. True keeps the connection open."""
+        """Process the client's FIN; see `ServerLimits.half_close`. True keeps the connection open."""
         if self._stage is not _Stage.ANSWER:
             self._close()
             return False
@@ -170,7 +170,7 @@ class ServerConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Release everything that the connection holds."""
         self._stage = _Stage.CLOSING
         self._buffer = b""
         self._body.drop()
@@ -178,22 +178,22 @@ class ServerConnection(asyncio.Protocol):
         self._lose_client()
 
     def pause_writing(self) -> None:
-        """Tell the reply that the client reads too slowly."""
+        """Pause the reply: the client reads too slowly."""
         self.paused = True
         if self._reply is not None and self._reply.on_pause is not None:
             self._reply.on_pause()
 
     def resume_writing(self) -> None:
-        """Tell the reply that the client reads again."""
+        """Resume the reply: the client reads again."""
         self.paused = False
         if self._reply is not None and self._reply.on_resume is not None:
             self._reply.on_resume()
         self._advance()
 
-    # What the reply calls.
+    # Called by the reply.
 
     def answered(self) -> None:
-        """Go on to the next request, or close."""
+        """Continue with the next request, or close."""
         self._reply = None
         self._body.release()
         if self.closes_after_answer:
@@ -208,20 +208,21 @@ class ServerConnection(asyncio.Protocol):
         self.deadline_s = self._idle_since_s + min(
             self._service.limits.keep_alive_timeout_s, self._service.limits.write_timeout_s / 4
         )
-        # Not at once: the application may be in the middle of something.
+        # Not at once: this runs within a call of the application, which must not be re-entered.
         if (self._buffer or self._eof) and not self._advancing:
             self._service.loop.call_soon(self._advance)
 
     def release_body(self) -> None:
-        """Count the request's body no more."""
+        """Release the request's body from the budget."""
         self._body.release()
 
     def cut(self, *, reset: bool, flush: bool) -> None:
         """Close in the middle of an answer.
 
         Args:
-            reset: Only a reset shows the client that the body is cut: nothing frames it.
-            flush: Send what was written first.
+            reset: Close with a reset: without framing only that shows the client that the body is
+                incomplete.
+            flush: Send what was written before closing.
         """
         self._reply = None
         self._body.release()
@@ -234,7 +235,7 @@ class ServerConnection(asyncio.Protocol):
         else:
             self._abort()
 
-    # What the server calls.
+    # Called by the server.
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
@@ -257,11 +258,11 @@ class ServerConnection(asyncio.Protocol):
         if self._transport.get_extra_info("sslcontext") is None:
             self._close()
         else:
-            self._abort()  # The client's part of closing TLS may never come.
+            self._abort()  # The client's part of closing TLS may never arrive.
         return True
 
     def drop(self) -> None:
-        """Abort now, and tell the reply."""
+        """Abort now; the reply is closed."""
         self._abort()
         self._lose_client()
 
@@ -318,7 +319,7 @@ class ServerConnection(asyncio.Protocol):
             self._resume_reading()
 
     def _read_head(self) -> bool:
-        """Parse one head if it is there, and begin its body."""
+        """Parse a head if it is complete, and start its body; return whether it was."""
         limits = self._service.limits
         buffer = self._buffer
         if self._skip_blank and buffer.startswith(b"\r\n"):  # RFC 9112 §2.2: ignore at least one.
@@ -354,7 +355,7 @@ class ServerConnection(asyncio.Protocol):
         if service.admit is not None:
             rejection = service.admit(head, self._peer)
             if rejection is not None:
-                if is_whole:  # Nothing of it is to come, so the connection may live.
+                if is_whole:  # Nothing of it is still to arrive, so the connection stays usable.
                     self._buffer = rest[length:]
                     headers, body = service.refuse(rejection, head, self._peer)
                     self._begin_answer(head).send(rejection.status, headers, body)
@@ -446,7 +447,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def _close(self) -> None:
-        """Close once all is flushed."""
+        """Close after flushing."""
         self._stage = _Stage.CLOSING
         self._buffer = b""
         self._watch_writes()
@@ -474,7 +475,7 @@ class ServerConnection(asyncio.Protocol):
         self.deadline_s = now_s + self._service.limits.write_timeout_s / 4
 
     def _check_stall(self, now_s: float) -> None:
-        """Cut a client that took nothing of what waits for it since the limit."""
+        """Disconnect a client that has read nothing for `write_timeout_s` while data waits."""
         waiting = self._transport.get_write_buffer_size()
         drained = (self._reply.written if self._reply is not None else 0) - waiting
         if not waiting or drained != self._drained:

@@ -1,4 +1,4 @@
-"""What the connections of one server share, and the sweep that keeps their deadlines."""
+"""What the connections of one server share, and the sweep that enforces their deadlines."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 
 Admit = Callable[[RequestHead, str], Rejection | None]
-"""Judges a head, and the client's address, before the body is read."""
+"""Checks a head and the client's address before the body is read."""
 Refuse = Callable[[Rejection, RequestHead | None, str], tuple[Headers, bytes]]
 """Renders the answer to a request that does not reach the application.
 
-It is told the head, if it could be read, and the client's address.
+Called with the rejection, the head if it could be parsed, and the client's address.
 """
 Common = Callable[[RequestHead], bytes]
-"""Makes header lines for every answer to a request, beside the application's."""
+"""Returns header lines for every answer to a request, in addition to the application's."""
 
 
 class SweptConnection(Evictable, Protocol):
-    """One of the connections.
+    """A connection whose deadline the sweep enforces.
 
     Attributes:
         deadline_s: When the sweep calls `expire`, on the loop's clock.
@@ -41,15 +41,16 @@ class SweptConnection(Evictable, Protocol):
 
 
 class Service:
-    """The state of a server that serves.
+    """The state of a started server.
 
-    One coarse timer serves every deadline: a timer per connection or per request would cost more than
-    the deadlines are worth. It rests while there is no connection.
+    One coarse timer serves every deadline: a timer per connection or request would cost more than
+    precise deadlines are worth. It is off while there is no connection.
 
     Attributes:
-        limit: Who of those that come is served.
-        bodies: The bytes of the bodies in flight.
-        connections: The open ones, in order of arrival (a set's order differs from run to run).
+        limit: Decides which connections are served.
+        bodies: Counts the bytes of the bodies in flight.
+        connections: The open connections, in order of arrival (the order of a set differs from run
+            to run).
         stopping: Every connection closes after its present answer.
         on_empty: Called when the last connection is gone.
     """
@@ -95,7 +96,7 @@ class Service:
         return is_served
 
     def remove(self, connection: SweptConnection, *, served: bool) -> None:
-        """Forget a connection that is lost."""
+        """Remove a lost connection."""
         del self.connections[connection]
         self.limit.leave(connection, served=served)
         if self.connections:
@@ -107,7 +108,7 @@ class Service:
             self.on_empty()
 
     def common_fields(self, head: RequestHead | None) -> bytes:
-        """Return the header lines of every answer to a request whose head could be read."""
+        """Return the common header lines of an answer; empty if the head could not be parsed."""
         return b"" if self._common is None or head is None else self._common(head)
 
     def _sweep(self) -> None:

@@ -1,8 +1,8 @@
-"""Server-sent events: where each event ends, without touching a byte.
+"""Server-sent events: where each event ends. No byte is changed.
 
 The format is the HTML standard's (https://html.spec.whatwg.org/multipage/server-sent-events.html):
-lines end with LF, CRLF or CR, and a blank line ends an event. Every blank line ends one here, so that
-the events joined are what was fed, wherever it was cut.
+lines end with LF, CRLF or CR, and a blank line ends an event. Here every blank line ends one, so that
+the events joined equal the input, however it was cut into segments.
 """
 
 import re
@@ -21,8 +21,8 @@ _OVERLAP = 3
 class EventScanner:
     """Cuts a byte stream into events.
 
-    A stream that ends its lines with a lone CR shows an event when the byte after it arrives: it may
-    be the LF of a CRLF.
+    In a stream whose lines end with a lone CR an event is complete only when the next byte arrives:
+    that byte may be the LF of a CRLF.
     """
 
     __slots__ = ("_max_event_bytes", "_tail")
@@ -33,7 +33,7 @@ class EventScanner:
 
     @property
     def tail(self) -> bytes:
-        """What was fed and is no complete event yet."""
+        """The bytes that are no complete event yet."""
         return bytes(self._tail)
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -43,7 +43,7 @@ class EventScanner:
             WireError: An event, or the start of one, is past the limit (TOO_LARGE).
         """
         if not self._tail and b"\r" not in data and len(data) <= self._max_event_bytes:
-            # One event of one line. Looking for one byte costs a third of looking for two.
+            # One event of one line. A search for one byte costs a third of a search for two.
             if 0 < data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
                 return [data]
             if data.endswith(b"\n\n") and data[0] != _LF and b"\n\n\n" not in data:
@@ -51,7 +51,7 @@ class EventScanner:
         return self._feed(data)
 
     def end(self) -> list[bytes]:
-        """Return the event that the end of the stream completes, if its last CR waited for an LF."""
+        """Return the event that the end of the stream completes, if it ends with a CR."""
         if not self._tail.endswith(b"\r"):
             return []
         events = self._feed(b":")

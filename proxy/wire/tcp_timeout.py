@@ -1,27 +1,27 @@
-"""Ends connections to a host that has vanished: TCP itself would wait for minutes, or for ever."""
+"""Closes connections to a host that vanished: TCP itself would wait for minutes, or for ever."""
 
 import socket
 import sys
 
 _PROBES = 3
 _HAS_USER_TIMEOUT = sys.platform == "linux"
-# What of this the platform has; on macOS the first is named otherwise.
+# None where the platform lacks it; macOS has another name for the first.
 _IDLE = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
 _INTERVAL = getattr(socket, "TCP_KEEPINTVL", None)
 _COUNT = getattr(socket, "TCP_KEEPCNT", None)
 
 
 def end_if_silent(connected: socket.socket, timeout_s: float) -> None:
-    """Have the kernel end a connection whose other side acknowledges nothing for some time.
+    """Have the kernel close a connection whose other side acknowledges nothing for some time.
 
-    A connection on which nothing travels is probed after half of the time, then three times. What was
-    sent and is not acknowledged, or not taken because the other side reads nothing, is given all of it.
-    A host that is up answers the probes whatever its processes do: only what it does not read counts
-    against it.
+    On an idle connection the kernel sends the first keep-alive probe after half of the time, and three
+    in all. Sent data may stay unacknowledged, or unread behind a full window, for the whole time. A
+    host that is up answers the probes even if its processes hang: only data that they do not read
+    closes the connection.
 
     Args:
         connected: The socket.
-        timeout_s: In seconds, at least 2; the kernel knows whole ones. 0 leaves the socket as it is.
+        timeout_s: At least 2, rounded to whole seconds. 0 leaves the socket as it is.
     """
     if not timeout_s:
         return
