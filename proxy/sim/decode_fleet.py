@@ -1,9 +1,9 @@
 """The decode engines: G ranks with batches, queues and KV caches, and one barrier for all.
 
 A step reads every rank's KV cache and ends for all ranks together, so it takes
-T = a + b x max_g L_g. Each running request then holds one more token. A rank pulls its queue in order
-whenever a step is over. A rank whose KV cache overflows drops the request that joined last, as vLLM
-preempts; the request has to be prefilled again with what it emitted (vllm-ascend's `recomputed`).
+T = a + b x max_g L_g. Each running request then holds one more token. A rank admits its queue in order
+between two steps. A rank whose KV cache overflows drops the request that joined last, as vLLM
+preempts; the request has to be prefilled again with its emitted tokens (vllm-ascend's `recomputed`).
 """
 
 from collections import defaultdict, deque
@@ -71,9 +71,9 @@ class DecodeFleet:
         self._ranks[rank].queue.append(job)
 
     def withdraw(self, request: RequestId) -> None:
-        """Take out a request that is queued or running, between two steps or before `end_step`.
+        """Remove a queued or running request, between two steps or before `end_step`.
 
-        It emits nothing more. One that finished, was dropped or was withdrawn is left alone.
+        It emits nothing more. One that finished, was dropped or was withdrawn is ignored.
         """
         job = self._jobs.pop(request, None)
         if job is None:
@@ -96,7 +96,7 @@ class DecodeFleet:
         return len(self._ranks[rank].queue)
 
     def join(self) -> list[RequestId]:
-        """Let queued requests join where there is room; return them by rank, then in order."""
+        """Admit queued requests where there is room; return them by rank, then in order."""
         joined: list[RequestId] = []
         for number, rank in enumerate(self._ranks):
             while rank.queue and self._has_room(rank, number):
@@ -114,7 +114,7 @@ class DecodeFleet:
         return self._step_base_ns + round(self._step_ns_per_token * max(self.loads))
 
     def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
-        """Emit one token per running request; return who finished and who was dropped."""
+        """Emit one token per running request; return those that finished and those dropped."""
         self._step += 1
         for number, rank in enumerate(self._ranks):
             self.loads[number] += len(rank.running)

@@ -1,9 +1,9 @@
 """The simulator's driver: feeds the scheduler virtual events and performs its actions.
 
-One run is one policy on one workload. An instant is settled in this order: everything due happens;
-the scheduler decides; requests join the batches if no step is running; in a saturated run each one
-that joined is replaced in the backlog; and once nothing changes any more the next step begins. In a
-closed loop each request that finishes is replaced.
+One run is one policy on one workload. An instant is processed in this order: every due event is
+handled; the scheduler decides; requests join the batches if no step is running; in a saturated run
+each one that joined is replaced in the backlog; when nothing changes any more, the next step begins.
+In a closed loop each request that finishes is replaced.
 """
 
 import time
@@ -54,8 +54,7 @@ class Deployment:
             queue; 0 with f = 0 lets a request join at once.
         transfer_ns_per_token: f.
         deadline_ns: Pool wait after which a request goes first; None for never.
-        pool_limit: Requests in prefill or in the pool, beyond which others wait before prefill; None
-            for no limit.
+        pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
     """
 
     ranks: int
@@ -70,7 +69,7 @@ class Deployment:
     pool_limit: int | None = None
 
     def transfer_ns(self, kv_tokens: int) -> int:
-        """Return how long a KV cache travels to its rank."""
+        """Return the duration of a KV transfer."""
         return self.transfer_base_ns + round(self.transfer_ns_per_token * kv_tokens)
 
 
@@ -79,11 +78,11 @@ class Simulation:
 
     Args:
         deployment: The machines.
-        workload: What they serve.
-        policy: Who decides.
-        predictor: Told of every request.
-        observer: See `Observer`; None for nobody.
-        on_finished: Called with the number of requests that finished at the end of a step.
+        workload: The requests.
+        policy: Decides admissions.
+        predictor: Notified of every request.
+        observer: See `Observer`; None for none.
+        on_finished: Called after each step with the number of requests that finished in it.
         clock_ns: Real time, for the cost of decisions.
     """
 

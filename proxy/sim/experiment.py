@@ -51,9 +51,9 @@ def run_experiment(
     seed: int = 0,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
 ) -> Iterator[PolicyResult]:
-    """Run every policy on every workload; yield each policy's figures when it is through.
+    """Run every policy on every workload; yield each policy's figures when its runs are done.
 
-    `progress` is told the policy and the number of requests that finished, step by step.
+    `progress` is called after each step with the policy and the number of requests that finished.
 
     Raises:
         ConfigError: A policy is unknown, a predictor cannot be made, or a workload is too short for a
@@ -94,7 +94,7 @@ def make_simulation(
     Raises:
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
-    # The others ask nothing, and training takes its time.
+    # The others do not predict, and training takes time.
     asked = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(

@@ -1,7 +1,7 @@
-"""Who tells BR-H how long requests go on, in one simulated run.
+"""The predictors of BR-H, in one simulated run.
 
-A run's predictor starts from the requests before its segment and learns on from those that finish, as
-it would in a proxy that has served them; a trained one starts from its file.
+A run's predictor starts with the requests before its segment and learns from those that finish, as in
+a proxy that has served them. A trained predictor starts with its file.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a reader of a comparison may overlook: that it had nothing to compare, or will not end."""
+"""Hints on a comparison: that the policies could not differ, or that it will not end."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def hints(
     """Return a sentence for each reason why the policies could not differ.
 
     Args:
-        results: Of the policies, at least one.
+        results: The results of the policies, at least one.
         deployment: The machines.
-        workloads: What they served.
+        workloads: The requests.
     """
     found: list[str] = []
     slots = deployment.ranks * deployment.batch_limit
@@ -44,7 +44,7 @@ def hints(
 
 
 def unending(requests: Sequence[TraceRequest]) -> str | None:
-    """Return what is to be said of answers that take more steps than anybody waits for."""
+    """Return a warning if some answers take more steps than a simulation can run."""
     long = [one.output_tokens for one in requests if one.output_tokens > _UNENDING_TOKENS]
     if not long:
         return None

@@ -8,7 +8,7 @@ class EventLoop:
     """Runs callbacks in order of virtual time.
 
     Attributes:
-        now_ns: The present, integer nanoseconds from the start.
+        now_ns: The present time, integer nanoseconds from the start.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class EventLoop:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
 
     def call_at(self, time_ns: int, callback: Callable[[], None]) -> None:
-        """Schedule `callback`; times of the past are a programming error."""
+        """Schedule `callback`; a time in the past is a programming error."""
         assert time_ns >= self.now_ns, f"{time_ns} ns is before {self.now_ns} ns"
         heapq.heappush(self._heap, (time_ns, self._order, callback))
         self._order += 1
@@ -29,8 +29,8 @@ class EventLoop:
     def run(self, settle: Callable[[], None]) -> None:
         """Run until nothing is scheduled.
 
-        `settle` is called once all callbacks of an instant have run, and again if it, or what it
-        led to, scheduled more of them for the same instant.
+        `settle` is called when all callbacks of an instant have run, and again if more were scheduled
+        for the same instant since.
         """
         while self._heap:
             self.now_ns = self._heap[0][0]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 10.0
 
-# Blue and orange tell apart with every common colour blindness, and in print.
+# Blue and orange can be distinguished with every common colour blindness, and in print.
 _ACCENT = "#0067a5"
 _BASELINE = "#858b94"
 _IDLE = "#f6cf9b"
@@ -81,10 +81,10 @@ def write_prediction_plots(
     """Write `live_rank_loads.png` and `live_simulated.png`: what was measured and what was predicted.
 
     Args:
-        live: Of each policy what was measured. Of `mean`, only the imbalance, the idle fraction and
-            the output rate are looked at.
-        simulated: What was predicted, in the same order. A live run is one run: `stderr` holds how
-            far single runs spread, their standard deviation.
+        live: The measurement of each policy. Of `mean` only the imbalance, the idle fraction and the
+            output rate are used.
+        simulated: The predictions, in the same order. A live run is a single run, so `stderr` is the
+            standard deviation of single runs.
         directory: Where to write; it must exist.
         title: The workload, for the top of every picture.
 
@@ -270,7 +270,7 @@ def _draw_bars(
 
 
 def _strip(chart: "Axes", label: str) -> None:
-    """Leave of a bar chart only what its labels do not say."""
+    """Remove from a bar chart what its labels say already."""
     chart.xaxis.set_visible(False)
     chart.spines["bottom"].set_visible(False)
     chart.tick_params(axis="y", length=0)
@@ -284,7 +284,7 @@ def _name_rows(chart: "Axes", results: Sequence[PolicyResult]) -> None:
 
 
 def _draw_throughput_wait(results: Sequence[PolicyResult], title: str) -> "Figure":
-    """Draw what the throughput costs in waiting, a point per policy."""
+    """Draw the throughput over the waiting time, a point per policy."""
     headline = "Throughput against the wait for a decode slot" + _error_note(
         results, "output_tokens_per_s", "pool_wait_s_p99"
     )

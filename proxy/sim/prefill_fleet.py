@@ -1,7 +1,7 @@
-"""The prefill engines: a probe takes c + d x prompt tokens, one at a time on each server.
+"""The prefill engines: a prefill takes c + d x prompt tokens, one at a time on each server.
 
-The scheduler sends a server one probe at a time, so a server needs no queue. Without a model of
-prefill (no servers given) every prompt is prefilled at once.
+The scheduler sends a server one prefill at a time, so a server needs no queue. Without prefill
+servers every prompt is prefilled at once.
 """
 
 from dataclasses import dataclass
@@ -22,5 +22,5 @@ class PrefillModel:
     ns_per_token: float
 
     def service_ns(self, prompt_tokens: int) -> int:
-        """Return how long a probe of `prompt_tokens` takes."""
+        """Return the duration of a prefill of `prompt_tokens`."""
         return self.base_ns + round(self.ns_per_token * prompt_tokens)

@@ -1,4 +1,4 @@
-"""What a run measures, inside its steady-state window.
+"""The measurements of a run, inside its steady-state window.
 
 The window opens when a tenth of the requests have finished (the fleet is then full of requests of
 all ages) and closes when the last request has arrived (from then on the backlog drains). Steps,
@@ -75,7 +75,7 @@ class Recorder:
         self._dispatch_ns.append(cost_ns)
 
     def prefilled(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request may decode from now on."""
+        """Note that a request can be decoded from now on."""
         self._prefilled_ns[request] = now_ns
 
     def joined(self, request: RequestId, now_ns: int) -> None:
@@ -116,7 +116,7 @@ class Recorder:
         self._recomputes += self._steady
 
     def idle_time(self, duration_ns: int) -> None:
-        """Note that nothing was there to decode for a while."""
+        """Note a time without anything to decode."""
         if self._steady:
             self._time_ns += duration_ns
 

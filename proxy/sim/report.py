@@ -10,7 +10,7 @@ from rich.table import Table
 
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
 
-# Wide enough for the table where there is no terminal to ask.
+# Wide enough for the table, for output that is no terminal.
 _PLAIN_WIDTH = 250
 
 STEADY_STATE = "from a tenth of the requests finished to the last arrival"
@@ -43,7 +43,7 @@ def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) ->
     if _columns(console, table) > console.width:
         caption += " Wider terminals show more, --json everything."
         table = make_table(results, title=title, caption=caption, narrow=True)
-    # Broken lines still tell every figure, cut cells do not.
+    # Wrapped lines still show every figure; truncated cells do not.
     console.width = max(console.width, _columns(console, table))
     console.print(table)
 
@@ -53,7 +53,7 @@ def make_table(
 ) -> Table:
     """Return the table; `x` is the output over that of the first policy.
 
-    A narrow one has no standard errors, and leaves out the figures that others stand in for.
+    A narrow one has no standard errors and omits the figures that others imply.
     """
     base = results[0].mean["output_tokens_per_s"]
 

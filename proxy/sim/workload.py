@@ -1,4 +1,4 @@
-"""What a simulated run replays: a segment of a trace, open loop or saturated."""
+"""The workload of a simulated run: a segment of a trace, in open or closed loop, or saturated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from itertools import pairwise
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.traces import TraceRequest
 
-# Below this a run has no steady state worth a number.
+# With fewer requests a run has no meaningful steady state.
 MIN_SEGMENT_REQUESTS = 20
 # Keeps scaled times finite.
 MAX_RATE = 1e6
@@ -15,15 +15,15 @@ MAX_RATE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests and how they come.
+    """Requests and how they arrive.
 
     Attributes:
         requests: In order of arrival, each with at least one output token.
         history: The requests before this segment, for predictors.
         rate: Open loop: the trace's times divided by this.
         backlog: Saturated: the number of requests that always wait for decode; None if not.
-        concurrency: Closed loop: the number of requests that are always under way, as a load
-            generator keeps them; None if not. Without either the loop is open.
+        concurrency: Closed loop: the number of requests that are always in flight, as with a load
+            generator; None if not. Without either the loop is open.
     """
 
     requests: Sequence[TraceRequest]
@@ -34,7 +34,7 @@ class Workload:
 
     @property
     def open_loop(self) -> bool:
-        """Whether requests come at the trace's times."""
+        """Whether requests arrive at the trace's times."""
         return self.backlog is None and self.concurrency is None
 
     def arrivals_ns(self) -> list[int]:
@@ -46,8 +46,8 @@ class Workload:
 def playable(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Return the requests that reach decode: those with output, prompts of at least one token.
 
-    A request without output failed when it was recorded. A prompt of no tokens, of which public
-    traces hold a few, is taken as one token: an engine has nothing to prefill otherwise.
+    A request without output failed when it was recorded. Public traces have a few empty prompts,
+    which count as one token: an engine must have something to prefill.
     """
     return [
         request if request.prompt_tokens else replace(request, prompt_tokens=1)
@@ -67,8 +67,8 @@ def split(
 ) -> list[Workload]:
     """Cut a trace into `segments` consecutive parts of equal size, in order of time.
 
-    `requests` must be playable. The first `known` are not replayed, only known to predictors. What
-    does not fill a whole segment is left over at the end.
+    `requests` must be playable. The first `known` are not replayed; they only train predictors. An
+    incomplete segment at the end is dropped.
 
     Raises:
         ConfigError: A setting is out of range, not exactly one of `rate`, `backlog` and
