@@ -1,4 +1,4 @@
-"""Reading one streamed answer: how many tokens each piece brings, and whether the answer is whole.
+"""Parsing a streamed answer: how many tokens each piece has, and whether the answer is complete.
 
 Sans-IO: bytes in, counts out. A *token event* is an event whose choice carries output: text (even
 an empty one, for a token may be half a character), reasoning or a tool call. An event that only
@@ -6,7 +6,7 @@ names the role, the last one of some servers that only gives the reason to finis
 the usage are none. Without speculative decoding and stream intervals a token event is one token;
 what the engine counted itself is in `completion_tokens`.
 
-An answer is whole if a choice gave a reason to finish and `[DONE]` came. Engines report a failure
+An answer is complete if a choice has a finish reason and `[DONE]` arrived. Engines report a failure
 after the head of the answer as an event `{"error": ...}`.
 """
 
@@ -22,7 +22,7 @@ from balanceroute.proxy.replay.faults import (
 )
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
-# Reasons of engines that gave the request up.
+# Finish reasons of engines that failed to serve the request.
 _GIVEN_UP = frozenset({"abort", "error"})
 
 
@@ -31,9 +31,9 @@ class AnswerReader:
 
     Attributes:
         fault: Why the answer failed; None so far.
-        prompt_tokens: The engine's count; None before its usage came.
-        completion_tokens: The engine's count; None before its usage came.
-        finish_reason: The first choice's; None before it came.
+        prompt_tokens: The engine's count; None before its usage arrived.
+        completion_tokens: The engine's count; None before its usage arrived.
+        finish_reason: The first choice's; None before it arrived.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class AnswerReader:
         return tokens
 
     def end(self) -> Fault | None:
-        """Tell that no more comes; return why the answer failed, None if it is whole."""
+        """Note the end of the stream; return why the answer failed, None if it is complete."""
         parts = {"a finish_reason": self.finish_reason is not None, "[DONE]": self._done}
         missing = [part for part, came in parts.items() if not came]
         if missing:
@@ -128,9 +128,9 @@ class AnswerReader:
 
 
 def _plainly_a_token(event: bytes) -> bool:
-    """Tell by a few searches what JSON would tell too, for the common event of vLLM's.
+    """Return whether an event is vLLM's usual token event, by a few searches instead of JSON.
 
-    No text of the model can hold these keys: its quotation marks are escaped.
+    No text of the model can contain these keys: its quotation marks are escaped.
     """
     return (
         b'"finish_reason":null' in event
@@ -152,5 +152,5 @@ def _has_output(choice: dict[str, object]) -> bool:
         for key in ("content", "reasoning", "reasoning_content", "tool_calls")
         if delta.get(key) is not None
     ]
-    # Beside the role an empty text says only that the answer begins.
+    # With the role an empty text only marks the beginning of the answer.
     return any(parts) if "role" in delta else bool(parts)

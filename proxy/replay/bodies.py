@@ -1,4 +1,4 @@
-"""The bodies of the requests to come, built ahead so that a long prompt delays no request."""
+"""The bodies of the next requests, built ahead so that a long prompt delays no request."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ from balanceroute.proxy.replay.prompts import PromptBuilder
 from balanceroute.proxy.replay.settings import Lengths
 from balanceroute.proxy.replay.workload import PlannedRequest
 
-# Enough for a burst of arrivals, in no more memory than a few of the longest prompts need.
+# Enough for a burst of arrivals, in the memory of a few of the longest prompts.
 MAX_BODIES = 64
 MAX_BYTES = 32 << 20
 
@@ -17,14 +17,14 @@ MAX_BYTES = 32 << 20
 class BodyQueue:
     """Bodies in the order of the requests.
 
-    One is built at a time, between whatever else the loop has to do.
+    They are built one at a time, each in an iteration of the loop.
 
     Args:
         requests: In the order in which they are taken.
         prompts: Builds their prompts.
         api: The endpoint.
         model: The model's name.
-        lengths: How the engines learn the answers' lengths.
+        lengths: How the engines get the answers' lengths.
         loop: The running loop.
     """
 
@@ -58,7 +58,7 @@ class BodyQueue:
         return body
 
     def close(self) -> None:
-        """Build nothing more."""
+        """Stop building."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -30,7 +30,7 @@ _PROGRESS_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a replay has come.
+    """The progress of a replay.
 
     Attributes:
         total: Requests of the run.
@@ -86,14 +86,14 @@ async def replay(
         settings: How to replay.
         requests: In order of arrival, at least one.
         progress: Called a few times a second, and at the end.
-        stop: Once set, nothing more is sent and what runs is given up.
-        clock_ns: What times are measured with, as the loop's own clock may be coarse (uvloop's has
+        stop: Once set, nothing more is sent and running requests are cancelled.
+        clock_ns: The clock of the measurements, as the loop's own may be coarse (uvloop's has
             milliseconds, and stands still while callbacks run). None for the loop's own.
 
     Raises:
         ConfigError: A URL is malformed.
         TargetError: The target names no model, or the emulated fleet has no figures.
-        WireError: Neither answers at the beginning.
+        WireError: The target or the fleet does not answer at the start.
     """
     assert requests, "nothing to replay"
     assert settings.emulation is not None or settings.lengths is not Lengths.HIDDEN
@@ -172,7 +172,7 @@ class _Run:
         self._due_s = due_s(requests, speed=settings.rate * settings.time_scale)
         self._arrival: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[None] = loop.create_future()
-        # Told whether the window ever opened.
+        # Its result is whether the window ever opened.
         self._opened: asyncio.Future[bool] = loop.create_future()
         self._closed: asyncio.Future[None] = loop.create_future()
 
@@ -224,7 +224,7 @@ class _Run:
                 self._send(self._clock_ns())
 
     def _end(self) -> None:
-        """Send nothing more and give up what runs. Idempotent."""
+        """Send nothing more and cancel running requests. Idempotent."""
         if self._arrival is not None:
             self._arrival.cancel()
         self._bodies.close()
@@ -243,7 +243,7 @@ class _Run:
         now_s = self._loop.time()
         while not self._all_sent:
             due_s = self._due_s[len(self._recorder.samples)]
-            # The same sum as the timer's: a difference may round to before what it waited for.
+            # The same sum as the timer's: a difference may round to a time before the timer's.
             if self._start_s + due_s > now_s:
                 self._arrival = self._loop.call_at(self._start_s + due_s, self._send_due)
                 return
@@ -287,7 +287,7 @@ class _Run:
             self._send(self._clock_ns())
 
     def _note_window(self) -> None:
-        """Tell the edges of the window to who waits for them."""
+        """Set the futures of the window's edges once they are known."""
         if self._recorder.opened is None:
             return
         if not self._opened.done():

@@ -10,7 +10,7 @@ from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.wire.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError
 
-# Of an answer that is an error, as much as a message needs.
+# The part of an error's body that is kept for the message.
 _ERROR_BYTES = 4096
 
 
@@ -19,7 +19,7 @@ class Exchange:
 
     Args:
         sample: Its measurements.
-        recorder: Told of tokens and of the end.
+        recorder: Records tokens and the end.
         loop: The running loop.
         clock_ns: The replay's clock.
         on_over: Called once when the request has ended, but not when it is cancelled.
@@ -70,17 +70,17 @@ class Exchange:
         """Send the request.
 
         Args:
-            endpoint: Where to.
+            endpoint: The target's connections.
             target: The request target.
-            headers: Beside host and content-length.
+            headers: Other than host and content-length.
             body: The body.
-            timeout_s: Real seconds until the whole answer must be there.
+            timeout_s: Real seconds until the answer must be complete.
         """
         self._call = endpoint.request(b"POST", target, headers, body, self)
         self._timer = self._loop.call_later(timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """Give the request up."""
+        """Cancel the request."""
         self._timer.cancel()
         self._call.abort()
         self._recorder.cancel(self.sample, self._clock_ns())
@@ -124,7 +124,7 @@ class Exchange:
 
     def on_error(self, error: WireError) -> None:
         """See `ResponseHandler`."""
-        # An event that told the cause came before the connection broke.
+        # An error event with the cause arrived before the connection broke.
         self._fail(self._answer.fault or from_wire(error))
 
     def _time_out(self) -> None:

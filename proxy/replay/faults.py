@@ -52,14 +52,14 @@ def count_faults(faults: Iterable[Fault]) -> list[FaultCount]:
 
 
 def from_wire(error: WireError) -> Fault:
-    """Return the failure that an error of the connection is."""
+    """Return the failure for an error of the connection."""
     return Fault(_KINDS[error.kind], shown(str(error)))
 
 
 def from_status(status: int, body: bytes) -> Fault:
-    """Return the failure that an answer other than 200 is, with the message of its body."""
+    """Return the failure for a status other than 200, with the message of its body."""
     text = body.decode(errors="replace")
-    # Not every server in between speaks JSON.
+    # A server between the two may not answer in JSON.
     with suppress(ValueError, RecursionError):
         text = error_message(json.loads(text)) or text
     return Fault(f"http {status}", shown(text))

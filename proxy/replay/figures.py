@@ -20,9 +20,9 @@ class Measured:
         duration_ns: Its length.
         sent: Requests sent in it.
         ended: Requests that ended in it.
-        ttft_ns: Times to first tokens that came in it.
+        ttft_ns: Times to first tokens that arrived in it.
         gaps_ns: Gaps between tokens that ended in it.
-        tokens: Output tokens that came in it.
+        tokens: Output tokens that arrived in it.
     """
 
     duration_ns: int
@@ -35,11 +35,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class ReplayFigures:
-    """The figures of one replay, in the target's time; None where there was nothing to measure.
+    """The figures of one replay, in the target's time; None if there was nothing to measure.
 
     Attributes:
-        window: Of which stretch of time those up to `duration_s` are; those below are of the run.
-        output_tokens_per_s: Tokens that came, over the duration.
+        window: The time span of the figures up to `duration_s`; those below are of the whole run.
+        output_tokens_per_s: Tokens that arrived, over the duration.
         tpot_ms_p50: Of requests that finished, the mean time between tokens after the first.
         ttft_ms_p50: Time from sending to the first token.
         itl_ms_p50: Each gap between two tokens that followed each other.
@@ -50,11 +50,11 @@ class ReplayFigures:
         duration_s: Length of the window.
         finished: Requests that finished.
         errors: Requests that failed.
-        cancelled: Requests given up when the replay was interrupted.
+        cancelled: Requests cancelled when the replay was interrupted.
         run_s: From the first request sent to the last one ended.
-        send_late_ms_p99: How late requests were sent: the replay's own fault.
+        send_late_ms_p99: How late requests were sent, a delay of the replay itself.
         prompt_tokens_asked: Words of the prompts of requests that finished.
-        prompt_tokens: The engines' count of them; None unless they told it for every request.
+        prompt_tokens: The engines' count of them; None unless reported for every request.
         output_tokens_asked: Recorded output, cut at the limits, of requests that finished.
         output_tokens: The engines' count of it.
         wrong_lengths: Finished requests with more or less output than asked.
@@ -101,9 +101,9 @@ def derive(
     """Return the figures of a run.
 
     Args:
-        samples: Of every request sent.
+        samples: The samples of every request sent.
         whole: The whole run.
-        window: The steady state; None if it never came.
+        window: The steady state; None if it was never reached.
         time_scale: Seconds of the target's time in a second of the samples' times.
     """
     steady = window is not None and window.duration_ns > 0 and any(s.finished for s in window.ended)

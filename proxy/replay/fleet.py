@@ -1,4 +1,4 @@
-"""An emulated fleet's own figures: what only the ranks know, such as who waited at the barrier."""
+"""An emulated fleet's own figures, which only the ranks know, such as idle time at the barrier."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from math import isfinite
 
 from balanceroute.proxy.replay.target import TargetError, call_json, parse_target
 
-# In one call: half a megabyte.
+# Per call: half a megabyte.
 LENGTHS_AT_ONCE = 10_000
 
 
@@ -22,7 +22,7 @@ class FleetFigures:
             up makes the client's rate smaller, but not this one.
         steps: Decode steps.
         mean_late_s: How much later than due a step ended, mean over steps, in real seconds.
-        late_s: The same, at most.
+        late_s: The maximum of that.
     """
 
     mean_imbalance_tokens: float
@@ -34,10 +34,10 @@ class FleetFigures:
 
 
 class FleetProbe:
-    """Resets and reads the figures of an emulated fleet, and tells it the lengths of answers.
+    """Resets and reads the figures of an emulated fleet, and sends it the lengths of answers.
 
     Args:
-        url: Of any server of the fleet.
+        url: The URL of any server of the fleet.
 
     Raises:
         ConfigError: The URL is malformed.
@@ -48,7 +48,7 @@ class FleetProbe:
         self._endpoint = self._target.connect()
 
     async def reset(self) -> None:
-        """Begin a new stretch of time.
+        """Start a new time span.
 
         Raises:
             TargetError: The server has no such figures.
@@ -57,7 +57,7 @@ class FleetProbe:
         await call_json(self._endpoint, self._target, "POST", "/emulation/stats/reset", [])
 
     async def tell_lengths(self, lengths: Mapping[str, int]) -> None:
-        """Tell how many tokens the answers have, by the requests' ids.
+        """Send how many tokens the answers have, by the requests' ids.
 
         Raises:
             TargetError: The server is not of an emulated fleet that takes lengths.

@@ -1,10 +1,10 @@
 """The limits that clients set: what a replay sends as `max_tokens` where lengths are hidden.
 
 No published trace records what clients sent. Many send no limit at all (the OpenAI client's and
-LangChain's default, the latter since it gave up its 256), others a round number that somebody chose
-once, as frameworks have it by default: 256, 512, 1024, 2048, 4096. `SHARES` are our assumption of how
-many send which. A limit follows from the seed and the request's number alone, so it says nothing of how
-long the answer is. An answer that was recorded longer than its limit is cut there, as it would have been.
+LangChain's default, the latter since it dropped its 256), others a round number, often a framework's
+default: 256, 512, 1024, 2048, 4096. `SHARES` is our assumption of their shares. A limit depends on the
+seed and the request's number alone, so it says nothing about the length of the answer. An answer that
+was recorded longer than its limit is cut there, as it would have been.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.traces import TraceRequest
 
 SHARES: Mapping[int | None, int] = {None: 50, 4096: 20, 2048: 10, 1024: 10, 512: 5, 256: 5}
-"""Of a hundred clients, how many set which limit; None is none."""
+"""How many of a hundred clients set which limit; None is no limit."""
 
 _CLIENTS = [limit for limit, share in SHARES.items() for _ in range(share)]
 _LARGEST = max(limit for limit in SHARES if limit is not None)
@@ -29,7 +29,7 @@ def with_limits(requests: Iterable[PlannedRequest], *, seed: int, api: Api) -> l
         requests: The requests.
         seed: Another seed draws other limits.
         api: The endpoint. A completion without `max_tokens` has 16 tokens in vLLM, so there a client
-            that wants no limit sends the largest.
+            without a limit sends the largest.
     """
     return [replace(request, max_tokens=_limit(seed, request.number, api)) for request in requests]
 

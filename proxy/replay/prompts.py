@@ -24,11 +24,11 @@ _NUMBERS = struct.Struct(f"<{BLOCK_WORDS}H")
 
 
 class PromptBuilder:
-    """Builds prompts, at about 30 µs a block that it does not remember.
+    """Builds prompts, at about 30 µs per block that is not cached.
 
     Args:
-        seed: Another seed gives other words.
-        cached_blocks: Blocks with an id that are remembered; one takes about 4 kB.
+        seed: Determines the tokens.
+        cached_blocks: Blocks with an id that are cached; one takes about 4 kB.
     """
 
     def __init__(self, seed: int, *, cached_blocks: int = 4096) -> None:
@@ -49,7 +49,7 @@ class PromptBuilder:
 
     def _block(self, request: PlannedRequest, index: int) -> str:
         if index >= len(request.hash_ids):
-            # Also the end of a prompt that is longer than its ids say.
+            # Also the end of a prompt that is longer than its ids cover.
             return _words(f"{self._seed}/request/{request.number}/{index}")
         block_id = request.hash_ids[index]
         block = self._blocks.get(block_id)

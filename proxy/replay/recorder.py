@@ -3,12 +3,12 @@
 The window of the figures is the simulator's: it opens when a tenth of the requests have ended (the
 fleet is then full of requests of all ages) and closes when the last one has been sent (from then
 on the backlog drains). A sample counts if it is complete inside the window: a first token that
-came, a gap between tokens that ended, a request that finished. A run that is too short for such a
-window is measured as a whole, and says so.
+arrived, a gap between tokens that ended, a request that finished. A run that is too short for such a
+window is measured as a whole, and the report says so.
 
-Tokens are counted as they come, by events. An event of a request that finished stands for the
-tokens that the engine counted divided by the request's events: 1, but for engines that put several
-tokens in an event.
+Tokens are counted as they arrive, by events. An event of a finished request stands for the engine's
+token count divided by the request's events. That is 1, unless the engine puts several tokens in an
+event.
 """
 
 from array import array
@@ -83,7 +83,7 @@ class Recorder:
             self.closed = self._mark(now_ns)
 
     def tokens(self, sample: Sample, count: int, now_ns: int) -> None:
-        """Note that `count` token events of a request came together."""
+        """Note that `count` token events of a request arrived together."""
         if sample.events:
             self._gaps_ns.append(now_ns - sample.last_ns)
         else:
@@ -108,10 +108,10 @@ class Recorder:
         """Note that a request got its whole answer.
 
         Args:
-            sample: The request's.
-            now_ns: Now.
-            prompt_tokens: The engine's count, if it told.
-            completion_tokens: The engine's count, if it told.
+            sample: The sample of the request.
+            now_ns: The time.
+            prompt_tokens: The engine's count, if reported.
+            completion_tokens: The engine's count, if reported.
         """
         sample.prompt_tokens = prompt_tokens
         sample.output_tokens = sample.events if completion_tokens is None else completion_tokens
@@ -124,7 +124,7 @@ class Recorder:
         self._end(sample, now_ns)
 
     def cancel(self, sample: Sample, now_ns: int) -> None:
-        """Note that the replay gave a request up."""
+        """Note that the replay cancelled a request."""
         sample.cancelled = True
         self._end(sample, now_ns)
 

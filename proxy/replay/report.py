@@ -14,7 +14,7 @@ from balanceroute.proxy.replay.faults import FaultCount
 from balanceroute.proxy.replay.figures import STEADY_STATE
 from balanceroute.proxy.replay.sample import Sample
 
-# Wide enough for the tables where there is no terminal to ask.
+# Wide enough for the tables, for output that is no terminal.
 _PLAIN_WIDTH = 250
 
 

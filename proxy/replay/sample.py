@@ -11,18 +11,18 @@ class Sample:
     """What happened to one request; times are of the replay's clock.
 
     Attributes:
-        request: What was asked.
+        request: The planned request.
         due_ns: When it should have been sent.
         sent_ns: When it was sent.
-        first_ns: When its first token came.
-        last_ns: When its latest token came.
+        first_ns: When its first token arrived.
+        last_ns: When its latest token arrived.
         end_ns: When it ended; None while it runs.
         events: Token events so far.
         window_events: Those inside the window.
-        prompt_tokens: The engine's count, if it told.
-        output_tokens: The engine's count if it told, else the events; 0 until it has finished.
+        prompt_tokens: The engine's count, if reported.
+        output_tokens: The engine's count if reported, else the events; 0 until it has finished.
         fault: Why it failed; None if it did not.
-        cancelled: Whether the replay gave it up when it was interrupted.
+        cancelled: Whether it was cancelled when the replay was interrupted.
     """
 
     request: PlannedRequest
@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the request got its whole answer."""
+        """Whether the request got its whole answer."""
         return self.end_ns is not None and self.fault is None and not self.cancelled
 
     def tokens_of(self, events: int) -> float:
@@ -51,7 +51,7 @@ class Sample:
 
     @property
     def ttft_ns(self) -> int | None:
-        """Return the time to the first token; None before it came."""
+        """Return the time to the first token; None before it arrived."""
         return self.first_ns - self.sent_ns if self.events else None
 
     @property

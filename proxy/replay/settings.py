@@ -7,11 +7,11 @@ from balanceroute.proxy.replay.body import Api
 
 
 class Lengths(Enum):
-    """How the engines learn how long an answer is to be.
+    """How the engines get the length of an answer.
 
-    HIDDEN: Emulated engines are told apart from the requests, so that whatever is between them and
-        the replay learns a length when the answer ends. `max_tokens` is the request's own limit.
-    MAX_TOKENS: As `max_tokens`, with `ignore_eos`. Any vLLM can do that; the target is told the
+    HIDDEN: Emulated engines get it separately from the requests, so that a proxy between them and
+        the replay learns a length only when the answer ends. `max_tokens` is the client's limit.
+    MAX_TOKENS: As `max_tokens`, with `ignore_eos`. Any vLLM supports that, but the target knows the
         length of every answer in advance.
     """
 
@@ -31,15 +31,15 @@ class ReplaySettings:
         concurrency: Closed loop: this many requests are always outstanding; None for open loop.
         time_scale: Seconds of the target's time that pass in one real second: more than 1 for an
             emulated fleet that runs faster than real time.
-        timeout_s: Seconds until the whole answer must be there.
+        timeout_s: Seconds until the answer must be complete.
         api_key: Sent as a bearer token; None for none.
         seed: Of the prompts' words.
-        request_ids: What the ids of the requests begin with; clients at work at the same time need
-            different ones.
+        request_ids: The prefix of the requests' ids; clients that run at the same time need different
+            ones.
         emulation: URL of an emulated fleet whose own figures are read; None for none.
-        lengths: How the engines learn the answers' lengths; HIDDEN needs `emulation`.
-        drain: Whether to wait for every answer. Else the replay ends when its last request is sent,
-            which is when the window of the figures closes, and gives up what runs then.
+        lengths: How the engines get the answers' lengths; HIDDEN needs `emulation`.
+        drain: Whether to wait for every answer. Otherwise the replay ends when its last request is
+            sent, which closes the window of the figures, and cancels what still runs.
     """
 
     target: str

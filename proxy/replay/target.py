@@ -1,4 +1,4 @@
-"""Where requests go: the URL of an OpenAI-compatible endpoint."""
+"""The target of a replay: the URL of an OpenAI-compatible endpoint."""
 
 import json
 import ssl
@@ -17,7 +17,7 @@ _FETCH_BYTES = 1 << 20
 
 
 class TargetError(BalanceRouteError):
-    """The target did not answer as it must; the message has its URL."""
+    """The target's answer is not the expected one; the message has its URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Target:
         url: As given.
         host: A name or an address, without brackets.
         port: The port.
-        tls: Whether to speak TLS, checked against the system's authorities.
-        prefix: What goes before every path, without the last slash.
+        tls: Whether to use TLS, verified with the system's authorities.
+        prefix: Comes before every path, without the last slash.
     """
 
     url: str
@@ -52,10 +52,10 @@ class Target:
 
 
 def parse_target(flag: str, url: str) -> Target:
-    """Read a URL; a final `/v1` is taken off, since the paths of the API begin with it.
+    """Parse a URL; a final `/v1` is removed, since the paths of the API begin with it.
 
     Args:
-        flag: Where it was given, for the message.
+        flag: The flag that has it, for the message.
         url: `http://host:port` or `https://host:port`, the port may be left out.
 
     Raises:
@@ -120,7 +120,7 @@ async def first_model(endpoint: Endpoint, target: Target, headers: Headers) -> s
     """Return the name of the first model that the target serves.
 
     Raises:
-        TargetError: The target does not tell.
+        TargetError: The target names no model.
         WireError: There is no answer.
     """
     answer = await call_json(endpoint, target, "GET", "/v1/models", headers)

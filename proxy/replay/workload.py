@@ -1,4 +1,4 @@
-"""What a replay sends: which requests of a trace, when, and how long their prompts and answers are."""
+"""The requests that a replay sends: which of a trace, when, and with what lengths."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class PlannedRequest:
         number: Its place in the whole trace, from 0; it decides the prompt's words.
         arrival_ns: When it arrives in the trace.
         prompt_tokens: Length of the prompt, at least 1.
-        output_tokens: Length of the answer if nothing cuts it, at least 1.
+        output_tokens: Length of the answer without a limit, at least 1.
         hash_ids: Ids of the prompt's blocks; empty if the trace has none.
         text: The prompt itself, where it is given; None to build it from words.
         max_tokens: The limit that the client sets, where lengths are hidden; None for none.
@@ -51,7 +51,7 @@ def plan(
 
     Args:
         trace: The whole trace.
-        skip: Requests of the trace to pass over first.
+        skip: Requests of the trace to skip first.
         count: Requests of the trace to take then; None for all.
         max_prompt_tokens: Cut longer prompts to this; None for no limit.
         max_output_tokens: Cut longer answers to this; None for no limit.
