@@ -1,4 +1,4 @@
-"""Decode ranks in lock step: the same step on all of them, and what they lost waiting."""
+"""Decode ranks in lock step: the same step on all of them, and the time that they waited."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ class Aligned:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What a barrier costs.
+    """The cost of a barrier.
 
     Attributes:
         ranks: Of the barrier.
         steps: Aligned steps at which some rank had a load.
         tokens: Idle fraction by loads: sum of max L - L_g over sum of max L, over steps and ranks.
-        time: Share of the ranks' wall time in which they had nothing to attend to: b (max L - L_g)
-            of each step over its time. None without a fit, or if b is not positive.
-        dummy: Share of the ranks' wall time in steps for which they had no request at all.
+        time: Share of the ranks' wall time in which they waited: b (max L - L_g) of each step over its
+            time. None without a fit, or if b is not positive.
+        dummy: Share of the ranks' wall time in steps without a request of their own.
         spread_ms_p50: Median time between the first and the last rank's end of a step. Large if the
             ranks' clocks differ, or the steps are not the same ones.
     """
@@ -79,7 +79,7 @@ def align(timelines: Sequence[Timeline]) -> Aligned:
 
 
 def idle(aligned: Aligned, fit: Fit | None) -> Idle | None:
-    """Return what the barrier cost, prefill steps left out; None if no rank had a load.
+    """Return the cost of the barrier without prefill steps; None if no rank had a load.
 
     Args:
         aligned: Its steps.

@@ -1,4 +1,4 @@
-"""What is wrong with the files that a validation is given."""
+"""Errors in the files of a validation."""
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 

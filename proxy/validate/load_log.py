@@ -1,4 +1,4 @@
-"""Reads the load log (`balanceroute.proxy.live.control.load_log`), what the proxy believed of each rank."""
+"""Reads the load log (`balanceroute.proxy.live.control.load_log`): the proxy's load of each rank."""
 
 import json
 from array import array
@@ -20,7 +20,7 @@ class Samples:
 
     Attributes:
         times_ns: int64[samples], Unix time.
-        started_tokens: int64[samples], KV tokens of the requests believed to be in its batch.
+        started_tokens: int64[samples], KV tokens of the requests that the proxy counts in its batch.
         bound_tokens: int64[samples], KV tokens of all requests sent to it.
     """
 

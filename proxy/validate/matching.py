@@ -1,11 +1,11 @@
 """Which step trace is which decode rank's.
 
-The proxy knows a rank by its URL, with "@rank" behind it if several ranks share it. An engine knows
-the port of its API server, from its command line, and its data-parallel rank. So a trace is a rank's
-if port and rank agree, and the host too where two traces agree else. With hybrid load balancing the
-number in a URL counts the ranks of that server alone, an engine all ranks of the group: then the
-server's first rank is its 0. If no engine knows its port, the data-parallel ranks alone tell, provided
-that each is there once. An operator's own word goes before all that.
+The proxy knows a rank by its URL, followed by "@rank" if several ranks share it. An engine knows the
+port of its API server, from its command line, and its data-parallel rank. So a trace belongs to a rank
+if port and rank agree, and the host too if several traces agree otherwise. With hybrid load balancing
+the number in a URL counts the ranks of that server alone, the engine's number all ranks of the group:
+the server's first rank is then 0 in the URL. If no engine knows its port, the data-parallel ranks alone
+decide, provided that each occurs once. What the operator assigned takes precedence.
 """
 
 import re
@@ -49,13 +49,13 @@ def match(
 
     Args:
         traces: With a step each.
-        names: Of the ranks, as the proxy calls them.
-        given: Traces that an operator gave to ranks: their paths.
+        names: The ranks' names in the proxy.
+        given: Paths of traces that the operator assigned to ranks.
         span_ns: When the proxy's first and last samples were taken. A trace outside of it is
             another run's.
 
     Raises:
-        ValidationError: A word of the operator does not fit, a rank has two traces, or none has one.
+        ValidationError: An assignment does not fit, a rank has two traces, or none has one.
     """
     found = {name: _given(name, path, traces, names) for name, path in given.items()}
     taken = {trace.path for trace in found.values()}

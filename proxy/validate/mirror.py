@@ -10,9 +10,9 @@ from balanceroute.proxy.validate.timeline import Timeline
 MAX_LAG_NS = 1_000_000_000
 _COARSE_NS = 20_000_000
 _FINE_NS = 1_000_000
-# Of fewer samples no lag is told.
+# With fewer samples no lag is computed.
 _LEAST_SAMPLES = 20
-# The lag of more samples than this is found on some of them, evenly spread.
+# With more samples than this the lag is computed from some of them, evenly spaced.
 _MOST_SAMPLES = 20_000
 
 
@@ -27,7 +27,7 @@ class Errors:
         p50: Median of the relative error's absolute value.
         p90: Its 90th percentile.
         p99: Its 99th percentile.
-        bias: Median of the relative error; positive if the proxy believed in too much.
+        bias: Median of the relative error; positive if the proxy's load is too high.
     """
 
     samples: int
@@ -44,7 +44,7 @@ class Lag:
     """How late the proxy's loads were.
 
     Attributes:
-        lag_ms: The shift at which they fit best; positive if the proxy was behind.
+        lag_ms: The shift with the best fit; positive if the proxy was late.
         tokens_p50: Median of the absolute error at that shift, tokens.
         unshifted_tokens_p50: That without a shift, of the same samples.
     """
@@ -65,7 +65,7 @@ def errors(
         min_tokens: Samples at which the engine's load was below this do not count; at least 1.
     """
     assert min_tokens >= 1
-    counts = truth >= min_tokens  # Not a number is not.
+    counts = truth >= min_tokens  # False for NaN.
     if not counts.any():
         return None
     truth = truth[counts]
@@ -84,11 +84,11 @@ def errors(
 
 
 def lag(times_ns: NDArray[np.int64], believed: NDArray[np.int64], timeline: Timeline) -> Lag | None:
-    """Return the shift, up to a second either way, that makes the median error least.
+    """Return the shift, up to a second either way, with the least median error.
 
-    Only samples for which every shift falls on the timeline are looked at, and not those at which
-    neither side has a load. Of equally good shifts the smallest is returned. A load that is wrong by
-    a constant, not by time, moves the shift too: the errors tell.
+    Only samples are used for which every shift falls on the timeline, and at which either side has a
+    load. Of equally good shifts the smallest is returned. A load that is off by a constant, not by
+    time, changes the shift too; the errors show which.
 
     Args:
         times_ns: int64[samples], Unix time.

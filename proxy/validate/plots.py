@@ -1,7 +1,7 @@
 """Pictures of a validation, as PNG files.
 
-Whoever asks for pictures finds out first whether matplotlib is there. The same files give the same
-bytes; see `balanceroute.proxy.pictures`.
+The caller checks first whether matplotlib is installed. The same files give the same bytes; see
+`balanceroute.proxy.pictures`.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 9.0
 _SIDE_INCHES = 0.04167  # matplotlib's own default.
-# More panels, or points, than these show nothing more.
+# More panels, or points, would show nothing more.
 _MOST_PANELS = 8
 _MOST_POINTS = 20_000
 
@@ -33,7 +33,7 @@ def write_plots(validation: Validation, directory: Path, *, title: str) -> list[
     """Write `mirror.png`, `mirror_error.png` and `step_time.png`.
 
     Args:
-        validation: What to show.
+        validation: The results to draw.
         directory: Where to write; it must exist.
         title: The run, for the top of every picture.
 
@@ -85,7 +85,7 @@ def _draw_loads(panel: "Axes", rank: RankResult, begin_ns: int) -> None:
 
 
 def _draw_errors(validation: Validation, title: str) -> "Figure":
-    """Draw how the errors of the started requests' load are spread."""
+    """Draw the distribution of the errors of the started requests' load."""
     figure = _figure(3.6, "Error of the proxy's load, as a share of the engine's", title)
     chart = figure.subplots()
     for rank in validation.ranks:

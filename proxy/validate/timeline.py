@@ -1,8 +1,8 @@
 """An engine's steps as its load over time.
 
-A step's own time begins when it started, or when the step before it ended if that is later: with
+A step's own time begins when it started, or when the previous step ended if that is later: with
 asynchronous scheduling steps overlap. The load of a step is that of its batch: the KV tokens that it
-attends to, from the end of the step before on, when the tokens of that one were out.
+attends to. It holds from the end of the previous step, when that step's tokens were emitted.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from balanceroute.engine_patch.reader import EngineTrace
 
 CONTINUOUS_NS = 10_000_000
-"""Between two steps that are farther apart than this, the engine had nothing to do.
+"""Between two steps that are farther apart than this, the engine was idle.
 
-Closer ones are one cycle after the other: what lies between them is the engine's own work.
+Closer ones are consecutive cycles: the time between them is the engine's own work.
 """
 
 
@@ -34,7 +34,7 @@ class Timeline:
             beginning if there was nothing to do in between.
         kv_tokens: int64[steps].
         prefill_tokens: int64[steps].
-        dummy: bool[steps], whether it only took part in the barrier.
+        dummy: bool[steps], whether the rank only took part in the barrier.
         place: int64[steps], equal on all ranks of a barrier for the same step of it; -1 outside
             of one.
     """

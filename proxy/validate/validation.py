@@ -1,4 +1,4 @@
-"""A whole validation: every rank's mirror, every barrier, the line of the step time."""
+"""A complete validation: every rank's load error, every barrier, the line of the step time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,14 @@ class RankResult:
     """One rank.
 
     Attributes:
-        name: As the proxy calls it.
+        name: Its name in the proxy.
         file: The name of its trace.
-        steps: Steps with a batch in the time of the log.
-        started: Errors of the load that the proxy believed to be in the batch; None if no sample
-            counts.
-        bound: Errors of the load that it had sent there, transfers included.
-        lag: Of the load in the batch; None if it cannot be told.
-        samples: What the proxy believed, for pictures.
-        timeline: What the engine did.
+        steps: Steps with a batch within the time of the log.
+        started: Errors of the load that the proxy counted in the batch; None if no sample counts.
+        bound: Errors of the load that it had sent there, including transfers.
+        lag: The lag of the load in the batch; None if it cannot be computed.
+        samples: The proxy's samples, for plots.
+        timeline: The engine's steps.
     """
 
     name: str
@@ -47,9 +46,9 @@ class UnitResult:
 
     Attributes:
         ranks: Their names.
-        whole: Whether these are all ranks of the barrier; if not, nothing is told of it.
-        idle: What the barrier cost; None of a rank by itself, or without a load.
-        fit: The line of the step time; None if it cannot be told.
+        whole: Whether these are all ranks of the barrier; if not, its cost is not computed.
+        idle: The cost of the barrier; None for a single rank, or without a load.
+        fit: The line of the step time; None if it cannot be fitted.
         max_loads: int64[steps], of the steps without prefill, what is fitted.
         step_ns: float64[steps], likewise.
     """
@@ -64,7 +63,7 @@ class UnitResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Everything.
+    """The result of a validation.
 
     Attributes:
         ranks: By rank, in the proxy's order.
@@ -86,14 +85,14 @@ class Validation:
 def validate(
     log: Mapping[str, Samples], traces: Mapping[str, EngineTrace], *, min_tokens: int
 ) -> Validation:
-    """Compare what the proxy believed with what the engines did.
+    """Compare the proxy's loads with what the engines did.
 
-    Steps outside of the log's time are left out of everything.
+    Steps outside the time of the log are ignored.
 
     Args:
         log: The samples of every rank.
         traces: The traces of some of them.
-        min_tokens: Errors are told of samples at which the engine's load was at least this.
+        min_tokens: Errors are computed from samples at which the engine's load was at least this.
 
     Raises:
         ValidationError: No trace has a step in the time of the log.
@@ -172,7 +171,7 @@ def _units(traces: Mapping[str, EngineTrace]) -> dict[tuple[str, ...], bool]:
 
 def _unit(names: tuple[str, ...], timelines: Sequence[Timeline], *, whole: bool) -> UnitResult:
     if not whole:
-        # The heaviest rank may be one that is not here.
+        # The heaviest rank may be one without a trace.
         return UnitResult(names, whole, None, None, np.empty(0, np.int64), np.empty(0))
     if len(names) == 1:
         (one,) = timelines
