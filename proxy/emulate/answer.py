@@ -1,4 +1,4 @@
-"""What both APIs share in how an answer is written: its head, its usage, its end.
+"""The parts of an answer that both APIs share: its head, its usage, its end.
 
 Field order, spacing and nulls are those of vLLM 0.32.
 """
@@ -15,13 +15,13 @@ from balanceroute.proxy.wire.messages import Headers
 
 DONE = b"data: [DONE]\n\n"
 PlainEvent = Callable[[bytes, int], bytes]
-"""Writes the event of a plain token: its text, escaped, and how many tokens there are with it."""
+"""Returns the event of a plain token, from its escaped text and the token count including it."""
 
 _COUNTS = '"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d'
-# What each token says, escaped for the inside of a JSON string.
+# The text of each token, escaped for the inside of a JSON string.
 SAYINGS_JSON = tuple(
     said.encode()
-    if said[0] == " " and said[1:].isalnum()  # What needs no escape.
+    if said[0] == " " and said[1:].isalnum()  # Needs no escape.
     else json.dumps(said, ensure_ascii=False)[1:-1].encode()
     for said in SAYINGS
 )
@@ -29,14 +29,14 @@ SAYINGS_JSON = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of an answer repeats.
+    """The fields that every part of an answer repeats.
 
     Attributes:
         id: "chatcmpl-…" or "cmpl-…".
         created: Unix time, seconds.
         model: The served model.
         fingerprint: `system_fingerprint`.
-        tell_cached: Tell the cached prompt tokens in usage.
+        tell_cached: Whether usage has the cached prompt tokens.
     """
 
     id: str
@@ -59,15 +59,15 @@ class AnswerFormat(Protocol):
         ...
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return what writes the events of plain tokens, or None if they differ in more."""
+        """Return a writer of plain tokens' events; None if these differ in more than text."""
         ...
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
-        """Return the event of a token; empty if it shows nothing."""
+        """Return the event of a token; empty if it has no content."""
         ...
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event that tells usage at the end of a stream."""
+        """Return the event with the usage at the end of a stream."""
         ...
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
@@ -86,18 +86,18 @@ def as_json(value: object) -> str:
 
 
 def as_bytes(text: str) -> bytes:
-    """Return JSON text as bytes; lone surrogates, which JSON can carry and UTF-8 cannot, are lost."""
+    """Return JSON text as bytes; lone surrogates, which UTF-8 cannot encode, become "?"."""
     return text.encode("utf-8", "replace")
 
 
 def plain_event(request: GenerationRequest, choice: Choice, before: str, behind: str) -> PlainEvent:
-    """Return what writes the events of a choice's plain tokens.
+    """Return a writer of the events of a choice's plain tokens.
 
     Args:
         request: The request.
         choice: The choice.
-        before: What stands before a token's text.
-        behind: What stands behind it, up to usage.
+        before: The text of the event before the token's text.
+        behind: The text after it, up to usage.
     """
     if not request.continuous_usage:
         begin, end = as_bytes(before), as_bytes(f"{behind}}}\n\n")
@@ -109,7 +109,7 @@ def plain_event(request: GenerationRequest, choice: Choice, before: str, behind:
 
 
 def continuous_usage(request: GenerationRequest, choice: Choice) -> str:
-    """Return the usage member of a chunk, if the request asks for one in each."""
+    """Return the usage field of a chunk, if the request asks for one in each."""
     if not request.continuous_usage:
         return ""
     prompt_tokens, emitted = len(choice.prompt.tokens), choice.emitted
@@ -134,7 +134,7 @@ def whole_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached
 
 
 def ending(request: GenerationRequest, choice: Choice, head: AnswerHead) -> str:
-    """Return the fingerprint member, which the last chunk of a choice carries unless usage does."""
+    """Return the fingerprint field, which the last chunk of a choice has unless usage has it."""
     if choice.finish_reason is None or request.include_usage:
         return ""
     return f',"system_fingerprint":{quoted(head.fingerprint)}'
@@ -165,7 +165,7 @@ def _headers(date: bytes, kind: bytes) -> Headers:
 
 
 def _usage_member(request: GenerationRequest, choice: Choice) -> str:
-    # The completions API does not set the details, and what is not set does not show in a stream.
+    # The completions API does not set the details, and a stream omits unset fields.
     details = (
         f',"completion_tokens_details":{_reasoning(request, [choice])}' if request.chat else ""
     )
@@ -184,6 +184,6 @@ def _reasoning(request: GenerationRequest, choices: Sequence[Choice]) -> str:
 
 
 def _cached(request: GenerationRequest) -> str:
-    # With the KV cache from elsewhere, all but the last prompt token count as cached.
+    # With a remote KV cache all but the last prompt token count as cached.
     remote = request.kv is not None and request.kv.get("do_remote_prefill") is True
     return f'{{"cached_tokens":{request.prompt_tokens - 1 if remote else 0}}}'

@@ -36,24 +36,24 @@ class ApiError(BalanceRouteError):
         return compact(self.value)
 
     def event(self) -> bytes:
-        """Return the event of a stream, which vLLM spaces unlike all others."""
+        """Return the event of a stream, which vLLM writes with spaces, unlike all others."""
         text = json.dumps(self.value, ensure_ascii=False)
         return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
 def bad_request(message: str, *, param: str | None = None) -> ApiError:
-    """Return a refusal by the engine's own checks."""
+    """Return an error of the engine's own checks."""
     return ApiError(message, kind="BadRequestError", param=param)
 
 
 def bad_parameter(message: str, name: str, value: object = None) -> ApiError:
-    """Return a refusal that names the parameter once more."""
+    """Return an error of the engine's own checks that also names the parameter in its message."""
     shown = "" if value is None else f", value={value}"
     return bad_request(f"{message} (parameter={name}{shown})", param=name)
 
 
 def invalid(kind: str, place: str, message: str, value: object, **more: object) -> ApiError:
-    """Return a refusal by the schema of the body (pydantic's errors, as vLLM prints them)."""
+    """Return an error of the body's schema (pydantic's errors, as vLLM prints them)."""
     shown = str(value)
     if isinstance(value, dict | list):
         shown = f"<{type(value).__name__} of {len(value)} items>"
@@ -67,7 +67,7 @@ def internal_error(message: str = INTERNAL) -> ApiError:
 
 
 def unknown_model(name: object, known: str) -> ApiError:
-    """Return what is said of a model that is not served."""
+    """Return the error for a model that is not served."""
     message = f"The model `{name}` does not exist. Valid aliases: {known}."
     return ApiError(message, status=404, kind="NotFoundError", param="model")
 

@@ -1,7 +1,7 @@
 """The clock of a set of ranks that end each decode step together.
 
-Which sequences run, how long a step takes and who is dropped is the simulator's `DecodeFleet`; here
-steps happen in the event loop's time, and sequences may leave at any moment.
+The simulator's `DecodeFleet` decides which sequences run, how long a step takes and which are dropped.
+Here steps happen in the event loop's time, and sequences may leave at any moment.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 
 # Steps whose loads are kept.
 PICTURE_STEPS = 500
-# A process that was stopped or starved does not make up for more than this.
+# After a pause of the process at most this much delay is made up for.
 _MAX_LATE_S = 1.0
 
 
@@ -29,32 +29,32 @@ class Batched(Protocol):
 
     @property
     def tokens_left(self) -> int:
-        """The most tokens that may still come."""
+        """The most tokens that it may still emit."""
         ...
 
     def advance(self) -> bool:
-        """Say the next token; return whether it was the last."""
+        """Emit the next token; return whether it was the last."""
         ...
 
     def dropped(self) -> None:
-        """Take note that the KV cache had no room for it: it is in the batch no more."""
+        """Handle its removal from the batch because the KV cache is full."""
         ...
 
 
 @dataclass(slots=True)
 class StepCounters:
-    """What the barrier measured since the last reset, over steps in which something ran.
+    """The barrier's measurements since the last reset, over steps in which a sequence ran.
 
     Attributes:
-        steps: Steps.
-        idle_tokens: Sum of what each rank's load was short of the heaviest rank's.
+        steps: Number of steps.
+        idle_tokens: Sum over steps and ranks of the heaviest load minus the rank's load.
         capacity_tokens: Sum of ranks x heaviest load.
         imbalance_tokens: Sum of heaviest minus lightest load.
-        output_tokens: Tokens said.
+        output_tokens: Emitted tokens.
         busy_ns: Emulated time of the steps.
         preemptions: Sequences dropped.
-        late_s: The most that a step ended later than it should have, by the event loop's clock.
-        total_late_s: The sum of that over the steps.
+        late_s: The largest delay of a step's end, by the event loop's clock.
+        total_late_s: The sum of the delays.
         picture: Loads by rank of the first `PICTURE_STEPS` steps.
     """
 
@@ -71,15 +71,15 @@ class StepCounters:
 
 
 class Barrier:
-    """Steps of all ranks together, for as long as something runs.
+    """The steps of all ranks together, while any sequence runs.
 
     Args:
         settings: The speed and size of the ranks.
-        ranks: How many.
+        ranks: Number of ranks.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
 
     Attributes:
-        counters: What was measured.
+        counters: The measurements.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Barrier:
             output_tokens=sequence.tokens_left,
         )
         if self._timer is None:
-            # Not now: what arrives in the same instant joins the same step.
+            # Not at once: sequences that arrive in the same instant join the same step.
             self._timer = self._loop.call_soon(self._begin, self._loop.time())
 
     def withdraw(self, sequence: Batched) -> None:
-        """Take a sequence out, wherever it is; one that has left is ignored."""
+        """Remove a running or waiting sequence; one that has left is ignored."""
         request = self._ids.pop(sequence, None)
         if request is not None:
             self._forget(request)
@@ -180,7 +180,7 @@ class Barrier:
         said = 0
         for request, sequence in list(self._running.items()):
             if request not in self._running:
-                continue  # It was withdrawn while another one spoke.
+                continue  # It was withdrawn while another one emitted its token.
             said += 1
             if sequence.advance():
                 self.withdraw(sequence)
@@ -193,5 +193,5 @@ class Barrier:
             if request in dropped:
                 self.counters.preemptions += 1
                 sequence.dropped()
-        # The next step begins where this one should have ended, so that lateness does not add up.
+        # The next step begins when this one was due to end, so that delays do not add up.
         self._begin(self._step_end_s + max(0.0, late_s - _MAX_LATE_S))

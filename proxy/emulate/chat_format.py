@@ -41,7 +41,7 @@ class ChatFormat:
         )
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return what writes the events of plain tokens."""
+        """Return a writer of plain tokens' events."""
         request = self._request
         if request.return_token_ids:
             return None
@@ -50,7 +50,7 @@ class ChatFormat:
         return plain_event(request, choice, before, behind)
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
-        """Return the event of a token; empty if a parser has nothing to show and nothing else does."""
+        """Return the event of a token; empty if no field of it would have a value."""
         request = self._request
         ended = choice.finish_reason is not None
         if not (delta.text or ended or delta.logprobs or request.return_token_ids):
@@ -68,7 +68,7 @@ class ChatFormat:
         )
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event that tells usage at the end of a stream."""
+        """Return the event with the usage at the end of a stream."""
         usage = final_usage(self._request, choices, cached=self._head.tell_cached)
         fingerprint = quoted(self._head.fingerprint)
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')

@@ -1,4 +1,4 @@
-"""One choice of an answer: its tokens, and what ends it."""
+"""One choice of an answer: its tokens, and how it ends."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,21 +8,21 @@ from balanceroute.proxy.emulate.tokens import ASSISTANT, SAYINGS, tokenise
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
 
 (EOS_ID,) = tokenise("<|eos|>")
-# A chat begins with fewer tokens of reasoning than this, if a parser reads them.
+# With a reasoning parser a chat begins with fewer tokens of reasoning than this.
 _REASONING_BELOW = 16
 
 
 @dataclass(slots=True)
 class Delta:
-    """What a token, or several in one event, adds to a choice.
+    """What one token, or several in one event, adds to a choice.
 
     Attributes:
-        text: Text that shows now; in a tool call, its name or a part of its arguments.
-        channel: Where it shows.
+        text: The visible text; in a tool call, its name or a part of its arguments.
+        channel: The field that it belongs to.
         token_ids: The tokens, or none if the choice ended without one.
-        logprobs: Log-probabilities of each, if asked for.
+        logprobs: Log-probabilities of each, if requested.
         offset: Characters of the choice before the first of the tokens.
-        late: Whether the server lags, so that this shows with the next token.
+        late: Whether the server lags, so that this is sent with the next token.
     """
 
     text: str = ""
@@ -33,7 +33,7 @@ class Delta:
     late: bool = False
 
     def merged(self, later: "Delta") -> "Delta":
-        """Return this and the next one as one."""
+        """Return this and the next one joined."""
         return replace(
             later,
             text=self.text + later.text,
@@ -49,22 +49,22 @@ class Choice:
 
     Attributes:
         index: Its place among the choices of the answer.
-        prompt: What it answers.
+        prompt: The prompt.
         max_tokens: Its limit.
         mean_tokens: Mean length of a text that ends by itself.
-        eos_first: Whether the first token is to end it, whatever the request says.
-        length: Tokens of the text, the one that ends it included, whatever the request says but for
+        eos_first: Whether the first token ends it, whatever the request says.
+        length: Tokens of the text, including the one that ends it, whatever the request says except
             its limit; None for the model to decide.
-        partial_utf8: Probability that a token's text shows with the next one's.
-        merged_outputs: Probability that a token shows in one event with the next.
-        emitted: Tokens so far, the one that ends it included.
-        text: What it said, unless it is plain.
-        reasoning: What it thought before.
-        most_reasoning: How many tokens it thinks, if it does not end before.
+        partial_utf8: Probability that a token's text is sent with the next one's.
+        merged_outputs: Probability that a token is sent in one event with the next.
+        emitted: Tokens so far, including the one that ends it.
+        text: Its text, unless it is plain.
+        reasoning: The reasoning before the text.
+        most_reasoning: The tokens of reasoning, if it does not end before.
         finish_reason: "stop" or "length" once it has ended.
         stop_reason: The stop string or token id, or "recomputed"; None for the end of the text.
         script: The tool call that it makes.
-        plain: Whether each token is just its text, so that a fast path may say it.
+        plain: Whether each token is only its text, so that a fast path may write it.
     """
 
     request: GenerationRequest
@@ -87,17 +87,17 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sampler: Sampler = field(init=False)
-    _shown: int = 0  # Characters of `text` that were given out.
-    _held_back: int = 0  # Characters that might turn out to begin a stop string.
+    _shown: int = 0  # Characters of `text` that were sent.
+    _held_back: int = 0  # Characters that may be the start of a stop string.
 
     def __post_init__(self) -> None:
         self.begin(self.prompt)
 
     def begin(self, read: Prompt) -> None:
-        """Begin to say what follows a prompt.
+        """Start the text that follows a prompt.
 
         Args:
-            read: Whose KV cache it is; another prompt's after a misread.
+            read: The prompt whose KV cache was read; another one after a misread.
         """
         request = self.request
         key = request.sampling + (self.index % request.n).to_bytes(4, "little")
@@ -108,7 +108,7 @@ class Choice:
         self.plain = self.script is None and not (
             request.stop or request.stop_token_ids or request.logprobs
         )
-        # Only from the beginning of a turn, and in answers that nothing cuts or describes.
+        # Only at the beginning of a turn, and without stop conditions or log-probabilities.
         if self.plain and request.reasoning_parser and self.prompt.said.endswith(ASSISTANT):
             self.most_reasoning = self.prompt.digest[0] % _REASONING_BELOW
         if self.most_reasoning or self.partial_utf8 or self.merged_outputs:
@@ -129,7 +129,7 @@ class Choice:
 
     @property
     def said(self) -> str:
-        """The text, less what a stop condition cut."""
+        """The text, without what a stop condition cut off."""
         if self.plain:
             return "".join([SAYINGS[token] for token in self.token_ids if token != EOS_ID])
         return self.text
@@ -140,7 +140,7 @@ class Choice:
         return self.script is not None and self.emitted >= len(self.script.pieces)
 
     def next_token(self) -> int:
-        """Say the next token of a plain choice; return its id, or EOS."""
+        """Emit the next token of a plain choice; return its id, or EOS."""
         self.emitted += 1
         request = self.request
         may_end = (
@@ -156,7 +156,7 @@ class Choice:
         return token
 
     def advance(self) -> Delta:
-        """Say the next token, whatever kind of choice this is."""
+        """Emit the next token of any kind of choice."""
         if self.script is not None:
             return self._follow(self.script)
         return self._say(self.next_token())
@@ -165,7 +165,7 @@ class Choice:
         """End the choice from outside, without a token."""
         self.finish_reason = "stop"
         self.stop_reason = stop_reason
-        # Of a tool call, the parser has shown what there is to show.
+        # Of a tool call the parser has sent everything already.
         return Delta("" if self.script is not None else self._release(0))
 
     def _follow(self, script: ToolScript) -> Delta:

@@ -35,7 +35,7 @@ class CompletionFormat:
         return b""
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return what writes the events of plain tokens."""
+        """Return a writer of plain tokens' events."""
         request = self._request
         if request.return_token_ids or request.echo:
             return None
@@ -65,7 +65,7 @@ class CompletionFormat:
         )
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event that tells usage at the end of a stream."""
+        """Return the event with the usage at the end of a stream."""
         usage = final_usage(self._request, choices, cached=self._head.tell_cached)
         fingerprint = quoted(self._head.fingerprint)
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')

@@ -1,7 +1,7 @@
-"""What each KV connector puts into `kv_transfer_params`, and what it makes of them.
+"""What each KV connector puts into `kv_transfer_params`, and how it interprets them.
 
-NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, failures included. The two of vllm-ascend
-are as in its source (mooncake_connector.py, mooncake_layerwise_connector.py).
+NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, including failures. The two of vllm-ascend
+follow its source (mooncake_connector.py, mooncake_layerwise_connector.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
 from balanceroute.topologies import CONNECTORS, KvFlow
 
-# A decoder that cannot reach the named prefiller says so after this time.
+# A decoder that cannot reach the named prefiller reports that after this time.
 CONNECT_TIMEOUT_S = 5.4
 
 
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """The decoder waits, for ever if need be, until a prefill of this name is done."""
+    """The decoder waits, without a limit, until a prefill of this name is done."""
 
     engine_id: str
     name: str
@@ -65,18 +65,18 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class AskMetaserver:
-    """The decoder asks this URL for a prefill, and waits for it."""
+    """The decoder requests a prefill at this URL, and waits for it."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The decoder reads blocks as they are now, which are not the prompt's any more.
+    """The decoder reads blocks that no longer hold the prompt's KV cache.
 
     Attributes:
-        engine_id: Whose blocks.
-        end: How the lease ended that was named; None if it is held, or was never granted.
+        engine_id: The engine that has the blocks.
+        end: How the named lease ended; None if it is held, or was never granted.
     """
 
     engine_id: str
@@ -99,9 +99,9 @@ def claim(
     """Return what a decode rank does about the parameters of a request.
 
     Args:
-        connector: The fleet's, by its name.
+        connector: The name of the fleet's connector.
         params: `kv_transfer_params` that ask for a remote prefill.
-        sources: All prefillers, dead ones included.
+        sources: All prefillers, including dead ones.
         book: Their leases.
     """
     match CONNECTORS[connector].flow:
@@ -135,10 +135,10 @@ def prefill_answer(
 def lease_key(
     connector: str, source: KvSource, params: Mapping[str, Any], internal_id: str
 ) -> tuple[str, str]:
-    """Return what a decoder has to name to get a prefill.
+    """Return the key by which a decoder names a prefill.
 
     Args:
-        connector: The fleet's, by its name.
+        connector: The name of the fleet's connector.
         source: The prefiller.
         params: `kv_transfer_params` of the prefill request.
         internal_id: The request's id inside the prefiller.
@@ -155,7 +155,7 @@ def lease_key(
 def metaserver_params(
     peer: KvPeer, request_id: str, *, num_blocks: int, block_tokens: int
 ) -> dict[str, object]:
-    """Return what a decode rank tells the metaserver (layerwise).
+    """Return what a decode rank sends to the metaserver (layerwise).
 
     Args:
         peer: The decode rank.
@@ -181,7 +181,7 @@ def metaserver_params(
 
 
 def alien_params(params: dict[str, object]) -> dict[str, object]:
-    """Return parameters that point to somebody else's KV cache, as a confused prefiller's would."""
+    """Return parameters that point to another request's KV cache, as from a faulty prefiller."""
     return params | {
         "remote_engine_id": "00000000-0000-4000-8000-000000000000",
         "remote_host": "169.254.169.254",
@@ -214,15 +214,15 @@ def _ascend_keys(lease: Lease, block_tokens: int, last_token: int) -> dict[str, 
     }
 
 
-# What a prefill answer has beside the keys that every pull needs.
+# What a prefill answer has in addition to the keys that every pull needs.
 _OWN_KEYS: dict[str, Callable[[Lease, int, int], dict[str, object]]] = {
     "nixl": _nixl_keys,
     "mooncake-ascend": _ascend_keys,
 }
 
 
-# vLLM's NIXL and vllm-ascend's Mooncake read the blocks that are named. Neither asks whether they are
-# still, or ever were, those of the request; only the engine's id is looked at.
+# vLLM's NIXL and vllm-ascend's Mooncake read the named blocks. Neither checks whether these are, or
+# ever were, those of the request; only the engine's id is checked.
 def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook) -> Claim:
     needed = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id")
     if any(params.get(key) is None for key in (*needed, "remote_block_ids")):

@@ -1,4 +1,4 @@
-"""The `/emulation` endpoints: ground truth and faults, at run time, on every engine's server.
+"""The `/emulation` endpoints, on every engine's server: measurements, faults and lengths at run time.
 
 GET  /emulation/stats
 GET  /emulation/stats/picture
@@ -68,7 +68,7 @@ class FleetControl:
             case "POST", "lengths":
                 return {"lengths": fleet.lengths.add(_values(body))}
             case "POST", "kill":
-                # Not now: this may be the engine that has to answer.
+                # Not at once: this engine may have to send the answer first.
                 engine = fleet.engine(_values(body).get("engine"))
                 asyncio.get_running_loop().call_soon(engine.kill)
                 return {"engines": [engine.name]}

@@ -1,4 +1,4 @@
-"""What decode ranks do with a request: get its KV cache, then say a token in each step."""
+"""The work of decode ranks: get a request's KV cache, then emit a token in each step."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ class Poster(Protocol):
     """Sends JSON to other servers."""
 
     def post(self, url: str, body: bytes) -> None:
-        """Post `body`. It is tried again if it fails; the answer does not matter."""
+        """Post `body`, with retries; the content of the answer is ignored."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A prompt whose KV cache is not here yet."""
+    """A prompt whose KV cache has not arrived."""
 
     call: EngineCall
     number: int
@@ -51,14 +51,14 @@ class Decoder:
     """The ranks behind one server.
 
     Args:
-        settings: The fleet's.
+        settings: The settings of the fleet.
         barrier: The clock of all ranks of the fleet.
         ranks: The numbers of this server's ranks in the fleet.
-        peer: How prefillers know it.
+        peer: Its identity for prefillers.
         sources: All prefillers.
         book: Their leases.
         poster: Reaches the metaserver.
-        counters: What each of the server's ranks did.
+        counters: The counters of each of the server's ranks.
         die: Kills the engine.
     """
 
@@ -92,7 +92,7 @@ class Decoder:
         return self._barrier.running(self._ranks[rank])
 
     def arriving(self, rank: int) -> int:
-        """Return the number of sequences whose KV cache is not here yet."""
+        """Return the number of sequences whose KV cache has not arrived."""
         return sum(
             arrival.call.exchange.request.n
             for arrival in self._arrivals
@@ -109,10 +109,10 @@ class Decoder:
         return 0.0 if tokens is None else self._barrier.loads[self._ranks[rank]] / tokens
 
     def serve(self, call: EngineCall) -> None:
-        """Take a request."""
+        """Start a request."""
         exchange = call.exchange
         if call.remote_prefill and exchange.request.prompt_logprobs is not None:
-            # They need the prompt to be computed here.
+            # They need the prompt computed here.
             exchange.fail()
             return
         for number, prompt in enumerate(exchange.request.prompts):
@@ -147,7 +147,7 @@ class Decoder:
                     num_blocks=num_blocks,
                     block_tokens=self._settings.block_tokens,
                 )
-                self._book.begin_anew(self._peer.engine_id, name)  # Named by the client, not by us.
+                self._book.begin_anew(self._peer.engine_id, name)  # A client may reuse a name.
                 self._await_prefill(arrival, self._peer.engine_id, name)
                 self._poster.post(url, compact(params))
             case Hang():
@@ -186,7 +186,7 @@ class Decoder:
         self._wait(arrival, transfer_ns, partial(self._pulled, arrival, lease))
 
     def _pull_stale(self, arrival: _Arrival, engine_id: str, end: LeaseEnd | None) -> None:
-        """Read blocks that are somebody else's now: nothing says so."""
+        """Read blocks that hold another prompt's KV cache; no error is reported."""
         prompt = arrival.call.exchange.request.prompts[arrival.number]
         self._misread(arrival, self._book.stale(engine_id, prompt), end)
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
@@ -199,14 +199,14 @@ class Decoder:
 
     def _pulled(self, arrival: _Arrival, lease: Lease) -> None:
         arrival.lease = None
-        if lease.end is not None:  # The prefiller died meanwhile.
+        if lease.end is not None:  # The prefiller died in the meantime.
             arrival.call.exchange.fail()
             return
         self._book.finish(lease, LeaseEnd.PULLED)
         self._arrived(arrival)
 
     def _arrived(self, arrival: _Arrival) -> None:
-        """Go on with the KV cache here and the prefiller's blocks free, but without a token yet."""
+        """Continue after the pull: the prefiller's blocks are free, and no token was emitted yet."""
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
         self._counters[arrival.call.rank].pulled_tokens += len(prompt.tokens)

@@ -1,4 +1,4 @@
-"""One emulated engine: its life, its requests, and what they come to."""
+"""One emulated engine: its life cycle, its requests, and their counts."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """What stands behind the server. Ranks are numbered from 0 within the engine."""
+    """The model executor behind the server. Ranks are numbered from 0 within the engine."""
 
     def serve(self, call: EngineCall) -> None:
-        """Take a request."""
+        """Start a request."""
         ...
 
     def running(self, rank: int) -> int:
-        """Return how many sequences run."""
+        """Return the number of running sequences."""
         ...
 
     def waiting(self, rank: int) -> int:
-        """Return how many wait for room."""
+        """Return the number of sequences that wait for room."""
         ...
 
     def arriving(self, rank: int) -> int:
-        """Return how many wait for their KV cache."""
+        """Return the number of sequences that wait for their KV cache."""
         ...
 
     def usage(self, rank: int) -> float:
@@ -45,14 +45,14 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineRole:
-    """What an engine is.
+    """The identity and size of an engine.
 
     Attributes:
         name: "prefill/0", "decode/3": role and number.
         ranks: The data-parallel ranks behind its server, by their number in the fleet.
         kv_tokens: KV tokens that fit on each; None for no limit.
-        side_port: Port of its KV transport, on which nobody listens.
-        has_bootstrap: Whether a second server tells decoders its engine id (Mooncake).
+        side_port: Port of its KV transport; no server listens on it.
+        has_bootstrap: Whether a second server gives decoders its engine id (Mooncake).
     """
 
     name: str
@@ -66,21 +66,21 @@ class Engine:
     """One emulated engine.
 
     Args:
-        role: What it is.
+        role: Its identity and size.
         hub: What it shares with the others.
-        begin: Makes what stands behind the server, afresh with each start of the engine.
+        begin: Makes the executor behind the server; called at each start of the engine.
 
     Attributes:
         alive: Whether it runs.
         engine_id: New with each start.
         fingerprint: `system_fingerprint` of its answers, new with each start.
         host: The server's address.
-        port: The server's port, kept over restarts.
+        port: The server's port, kept across restarts.
         bootstrap_port: The bootstrap server's; 0 if there is none.
-        faults: What it does wrong.
-        work: What stands behind the server.
-        exchanges: Generation requests under way.
-        held: Requests that were taken but not looked at, by a fault.
+        faults: Its active faults.
+        work: The executor behind the server.
+        exchanges: Generation requests in progress.
+        held: Requests that a fault keeps unprocessed.
     """
 
     def __init__(self, role: EngineRole, hub: Hub, begin: "Callable[[Engine], Work]") -> None:
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is here."""
+        """Whether it has no request."""
         return not self.exchanges and not self.held
 
     @property
@@ -136,9 +136,9 @@ class Engine:
         """Start the engine and listen.
 
         Args:
-            host: Where to listen.
-            port: For the engine; 0 for a free one.
-            bootstrap_port: For its bootstrap server, if it has one; 0 for a free one.
+            host: The address to listen on.
+            port: The engine's port; 0 for a free one.
+            bootstrap_port: The port of its bootstrap server, if it has one; 0 for a free one.
 
         Raises:
             OSError: The address cannot be bound.
@@ -159,7 +159,7 @@ class Engine:
             self.refuse()
 
     async def listen(self, port: int) -> None:
-        """Listen, again if need be.
+        """Listen, for the first time or again.
 
         Raises:
             OSError: The address cannot be bound.
@@ -168,11 +168,11 @@ class Engine:
         self.port = self._main.port
 
     def refuse(self) -> None:
-        """Accept no more connections; answers under way go on. A bootstrap server stays."""
+        """Accept no more connections; answers in progress continue. A bootstrap server stays."""
         self._main.stop_accepting()
 
     def kill(self) -> None:
-        """End as a killed process does: connections are reset, and everything is forgotten."""
+        """End like a killed process: connections are reset, and all state is lost."""
         self.alive = False
         for exchange in list(self.exchanges):
             exchange.abandon(crashed=True)
@@ -185,8 +185,8 @@ class Engine:
     def lose_process(self) -> None:
         """End one of several processes behind this URL; the others take new connections.
 
-        As a pod behind a service, or an engine that is started again at once: its connections are reset
-        and its requests are gone, but whoever connects again finds an engine that works.
+        Like a pod behind a service, or an engine that is restarted at once: its connections are reset
+        and its requests are lost, but a new connection reaches an engine that works.
         """
         for exchange in list(self.exchanges):
             exchange.abandon(crashed=True)
@@ -203,7 +203,7 @@ class Engine:
         return server
 
     def _bootstrap(self, request: Request, reply: Reply) -> None:
-        """Tell what Mooncake's bootstrap server tells, keyed by data-parallel rank."""
+        """Answer as Mooncake's bootstrap server, keyed by data-parallel rank."""
         headers = json_headers(self._hub.date())
         if request.path != b"/query":
             reply.send(404, headers, compact({"detail": "Not Found"}))
@@ -216,14 +216,14 @@ class Engine:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
     def least_busy(self) -> int:
-        """Return the rank with the fewest requests, the lowest of several."""
+        """Return the rank with the fewest requests; on a tie the lowest."""
         busy = [0] * len(self.role.ranks)
         for call in self.exchanges.values():
             busy[call.rank] += 1
         return busy.index(min(busy))
 
     def states(self) -> list[RankState]:
-        """Return what each rank does now."""
+        """Return the present state of each rank."""
         counted = [replace(counters) for counters in self.counters]
         for exchange, call in self.exchanges.items():
             _count(exchange, counted[call.rank])
@@ -236,11 +236,11 @@ class Engine:
         ]
 
     def add(self, exchange: Exchange, call: EngineCall) -> None:
-        """Keep a request until it is done."""
+        """Register a request until it is done."""
         self.exchanges[exchange] = call
 
     def done(self, exchange: Exchange) -> None:
-        """Count a request that left."""
+        """Remove and count a request that ended."""
         call = self.exchanges.pop(exchange)
         counters = self.counters[call.rank]
         _count(exchange, counters)

@@ -1,4 +1,4 @@
-"""A generation request with what an engine needs to know of it beyond its text."""
+"""A generation request with the engine's own data on it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from balanceroute.proxy.emulate.exchange import Exchange
 
 @dataclass(slots=True)
 class EngineCall:
-    """One request on its way through an engine.
+    """One request in an engine.
 
     Attributes:
         exchange: The request and its answer.
@@ -17,7 +17,7 @@ class EngineCall:
         suffix: Makes the id unique inside the engine.
         rank: Which of the engine's ranks serves it.
         drop_kv: Leave `kv_transfer_params` out of the answer.
-        alien_kv: Answer with somebody else's.
+        alien_kv: Answer with those of another request.
     """
 
     exchange: Exchange
@@ -39,7 +39,7 @@ class EngineCall:
 
     @property
     def remote_decode(self) -> bool:
-        """Whether a decoder will want the KV cache."""
+        """Whether a decoder will pull the KV cache."""
         return self.kv.get("do_remote_decode") is True
 
     @property
@@ -48,7 +48,7 @@ class EngineCall:
         return self.kv.get("do_remote_prefill") is True
 
     def external_id(self, prompt: int) -> str:
-        """Return the id of one of the prompts as a proxy can work it out."""
+        """Return the id of one of the prompts, as a proxy can derive it."""
         chat = self.exchange.request.chat
         return self.request_id if chat else f"{self.request_id}-{prompt}"
 

@@ -1,4 +1,4 @@
-"""GET /metrics of an engine: the Prometheus text of vLLM 0.32, the part that says how busy it is."""
+"""GET /metrics of an engine: the part of vLLM 0.32's Prometheus text that shows its load."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +13,10 @@ _HUGE_BYTES = 20 << 20
 
 @dataclass(slots=True)
 class RankCounters:
-    """What one rank of an engine did.
+    """Counters of one rank of an engine.
 
     Attributes:
-        finished: Sequences by how they ended: a finish reason, or "abort".
+        finished: Sequences by their finish reason, or "abort".
     """
 
     prompt_tokens: int = 0
@@ -28,15 +28,15 @@ class RankCounters:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank of an engine does now.
+    """The present state of one rank of an engine.
 
     Attributes:
         rank: Its number, the `engine` label.
         running: Sequences in the batch, or prompts being computed.
-        waiting: Those that wait for a slot or for blocks.
-        arriving: Those that wait for their KV cache.
+        waiting: Sequences that wait for a slot or for blocks.
+        arriving: Sequences that wait for their KV cache.
         usage: Share of the KV cache in use.
-        counters: What it did.
+        counters: Its counters.
     """
 
     rank: int
@@ -96,7 +96,7 @@ def render_metrics(
 
 
 def spoil_metrics(kind: MalformedScrape, page: bytes) -> tuple[int, bytes]:
-    """Return status and body of a scrape that goes wrong."""
+    """Return status and body of a faulty scrape."""
     match kind:
         case MalformedScrape.GARBAGE:
             return 200, b"\x00\xff<html>no metrics here</html>\n" * 10
@@ -170,7 +170,7 @@ def _labels(model: str, rank: int, more: Mapping[str, str] | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Spell a number as prometheus_client does: Go's way from a million on."""
+    """Format a number as prometheus_client does: from a million on as Go does."""
     text = repr(value)
     point = text.find(".")
     if value > 0 and point > 6 and "e" not in text:

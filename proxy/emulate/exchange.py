@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.server import Reply
 
 Cancel = Callable[[bool], None]
-"""Ends a stage of a request's life; the argument tells whether the engine crashed."""
+"""Cancels a stage of a request; the argument is whether the engine crashed."""
 
 
 class TokenSequence:
-    """One choice of the answer, as the batch and the client see it.
+    """One choice of the answer, as a member of the batch.
 
     Attributes:
         choice: Its tokens.
-        on_end: Called once it has said its last token, before that is written.
+        on_end: Called when it has emitted its last token, before that is written.
         on_drop: Called if the batch's KV cache had no room for it.
-        late: What shows with the next token.
+        late: What is sent with the next token.
     """
 
     __slots__ = ("_event", "_exchange", "choice", "late", "on_drop", "on_end")
@@ -46,7 +46,7 @@ class TokenSequence:
         self._event = exchange.format.plain(choice) if fast else None
 
     def misread(self, prompt: Prompt) -> None:
-        """Say what follows another prompt, whose KV cache was read by mistake; nothing was said yet."""
+        """Continue another prompt, whose KV cache was read by mistake, before the first token."""
         self.choice.begin(prompt)
         self._choose_path()
 
@@ -57,12 +57,12 @@ class TokenSequence:
 
     @property
     def tokens_left(self) -> int:
-        """The most tokens that may still come."""
+        """The most tokens that it may still emit."""
         choice = self.choice
         return min(choice.max_tokens, choice.length or choice.max_tokens) - choice.emitted
 
     def advance(self) -> bool:
-        """Say the next token; return whether it was the last."""
+        """Emit the next token; return whether it was the last."""
         choice, exchange = self.choice, self._exchange
         event = self._event
         if event is None or not exchange.opened:
@@ -77,7 +77,7 @@ class TokenSequence:
         return True
 
     def dropped(self) -> None:
-        """Pass on that the KV cache had no room for it."""
+        """Call `on_drop`: the KV cache had no room for it."""
         assert self.on_drop is not None, "nobody decides what becomes of a dropped sequence"
         self.on_drop(self)
 
@@ -86,20 +86,20 @@ class Exchange:
     """One generation request.
 
     Args:
-        request: What it asks for.
-        reply: Where the answer goes.
-        answer_format: How it is written.
-        faults: What goes wrong.
-        on_done: Called once, when nothing is left of the request at this engine.
+        request: The parsed request.
+        reply: Receives the answer.
+        answer_format: Writes the answer.
+        faults: The faults to show.
+        on_done: Called once, when the engine holds nothing of the request any more.
         respond: Sends an answer that is not streamed: status and body.
 
     Attributes:
-        opened: Whether the first token was said.
-        over: Whether nothing is left to do.
+        opened: Whether the first token was emitted.
+        over: Whether the request has ended.
         streams: Whether the answer is a stream.
         sequences: All choices, prompt by prompt.
         kv_transfer_params: Those of the answer.
-        stages: What would have to be cancelled if the client left now, by prompt or choice.
+        stages: What has to be cancelled if the client leaves, by prompt or choice.
         write: Writes one piece of a stream.
     """
 
@@ -138,7 +138,7 @@ class Exchange:
         return self.sequences[prompt * n : (prompt + 1) * n]
 
     def start(self, headers: "Headers") -> None:
-        """Begin the answer, before there is a token to say."""
+        """Start the answer, before the first token."""
         if self.streams:
             self.reply.start(200, headers)
         for sequence in self.sequences:
@@ -147,7 +147,7 @@ class Exchange:
             self._fail_by_token(sequence)
 
     def advance(self, sequence: TokenSequence) -> bool:
-        """Say a sequence's next token, in whatever way it takes; return whether it was the last."""
+        """Emit a sequence's next token; return whether it was the last."""
         if self.faults.stall_after_tokens == sequence.choice.emitted:
             return False
         if not self.opened:
@@ -171,7 +171,7 @@ class Exchange:
             self._end(sequence)
 
     def recompute(self, sequence: TokenSequence) -> None:
-        """Hand a sequence back: it has to be prefilled again, elsewhere."""
+        """End a sequence as recomputed: the proxy has to prefill it again."""
         self.say(sequence, sequence.choice.end("recomputed"))
 
     def fail(self, error: ApiError | None = None) -> None:
@@ -186,7 +186,7 @@ class Exchange:
             self.reply.end()
 
     def abandon(self, *, crashed: bool = False) -> None:
-        """Give up everything that is held for the request; the answer stays as it is."""
+        """Release everything that is held for the request; the answer stays as it is."""
         if self.over:
             return
         self.over = True
@@ -218,7 +218,7 @@ class Exchange:
         self.reply.end()
 
     def _fail_by_token(self, sequence: TokenSequence) -> bool:
-        """Do what is to go wrong after so many tokens; return whether the sequence is over."""
+        """Show the faults that are due after this token; return whether the sequence is over."""
         faults, choice = self.faults, sequence.choice
         ended = choice.finish_reason is not None
         if faults.reset_after_tokens == choice.emitted:

@@ -1,4 +1,4 @@
-"""Which engine does what wrong."""
+"""The faults of each engine."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Faulty(Protocol):
-    """An engine that can be told to do things wrong."""
+    """An engine that can show faults."""
 
     faults: Faults
     alive: bool
@@ -24,7 +24,7 @@ class Faulty(Protocol):
 
     @property
     def port(self) -> int:
-        """The port that it listens on, also while it refuses."""
+        """The port that it listens on, also while it refuses connections."""
         ...
 
     def refuse(self) -> None:
@@ -51,7 +51,7 @@ class FaultBoard:
         """Change some faults of some engines; return the engines' names.
 
         Raises:
-            ConfigError: There is no such engine or fault, or the value makes no sense.
+            ConfigError: There is no such engine or fault, or the value is invalid.
         """
         chosen = self._chosen(engine)
         for one, faults in [(one, one.faults.changed(changes)) for one in chosen]:
@@ -97,7 +97,7 @@ class FaultBoard:
     @staticmethod
     async def _listen(engine: Faulty) -> None:
         if not engine.alive:
-            return  # A killed one listens when it is started again.
+            return  # A killed one listens when it is restarted.
         try:
             await engine.listen(engine.port)
         except OSError as error:

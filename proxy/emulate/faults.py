@@ -9,20 +9,20 @@ from balanceroute.proxy.core.errors import ConfigError
 
 
 class AfterPull(Enum):
-    """What becomes of a request between the pull of its KV cache and its first token.
+    """What happens to a request between the pull of its KV cache and its first token.
 
-    The head of a stream is out by then; of another answer there is no byte. The prefiller's blocks are
-    free and may be another prompt's.
+    The head of a stream was sent by then, but no byte of any other answer. The prefiller's blocks are
+    free and may hold another prompt.
     """
 
-    RESET = "reset"  # The connection is reset; the engine goes on, and takes new ones.
+    RESET = "reset"  # The connection is reset; the engine continues and takes new ones.
     ERROR = "error"  # A stream's first event is an error; another answer is a 500.
     DEATH = "death"  # The engine dies.
     SILENCE = "silence"
 
 
 class MalformedStream(Enum):
-    """What is wrong with the events of a stream. Some are odd, but valid."""
+    """What is wrong with the events of a stream. Some are unusual, but valid."""
 
     BAD_JSON = "bad_json"
     NUL = "nul"
@@ -43,8 +43,8 @@ class MalformedAnswer(Enum):
 
     NOT_JSON = "not_json"
     TRUNCATED = "truncated"  # Half of the body, then the end of the connection.
-    CUT_JSON = "cut_json"  # Half of the JSON as if it were the whole body.
-    GZIP = "gzip"  # Compressed, though nobody asked for it.
+    CUT_JSON = "cut_json"  # Half of the JSON, framed as the whole body.
+    GZIP = "gzip"  # Compressed, without `Accept-Encoding`.
     TRICKLE = "trickle"  # A byte every `trickle_s`.
 
 
@@ -63,28 +63,28 @@ class MalformedScrape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What an engine does wrong. Probabilities are for each request, decided on arrival.
+    """The faults of an engine. Probabilities are per request, drawn on arrival.
 
     Attributes:
-        status_400: Probability of a refusal with this status; likewise the next four.
+        status_400: Probability of an error with this status; likewise the next four.
         retry_after_s: `Retry-After` of the 429 and 503.
         reset_before_headers: Probability of a reset instead of an answer.
-        hang: Requests are taken, and never answered.
-        refuse: Connections are refused; answers under way go on.
+        hang: Requests are accepted and never answered.
+        refuse: Connections are refused; answers in progress continue.
         unhealthy: GET /health answers 503.
-        delay_s: Emulated time that a request waits before anything is done about it.
-        reset_after_tokens: The connection is cut after so many tokens of a choice; with 0 after the
-            headers. An answer that ends sooner ends well. Likewise the next four.
-        end_after_tokens: The stream ends in good order, but without a finish reason or `[DONE]`.
-        stall_after_tokens: No further token comes, and the slot stays taken.
+        delay_s: Emulated time that a request waits before it is processed.
+        reset_after_tokens: The connection is reset after so many tokens of a choice; with 0 after
+            the headers. An answer that ends sooner has no fault. Likewise the next four.
+        end_after_tokens: The stream ends properly, but without a finish reason or `[DONE]`.
+        stall_after_tokens: No further token is emitted, and the slot stays taken.
         error_event_after_tokens: The engine fails as vLLM does.
         recomputed_after_tokens: The choice ends with `stop_reason` "recomputed".
         eos_first: Probability that the first token ends the text, whatever `min_tokens` says.
         drop_kv_params: Probability that a prefill answer has no `kv_transfer_params`.
-        alien_kv_params: Probability that it has those of somebody else.
-        after_pull: What becomes of requests whose KV cache has been pulled.
+        alien_kv_params: Probability that it has those of another request.
+        after_pull: What happens to requests whose KV cache has been pulled.
         after_pull_s: Emulated time from the pull to that.
-        lease_s: Lease of prefilled KV caches in place of the fleet's setting.
+        lease_s: Lease of prefilled KV caches, instead of the fleet's setting.
         malformed: What is wrong with streams.
         malformed_answer: What is wrong with other answers.
         trickle_s: Loop time between two bytes of a trickling answer.
@@ -92,7 +92,7 @@ class Faults:
         malformed_scrape: What is wrong with /metrics.
 
     Raises:
-        ConfigError: A value that makes no sense; the message begins with its name.
+        ConfigError: A value is invalid; the message begins with its name.
     """
 
     status_400: float = 0.0
@@ -137,17 +137,17 @@ class Faults:
 
     @property
     def by_token(self) -> bool:
-        """Whether something happens after a number of tokens."""
+        """Whether a fault is due after a number of tokens."""
         return any(getattr(self, name) is not None for name in TOKEN_FAULTS)
 
     def changed(self, changes: Mapping[str, Any]) -> "Faults":
         """Return these faults with some of them changed.
 
         Args:
-            changes: New values by field, as JSON gives them: the kinds of malformation are words.
+            changes: New values by field, as parsed from JSON; enumerations are strings.
 
         Raises:
-            ConfigError: An unknown field, or a value that makes no sense.
+            ConfigError: A field is unknown, or a value is invalid.
         """
         known = {one.name: one.type for one in fields(self)}
         values: dict[str, Any] = {}
@@ -184,7 +184,7 @@ _NEEDED = {"hang": bool, "refuse": bool, "unhealthy": bool} | dict.fromkeys(TOKE
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a value as the field wants it."""
+    """Return a value converted to the field's type."""
     if name in _WORDS:
         kind = _WORDS[name]
         if value is None or isinstance(value, kind):

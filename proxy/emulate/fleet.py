@@ -19,9 +19,9 @@ from balanceroute.proxy.emulate.prefiller import Prefiller
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
 from balanceroute.topologies import CONNECTORS
 
-# Where vLLM's NIXL side channels begin; nobody listens there.
+# The first port of vLLM's NIXL side channels; no server listens there.
 _SIDE_PORT = 5600
-# A moment that fits the version that is emulated; real ones come from whoever starts the fleet.
+# A default that fits the emulated version; callers pass the real time.
 _EPOCH_S = 1_795_000_000.0
 
 
@@ -29,14 +29,14 @@ class EmulatedFleet:
     """Prefillers and decode ranks with one barrier.
 
     Args:
-        settings: The machines.
-        rng: Decides ids and faults.
-        epoch_s: Unix time when the event loop's clock stood at 0, for what tells the time of day.
+        settings: The deployment.
+        rng: For ids and faults.
+        epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
 
     Attributes:
         settings: As given.
-        engines: Prefillers, then decode engines; with `DpMode.HEADER` there is one of these.
-        faults: What they do wrong.
+        engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
+        faults: Switches their faults.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class EmulatedFleet:
         """Start all engines.
 
         Args:
-            host: Where to listen.
-            port: Of the first engine; the others follow. 0 for free ports.
+            host: The address to listen on.
+            port: The first engine's port; the others follow. 0 for free ports.
 
         Raises:
             OSError: An address cannot be bound; nothing is left running.
@@ -109,7 +109,7 @@ class EmulatedFleet:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held anywhere: no request, slot, block or lease."""
+        """Whether nothing is held: no request, slot, block or lease."""
         return (
             all(engine.idle for engine in self.engines)
             and self._hub.barrier.idle
@@ -130,7 +130,7 @@ class EmulatedFleet:
         raise ConfigError(f"engine {name!r} is unknown; known: {known}")
 
     def kill(self, engine: str | int) -> None:
-        """End an engine as a killed process: connections are reset, then refused, and all state is lost.
+        """End an engine like a killed process: connections are reset, then refused; all state is lost.
 
         Raises:
             ConfigError: There is no such engine.
@@ -138,7 +138,7 @@ class EmulatedFleet:
         self.engine(engine).kill()
 
     async def restore(self, engine: str | int) -> None:
-        """Start a killed engine again, on its old port.
+        """Restart a killed engine on its old port.
 
         Raises:
             ConfigError: There is no such engine.
@@ -156,7 +156,7 @@ class EmulatedFleet:
             prefiller.close()
         self._hub.barrier.close()
         await self._poster.close()
-        await asyncio.sleep(0)  # Lost connections are reported in the next round.
+        await asyncio.sleep(0)  # Lost connections are reported in the loop's next iteration.
 
     @property
     def misreads(self) -> list[Misread]:
@@ -164,7 +164,7 @@ class EmulatedFleet:
         return self._hub.book.misreads
 
     def stats(self) -> dict[str, Any]:
-        """Return what the fleet did since the last reset, and what it holds now."""
+        """Return the measurements since the last reset, and the present state."""
         barrier, book = self._hub.barrier, self._hub.book
         counters, settings = barrier.counters, self.settings
         capacity, steps = counters.capacity_tokens, counters.steps
@@ -205,14 +205,14 @@ class EmulatedFleet:
         return [loads[:ranks] for loads in self._hub.barrier.counters.picture]
 
     def reset_stats(self) -> None:
-        """Begin to measure afresh."""
+        """Reset all measurements."""
         self._hub.barrier.counters = StepCounters()
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()
         self._hub.book.misreads.clear()
 
     def _hub_of(self, role: EngineRole) -> Hub:
-        """Return the hub as an engine sees it, which may serve another model than the rest."""
+        """Return the hub for an engine, which may serve another model than the rest."""
         names = self.settings.engine_models.get(role.name)
         if names is None:
             return self._hub
@@ -240,7 +240,7 @@ class EmulatedFleet:
         return prefillers + decoders
 
     def _begin(self, engine: Engine) -> Work:
-        """Make what stands behind an engine's server."""
+        """Return the executor behind an engine's server."""
         hub = self._hub
         if engine.name.startswith("prefill/"):
             prefiller = self._prefillers[engine] = Prefiller(self.settings, engine, hub.book)

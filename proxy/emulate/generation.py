@@ -1,4 +1,4 @@
-"""The way of a generation request from the socket to the engine."""
+"""The path of a generation request from the socket to the engine."""
 
 import json
 from dataclasses import replace
@@ -31,22 +31,22 @@ _KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
 class Generation:
-    """Takes generation requests for an engine, with its faults."""
+    """Accepts generation requests for an engine, with its faults."""
 
     def __init__(self, engine: "Engine", hub: "Hub") -> None:
         self._engine = engine
         self._hub = hub
 
     def chat(self, request: "Request", reply: "Reply") -> None:
-        """Take a request to /v1/chat/completions."""
+        """Handle a request to /v1/chat/completions."""
         self._take(request, reply, chat=True)
 
     def completion(self, request: "Request", reply: "Reply") -> None:
-        """Take a request to /v1/completions."""
+        """Handle a request to /v1/completions."""
         self._take(request, reply, chat=False)
 
     def messages(self, request: "Request", reply: "Reply") -> None:
-        """Take a request to /v1/messages."""
+        """Handle a request to /v1/messages."""
         try:
             chat = read_messages(read_json(request.body))
         except ApiError as error:
@@ -57,7 +57,7 @@ class Generation:
         self.chat(translated, cast("Reply", MessagesReply(reply)))
 
     def _happens(self, probability: float) -> bool:
-        # No number is drawn for what cannot happen, so that the faults of one kind do not move others.
+        # No number is drawn for an impossible fault, so that one kind of fault does not change others.
         return probability > 0 and self._hub.rng.random() < probability
 
     def _take(self, request: "Request", reply: "Reply", *, chat: bool) -> None:
@@ -128,7 +128,7 @@ class Generation:
     def _length(self, wanted: GenerationRequest, name: str) -> int | None:
         length = self._hub.lengths.of(name)
         if length is not None and (wanted.kv or {}).get("do_remote_decode") is True:
-            # Decode says the answer; what a prefill says of it must not end it.
+            # The decode leg emits the answer; the first token of the prefill must not end it.
             return max(wanted.max_tokens) + 1
         return length
 

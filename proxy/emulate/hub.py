@@ -16,7 +16,7 @@ from balanceroute.proxy.emulate.settings import EmulationSettings
 
 
 class Control(Protocol):
-    """The fleet, as its engines' `/emulation` endpoints know it."""
+    """The fleet, as its engines' `/emulation` endpoints use it."""
 
     def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
         """Return status and JSON of a request to `/emulation/<name>`."""
@@ -28,15 +28,15 @@ class Hub:
     """What the engines of a fleet share.
 
     Attributes:
-        settings: The machines.
+        settings: The deployment.
         rng: For ids and faults.
-        epoch_s: Unix time when the event loop's clock stood at 0.
+        epoch_s: Unix time at 0 of the event loop's clock.
         barrier: The clock of the decode ranks.
         book: The leases.
-        sources: The prefillers, dead ones included.
+        sources: The prefillers, including dead ones.
         poster: Reaches the metaserver.
-        control: Answers what is under `/emulation`.
-        lengths: Of the answers to named requests.
+        control: Answers requests below `/emulation`.
+        lengths: The lengths of the answers to named requests.
     """
 
     settings: EmulationSettings
@@ -53,7 +53,7 @@ class Hub:
 
     @property
     def unix_s(self) -> int:
-        """The time of day."""
+        """The Unix time in seconds."""
         return int(self.epoch_s + self.loop.time())
 
     def date(self) -> bytes:
@@ -68,5 +68,5 @@ class Hub:
         return f"{self.rng.getrandbits(4 * digits):0{digits}x}"
 
     def uuid(self) -> str:
-        """Return a random id as vLLM gives them to engines."""
+        """Return a random id, in the form of vLLM's engine ids."""
         return str(UUID(int=self.rng.getrandbits(128), version=4))

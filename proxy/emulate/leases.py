@@ -9,7 +9,7 @@ from enum import Enum
 from balanceroute.proxy.emulate.request import Prompt
 
 _ENDED_KNOWN = 4096
-# What blocks hold that nobody wrote lately.
+# The content of blocks that were not written recently.
 _NOISE = Prompt([0], None)
 
 
@@ -17,8 +17,8 @@ class LeaseEnd(Enum):
     """How a lease ended."""
 
     PULLED = "pulled"  # A decode rank has the KV cache.
-    RELEASED = "released"  # A decode rank asked for it and gave up before it had it.
-    EXPIRED = "expired"  # Nobody asked for it in time.
+    RELEASED = "released"  # A decode rank claimed it and left before the pull was complete.
+    EXPIRED = "expired"  # No decode rank claimed it in time.
     LOST = "lost"  # The prefiller died.
 
 
@@ -26,11 +26,11 @@ class BlockPool:
     """The KV blocks of a prefiller.
 
     Args:
-        blocks: How many there are; None for no limit.
+        blocks: Number of blocks; None for no limit.
 
     Attributes:
         used: Blocks in use.
-        on_free: Called when blocks came back.
+        on_free: Called when blocks were freed.
     """
 
     def __init__(self, blocks: int | None) -> None:
@@ -48,8 +48,8 @@ class BlockPool:
     def take(self, count: int) -> list[int] | None:
         """Return the ids of `count` blocks, or None if there are not enough.
 
-        A request larger than the whole pool gets its blocks once the pool is empty: it could not be
-        served anywhere else either.
+        A request larger than the whole pool gets its blocks once the pool is empty: no other
+        prefiller could serve it either.
         """
         if self._blocks is not None and self.used and self.used + count > self._blocks:
             return None
@@ -62,7 +62,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: list[int]) -> None:
-        """Take blocks back."""
+        """Free blocks."""
         self.used -= len(blocks)
         self._free += blocks
         if self.on_free is not None:
@@ -74,14 +74,14 @@ class Lease:
     """The KV cache of one prompt, on the prefiller that computed it.
 
     Attributes:
-        prefiller: The engine id of whoever computed it.
-        key: What a decode rank must name to get it: an engine id and a request or transfer id.
+        prefiller: The engine id of the prefiller.
+        key: Names the lease for a decode rank: an engine id and a request or transfer id.
         prompt: The prompt.
         blocks: Its blocks.
         end: How it ended; None while it is held.
         pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
             heartbeats renew it).
-        overdue: Whether its time came while it was being read.
+        overdue: Whether its time ended while it was being read.
     """
 
     prefiller: str
@@ -101,7 +101,7 @@ class Misread:
 
     Attributes:
         request_id: The id of its answer.
-        end: How the lease ended that it named; None if that is held, or was never granted.
+        end: How the named lease ended; None if it is held, or was never granted.
     """
 
     request_id: str
@@ -113,15 +113,15 @@ class LeaseBook:
     """All leases of a fleet, in one process, as the KV transport sees them.
 
     Attributes:
-        ends: How many ended how.
-        misses: How often a decode rank asked for one that had ended, by that end.
-        misreads: Who was answered with another prompt's KV cache.
+        ends: Number of ended leases, by how they ended.
+        misses: How often a decode rank claimed an ended lease, by how it had ended.
+        misreads: The requests that were answered with another prompt's KV cache.
     """
 
     ends: Counter[LeaseEnd] = field(default_factory=Counter)
     misses: Counter[LeaseEnd] = field(default_factory=Counter)
     misreads: list[Misread] = field(default_factory=list)
-    # The last two different prompts that each prefiller computed, the later one last.
+    # The last two different prompts of each prefiller, the later one last.
     _written: dict[str, list[Prompt]] = field(default_factory=dict)
     _held: dict[Lease, None] = field(default_factory=dict)
     _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
@@ -136,14 +136,14 @@ class LeaseBook:
 
     @property
     def idle(self) -> bool:
-        """Whether no lease is held and none is waited for."""
+        """Whether no lease is held and no decode rank waits for one."""
         return not self._held and not self._awaited
 
     def grant(self, lease: Lease, expires_s: float) -> None:
         """Hold a lease until it is pulled, or until `expires_s` on the event loop's clock."""
         self._held[lease] = None
         self._wrote(lease.prefiller, lease.prompt)
-        # Under a transfer id that is used twice, the older blocks are unreachable: they expire.
+        # If a transfer id is used twice, the older blocks cannot be claimed any more: they expire.
         self._by_key[lease.key] = lease
         loop = asyncio.get_running_loop()
         lease.timer = loop.call_at(expires_s, self._expire, lease)
@@ -155,7 +155,7 @@ class LeaseBook:
             wake(lease)
 
     def begin_anew(self, engine_id: str, name: str) -> None:
-        """Forget what ended under a name that a client may use again, one request after another."""
+        """Remove the ended lease of a name, which a client may reuse for a later request."""
         self._ended.pop((engine_id, name), None)
 
     def find(self, engine_id: str, name: str) -> Lease | None:
@@ -172,10 +172,10 @@ class LeaseBook:
         return None if key in self._by_key else self._ended.get(key)
 
     def stale(self, engine_id: str, prompt: Prompt) -> Prompt:
-        """Return whose KV cache a decode rank reads in blocks that are not its prompt's any more.
+        """Return the prompt that a decode rank reads in blocks that no longer hold its own.
 
-        Real blocks may stay right for a while. Here they never do: who relies on that would be found out
-        too seldom.
+        Real blocks may keep their content for a while. Here they never do, so that a proxy that relies
+        on it always fails.
         """
         for other in reversed(self._written.get(engine_id, [])):
             if other.digest != prompt.digest:
@@ -189,7 +189,7 @@ class LeaseBook:
     def await_grant(
         self, engine_id: str, name: str, wake: Callable[[Lease], None]
     ) -> Callable[[], None]:
-        """Call `wake` once such a lease is granted; return a function that forgets it."""
+        """Call `wake` when such a lease is granted; return a function that cancels the wait."""
         key = (engine_id, name)
         self._awaited.setdefault(key, []).append(wake)
 
@@ -219,7 +219,7 @@ class LeaseBook:
         lease.pool.free(lease.blocks)
 
     def give_back(self, lease: Lease) -> None:
-        """Undo the beginning of a pull: the decode rank died without a word."""
+        """Undo the start of a pull: the decode rank died without notice."""
         lease.pulling = False
         if lease.overdue:
             self.finish(lease, LeaseEnd.EXPIRED)

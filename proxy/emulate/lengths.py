@@ -1,8 +1,8 @@
-"""How long the answers to named requests are: told by a load generator, and by nobody else.
+"""The lengths of the answers to named requests, as set by a load generator.
 
-A replay knows from its trace how long every answer was. It tells the engines so on a route of their
-own (`POST /emulation/lengths`), by the `X-Request-Id` that a proxy passes on, and not in the requests:
-a proxy, and a predictor in it, learns a length as with real engines, when the answer ends.
+A replay knows the length of every answer from its trace. It sends the lengths to the engines on a
+separate route (`POST /emulation/lengths`), by the `X-Request-Id` that a proxy forwards, and not in the
+requests. So a proxy and its predictor learn a length when the answer ends, as with real engines.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
 
-# The oldest are forgotten: a fleet may outlive many replays.
+# The oldest are dropped: a fleet may serve many replays.
 MAX_LENGTHS = 2_000_000
 _MAX_TOKENS = 2**31 - 1
 
@@ -22,13 +22,13 @@ class Lengths:
         self._tokens: dict[str, int] = {}
 
     def add(self, tokens: Mapping[str, Any]) -> int:
-        """Note how many tokens, the one that ends it included, each of some answers has.
+        """Set how many tokens some answers have, including the one that ends each.
 
         Returns:
-            How many were noted.
+            How many were set.
 
         Raises:
-            ConfigError: One is not a whole number from 1 to 2**31 - 1; none is noted.
+            ConfigError: One is not a whole number from 1 to 2**31 - 1; none is set.
         """
         for name, count in tokens.items():
             if type(count) is not int or not 1 <= count <= _MAX_TOKENS:
@@ -43,7 +43,7 @@ class Lengths:
         return self._tokens.get(request_id)
 
     def handed_back(self, request_id: str, emitted: int) -> None:
-        """Note that a request was handed back, to go on elsewhere, after `emitted` of its tokens."""
+        """Note that a request ended as recomputed after `emitted` tokens; its next part is shorter."""
         left = self._tokens.get(request_id)
         if left is not None:
             self._tokens[request_id] = max(1, left - emitted)

@@ -1,4 +1,4 @@
-"""Bytes as a broken engine writes them."""
+"""The output of a faulty engine."""
 
 import asyncio
 import gzip
@@ -15,11 +15,11 @@ Write = Callable[[bytes], None]
 
 
 def malformed_write(kind: MalformedStream, write: Write) -> Write:
-    """Return a function that writes events in a broken way.
+    """Return a function that writes malformed events.
 
     Args:
         kind: What is wrong with them.
-        write: Writes bytes in the right way.
+        write: Writes bytes.
     """
     broken: Write
     match kind:
@@ -35,14 +35,14 @@ def malformed_write(kind: MalformedStream, write: Write) -> Write:
             broken = _Spoilt(write, kind).write
 
     def write_event(event: bytes) -> None:
-        if event:  # Some tokens show nothing.
+        if event:  # Some tokens have no visible text.
             broken(event)
 
     return write_event
 
 
 def send_malformed(reply: Reply, headers: Headers, body: bytes, faults: Faults) -> None:
-    """Answer 200 with a broken body."""
+    """Answer 200 with a malformed body."""
     match faults.malformed_answer:
         case MalformedAnswer.NOT_JSON:
             reply.send(200, headers, b"<html><body>Welcome to nginx!</body></html>")

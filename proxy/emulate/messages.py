@@ -1,6 +1,6 @@
 """/v1/messages, Anthropic's API, as vLLM serves it: its chat API behind a translation both ways.
 
-Shapes and their order are those of vLLM 0.32 (`vllm/entrypoints/anthropic/serving.py`).
+Fields and their order are those of vLLM 0.32 (`vllm/entrypoints/anthropic/serving.py`).
 """
 
 import json
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.reply import Reply
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Members of both APIs that mean the same.
+# Fields that have the same meaning in both APIs.
 _SHARED = ("model", "max_tokens", "temperature", "top_p", "top_k", "kv_transfer_params")
 _MAX_EVENT_BYTES = 64 << 20
 _DONE = b"[DONE]"
 
 
 def as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat request that a body of /v1/messages stands for.
+    """Return the chat request equivalent to a body of /v1/messages.
 
     Raises:
         ApiError: It is malformed, by vLLM's schema.
@@ -89,12 +89,12 @@ def as_anthropic_error(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 class MessagesReply:
-    """A reply to which the chat API's answer is written, and which passes it on as a message.
+    """A reply that translates the chat API's answer to a message.
 
-    What is no answer of the chat API (a fault on purpose) is passed on as it is.
+    What is no answer of the chat API (an injected fault) is forwarded unchanged.
 
     Args:
-        reply: The client's.
+        reply: The reply to the client.
     """
 
     def __init__(self, reply: "Reply") -> None:
@@ -108,7 +108,7 @@ class MessagesReply:
 
     @property
     def on_closed(self) -> Callable[[], None] | None:
-        """Called once if the client goes away before the answer is complete."""
+        """Called once if the client leaves before the answer is complete."""
         return self._reply.on_closed
 
     @on_closed.setter
@@ -161,7 +161,7 @@ class _MessageStream:
         self._failed = False
 
     def events(self, data: bytes) -> Iterator[tuple[str, dict[str, object]]]:
-        """Yield the events that one event of a chat becomes, with their types."""
+        """Yield the events for one event of a chat, with their types."""
         if self._failed:
             return  # vLLM's translation ends with the error.
         if data == _DONE:

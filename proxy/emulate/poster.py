@@ -1,4 +1,4 @@
-"""JSON that an engine posts to another server: a decode rank's word to the metaserver."""
+"""Posts JSON to another server: from a decode rank to the metaserver."""
 
 import asyncio
 import logging
@@ -23,13 +23,13 @@ class HttpPoster:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, url: str, body: bytes) -> None:
-        """Post `body`; it is tried again if there is no answer."""
+        """Post `body`, with retries if there is no answer."""
         task = asyncio.get_running_loop().create_task(self._post(url, body))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give up what is under way and close the connections."""
+        """Cancel posts in progress and close the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

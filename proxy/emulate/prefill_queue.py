@@ -19,8 +19,8 @@ class PrefillJob:
     Attributes:
         prompt_tokens: Its length.
         num_blocks: KV blocks that its computation takes.
-        done: Called when it is computed; from then on the blocks are the caller's.
-        blocks: Its blocks, once the computation begins.
+        done: Called when it is computed; the caller then owns the blocks.
+        blocks: Its blocks, once the computation has begun.
     """
 
     prompt_tokens: int
@@ -30,11 +30,11 @@ class PrefillJob:
 
 
 class PrefillQueue:
-    """Serves prompts in order; one whose blocks are not free yet holds back those behind it.
+    """Serves prompts in order; one that waits for free blocks holds up those behind it.
 
     Args:
         settings: The service time.
-        pool: Where the blocks come from.
+        pool: Provides the blocks.
     """
 
     def __init__(self, settings: EmulationSettings, pool: BlockPool) -> None:
@@ -62,7 +62,7 @@ class PrefillQueue:
         self._begin_next()
 
     def cancel(self, job: PrefillJob) -> None:
-        """Take out a prompt that is not computed yet; its blocks are free again."""
+        """Remove a prompt that is not computed yet and free its blocks."""
         if job is self._current:
             assert self._timer is not None
             self._timer.cancel()

@@ -1,7 +1,7 @@
-"""What a prefiller does with a request: compute the prompt, say the first token, keep the KV cache.
+"""The work of a prefiller: compute the prompt, emit the first token, keep the KV cache.
 
-A request that asks for more than one token is decoded here too, beside the prefill queue, as any
-engine would; its batch is the prefiller's own.
+A request for more than one token is decoded here too, in parallel to the prefill queue, as any engine
+does. The prefiller has its own batch.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ class Prefiller:
     """One prefiller.
 
     Args:
-        settings: The fleet's.
-        source: How the decode ranks know it.
+        settings: The settings of the fleet.
+        source: Its identity for decode ranks.
         book: The leases of the fleet.
 
     Attributes:
@@ -63,7 +63,7 @@ class Prefiller:
         return self.pool.usage
 
     def serve(self, call: EngineCall) -> None:
-        """Take a request."""
+        """Start a request."""
         exchange = call.exchange
         if call.remote_prefill:
             exchange.fail()  # A producer has no KV cache to receive.
@@ -108,7 +108,7 @@ class Prefiller:
         exchange, choice = call.exchange, sequence.choice
         del exchange.stages[sequence]
         if not call.remote_decode or choice.finish_reason != "length":
-            # As in vLLM: a prefill that met a stop condition leaves nothing to decode.
+            # As in vLLM: after a stop condition in prefill nothing is left to decode.
             self.pool.free(blocks)
             return
         settings, source = self._settings, self._source

@@ -1,4 +1,4 @@
-"""The emulated engines as a process of their own, and the line with which it says that it is ready."""
+"""The emulated engines as a process of their own, and the line that it prints when it is ready."""
 
 import json
 import select
@@ -14,7 +14,7 @@ _READY_BYTES = 1 << 20
 
 
 class EngineProcessError(BalanceRouteError):
-    """The emulated engines did not start, or ended before they were to."""
+    """The emulated engines did not start, or ended too early."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def engine_process(command: Sequence[str]) -> "Iterator[subprocess.Popen[bytes]]
     """
     process = subprocess.Popen(  # noqa: S603 - this package's own command.
         command,
-        # Unbuffered, so that a read takes no more than what has come.
+        # Unbuffered, so that a read takes no more than what has arrived.
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -81,7 +81,7 @@ def ready_line(process: "subprocess.Popen[bytes]") -> bytes:
 
 
 def addresses(line: bytes) -> dict[str, object]:
-    """Return the flags in the line with which the engines say that they are ready.
+    """Return the flags in the line that the engines print when they are ready.
 
     Raises:
         EngineProcessError: It is another line.

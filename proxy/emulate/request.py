@@ -1,4 +1,4 @@
-"""Generation requests: what the body of a /v1/chat/completions or /v1/completions means."""
+"""Generation requests: the parsed body of a /v1/chat/completions or /v1/completions."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from balanceroute.proxy.emulate.sampler import prompt_digest
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.emulate.tokens import decode, packed, render_chat, tokenise
 
-# vLLM's default of the completions API; a chat goes on to the end of the context.
+# vLLM's default of the completions API; a chat continues to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
 # vLLM's default of --max-logprobs.
 MAX_LOGPROBS = 20
@@ -62,7 +62,7 @@ class Prompt:
 
     Attributes:
         tokens: Its token ids.
-        text: The text it came as; None if it came as token ids.
+        text: Its text; None if it was sent as token ids.
     """
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class Prompt:
 
     @cached_property
     def digest(self) -> bytes:
-        """What identifies the prompt's KV cache."""
+        """Identifies the prompt's KV cache."""
         return prompt_digest(self.packed)
 
     @property
@@ -86,21 +86,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request that was found in order.
+    """A valid request.
 
     Attributes:
-        chat: Whether it came to the chat API.
+        chat: Whether it uses the chat API.
         prompts: One, or several for a completion.
         n: Choices for each prompt.
-        max_tokens: Limit of each prompt's choices; the context's end if none was asked for.
-        logprobs: Candidates to tell the log-probability of, the token itself included; 0 for none
-            at all, 1 for the token alone.
+        max_tokens: Limit of each prompt's choices; by default the end of the context.
+        logprobs: Number of candidates with a log-probability, including the token itself; 0 for
+            none, 1 for the token alone.
         top_logprobs: How many of these to list.
-        prompt_logprobs: The same for the prompt's tokens; None for none at all.
-        sampling: What decides the text besides the prompt.
+        prompt_logprobs: The same for the prompt's tokens; None for none.
+        sampling: What determines the text in addition to the prompt.
         tools: OpenAI tool definitions.
         tool_choice: "none", "auto", "required" or "named".
-        tool_name: The function that was named.
+        tool_name: The named function.
         kv: `kv_transfer_params`, or None.
         reasoning_parser: Whether a reasoning parser reads the answer.
     """
@@ -161,10 +161,10 @@ def read_json(body: bytes) -> dict[str, Any]:
 def read_generation(
     values: Mapping[str, Any], settings: EmulationSettings, *, chat: bool
 ) -> GenerationRequest:
-    """Return what a body asks for.
+    """Parse a body.
 
     Raises:
-        ApiError: It cannot be served; answer with this.
+        ApiError: It cannot be served; this is the answer.
     """
     _check_types(values, chat=chat)
     options = values.get("stream_options")
@@ -176,7 +176,7 @@ def read_generation(
     check_model(values, settings)
     tools, tool_choice, tool_name = _tools(values) if chat else ((), "none", None)
     if tool_choice == "auto" and values.get("continue_final_message"):
-        tool_choice = "none"  # What has begun as text goes on as text.
+        tool_choice = "none"  # A continued text stays a text.
     prompts = (_chat_prompt(values),) if chat else _completion_prompts(values)
     n = _or(values.get("n"), 1)
     if n < 1:
@@ -260,10 +260,10 @@ def _check_logprobs(name: str, count: int | None) -> None:
 
 
 def check_model(values: Mapping[str, Any], settings: EmulationSettings) -> None:
-    """Refuse a model that is not served.
+    """Reject a model that is not served.
 
     Raises:
-        ApiError: It is another one. No name at all is right.
+        ApiError: The model is another one. A body without a model is accepted.
     """
     if values.get("model") not in (None, settings.model, *settings.adapters):
         raise unknown_model(values["model"], settings.model)
@@ -273,7 +273,7 @@ def chat_text(values: Mapping[str, Any]) -> str:
     """Return the text of a conversation as the chat template renders it.
 
     Raises:
-        ApiError: The messages are not messages.
+        ApiError: The messages are malformed.
     """
     messages = values.get("messages")
     if not isinstance(messages, list):
@@ -376,7 +376,7 @@ def _limit(
         raise bad_parameter(f"{message} Please request fewer output tokens.", name, limit)
     message = f"This model's maximum context length is {longest} tokens. However, "
     if length > longest or (limit is None and length == longest):
-        least = min(length, longest + 1)  # As far as the tokeniser reads.
+        least = min(length, longest + 1)  # The tokeniser reads no further.
         message += (
             f"your prompt contains at least {least} input tokens, which exceeds this limit even "
             "without any output tokens. Please reduce the length of the input prompt."
@@ -398,7 +398,7 @@ def _limit(
 def _tools(
     values: Mapping[str, Any],
 ) -> tuple[tuple[Mapping[str, Any], ...], str, str | None]:
-    """Return the tools, how one is chosen, and the name of the one that is named."""
+    """Return the tools, the tool choice, and the name of the named one."""
     tools = values.get("tools") or []
     if not isinstance(tools, list):
         raise invalid("list_type", "body.tools", _KINDS["list"][2], tools)
@@ -424,7 +424,7 @@ def _tools(
 
 
 def _sampling(values: Mapping[str, Any], n: int) -> bytes:
-    """Return what decides the text besides the prompt, hashed."""
+    """Return a hash of what determines the text in addition to the prompt."""
     temperature = values.get("temperature")
     if temperature is None:
         temperature = 1.0

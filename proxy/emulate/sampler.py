@@ -1,8 +1,8 @@
 """The emulated language model: the next token is a hash of everything before it.
 
-So a text goes on in the same way wherever it is computed: on one engine, through prefill and
-decode, or from a prompt that already holds the first part of the answer. What else decides is the
-sampling key: temperature, seed, and which of n choices it is.
+So a text continues in the same way wherever it is computed: on one engine, through prefill and
+decode, or from a prompt that already has the first part of the answer. The sampling key also
+determines it: temperature, seed, and the index among n choices.
 """
 
 import hashlib
@@ -13,19 +13,19 @@ from balanceroute.proxy.emulate.tokens import EOS_WORD, SAYINGS, VOCABULARY_SIZE
 
 EOS = -1
 _MASK = 0xFFFF_FFFF
-# Log-probabilities are multiples of this, exact in binary and so the same in every JSON.
+# Log-probabilities are multiples of this: exact in binary, and so the same in all JSON.
 _LOGPROB_QUANTUM = 1 / 1024
 _LOGPROB_GAP = 0.125
 _STRIDE = 7_919  # A prime: the alternatives of a token differ.
 
 
 def prompt_digest(tokens: bytes) -> bytes:
-    """Return what identifies a prompt's KV cache, of packed token ids."""
+    """Return the identity of a prompt's KV cache, from packed token ids."""
     return hashlib.blake2b(tokens, digest_size=16).digest()
 
 
 def unit_draws(seed: bytes) -> Iterator[float]:
-    """Yield numbers in [0, 1) without end, all decided by `seed`."""
+    """Yield numbers in [0, 1) without end, determined by `seed`."""
     number = 0
     while True:
         digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8, key=seed).digest()
@@ -49,15 +49,15 @@ class TokenLogprob:
 
 
 class Sampler:
-    """Says a text, token by token.
+    """Generates a text, token by token.
 
     Args:
         prompt: Packed token ids.
-        key: What decides besides the text, at most 64 bytes.
+        key: Further input of the hash, at most 64 bytes.
         mean_tokens: Mean number of tokens until the text ends by itself.
 
     Attributes:
-        draw: The 128 random bits behind the last token.
+        draw: The 128 random bits of the last token.
     """
 
     __slots__ = ("_eos_below", "_state", "draw")
@@ -77,12 +77,12 @@ class Sampler:
         return token
 
     def force(self, token: int) -> None:
-        """Say `token`, whatever the model would have said."""
+        """Emit `token`, whatever the model would emit."""
         self.draw = int.from_bytes(self._state.copy().digest(), "little")
         self._state.update(token.to_bytes(8, "little"))
 
     def happens(self, probability: float, *, word: int) -> bool:
-        """Return whether something happens to the last token, by one of the draw's four words."""
+        """Return whether an event happens at the last token, by one of the draw's four words."""
         return (self.draw >> 32 * word) & _MASK < probability * 2**32
 
     def logprob(self, said: str, candidates: int) -> TokenLogprob:

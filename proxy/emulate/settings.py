@@ -1,4 +1,4 @@
-"""What an emulated fleet is made of."""
+"""The settings of an emulated fleet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class DpMode(Enum):
 
 
 class Preemption(Enum):
-    """What becomes of a request that a rank's KV cache has no room for any more."""
+    """What happens to a request when a rank's KV cache has no room for it any more."""
 
     INTERNAL = "internal"  # vLLM: the rank computes it again.
     STOP = "stop"  # vllm-ascend's recompute scheduler: it ends with stop_reason "recomputed".
@@ -27,7 +27,7 @@ class Preemption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EmulationSettings:
-    """The machines, their speed and their dialect. All times are those of the emulated engines.
+    """Sizes, speeds and protocol of the engines. All times are emulated times.
 
     Attributes:
         prefillers: P.
@@ -42,28 +42,29 @@ class EmulationSettings:
         rank_kv_tokens: KV tokens that fit on a decode rank; None for no limit.
         prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
         block_tokens: Tokens of a KV block.
-        lease_s: How long a prefiller keeps blocks that nobody pulls.
-        connector: How KV caches travel: a name in `balanceroute.topologies.CONNECTORS`.
+        lease_s: How long a prefiller keeps blocks that no decode rank pulls.
+        connector: The KV connector, a name in `balanceroute.topologies.CONNECTORS`.
         dp_mode: How ranks are addressed.
-        preemption: What an overflow does.
+        preemption: What happens on an overflow.
         time_scale: How many emulated seconds pass in one second of the event loop.
         model: The served model's name.
         adapters: Names of its LoRA adapters.
-        engine_models: The names of the model and of its adapters at engines that serve others than
-            the rest, by the engine's name ("decode/3").
-        max_model_len: Prompt and output tokens that a request may have together.
+        engine_models: The names of the model and its adapters, for engines that serve another model, by
+            the engine's name ("decode/3").
+        max_model_len: Limit of a request's prompt and output tokens together.
         mean_output_tokens: Mean length of an answer that ends by itself.
-        prompt_tokens_details: Tell `cached_tokens` in usage (`--enable-prompt-tokens-details`).
-        reasoning_parser: Chats begin with reasoning, and usage tells `reasoning_tokens`
+        prompt_tokens_details: Whether usage has `cached_tokens` (`--enable-prompt-tokens-details`).
+        reasoning_parser: Whether chats begin with reasoning and usage has `reasoning_tokens`
             (`--reasoning-parser`).
-        partial_utf8: Probability that a token ends within a character, so that its text shows with
-            the next one's. The text decides which, the same everywhere; likewise of the following.
-        merged_outputs: Probability that the API server lags behind the engine, so that a token shows
-            in one event with the next.
+        partial_utf8: Probability that a token ends within a character, so that its text is sent with
+            the next one's. The text determines which tokens, so every engine agrees; likewise for
+            the next setting.
+        merged_outputs: Probability that the API server lags behind the engine, so that a token is
+            sent in one event with the next.
         keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
 
     Raises:
-        ConfigError: A value that cannot be served; the message begins with its name.
+        ConfigError: A value is invalid; the message begins with its name.
     """
 
     prefillers: int = 2
@@ -99,7 +100,7 @@ class EmulationSettings:
             ("prefillers", 0, 1_000),
             ("ranks", 0, 10_000),
             ("batch_limit", 1, 10**9),
-            ("step_base_ns", 1, _YEAR_NS),  # A step of no time would let time stand still.
+            ("step_base_ns", 1, _YEAR_NS),  # With a step of no time the clock would not advance.
             ("step_ns_per_token", 0, 1e9),
             ("prefill_base_ns", 0, _YEAR_NS),
             ("prefill_ns_per_token", 0, 1e9),
@@ -130,11 +131,11 @@ class EmulationSettings:
         return PrefillModel(self.prefillers, self.prefill_base_ns, self.prefill_ns_per_token)
 
     def transfer_ns(self, tokens: int) -> int:
-        """Return how long the KV cache of a prompt travels."""
+        """Return the duration of a prompt's KV transfer."""
         return self.transfer_base_ns + round(self.transfer_ns_per_token * tokens)
 
     def seconds(self, emulated_ns: float) -> float:
-        """Return how long an emulated time lasts on the event loop's clock."""
+        """Return an emulated duration in seconds of the event loop's clock."""
         return emulated_ns / 1e9 / self.time_scale
 
     def blocks(self, tokens: int) -> int:

@@ -79,7 +79,7 @@ def answer_detokenize(values: dict[str, Any], hub: Hub) -> object:
 
 
 def answer_embeddings(values: dict[str, Any], hub: Hub) -> object:
-    """Return the answer of /v1/embeddings: for each input a small vector decided by its tokens.
+    """Return the answer of /v1/embeddings: for each input a small vector, determined by its tokens.
 
     Raises:
         ApiError: The body has no input.

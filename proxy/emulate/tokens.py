@@ -1,12 +1,12 @@
 """The emulated tokeniser and chat template.
 
-A token is a word: a run of characters between white space. White space itself is no token, so a
-text of N words has exactly N tokens, and a text followed by further words has the sum of both.
+A token is a word: a run of characters between white space. White space itself is no token. So a text
+of N words has exactly N tokens, and the tokens of joined texts add up.
 
-Token ids below `VOCABULARY_SIZE` are the words that the emulated model says: id 12 is "t12", but
-some are decorated with quotes, backslashes or letters outside ASCII so that whoever relays them has
-something to break. Every other word has an id above, by its hash. Decoding ids gives the words
-joined by one space; of words outside the vocabulary only recent ones are remembered.
+Token ids below `VOCABULARY_SIZE` are the words that the emulated model emits: id 12 is "t12". Some have
+quotes, backslashes or non-ASCII letters, to test what relays them. Every other word has an id above,
+by its hash. Decoding ids gives the words joined by one space; of words outside the vocabulary only
+recent ones are kept.
 
 The chat template adds `CHAT_TOKENS` tokens to a conversation and `MESSAGE_TOKENS` to each message:
 
@@ -28,7 +28,7 @@ ASSISTANT = "<|assistant|>"
 CHAT_TOKENS = 2
 MESSAGE_TOKENS = 2
 _REMEMBERED_WORDS = 1 << 18
-# Shorter texts are not worth the attempt to read them at a stroke.
+# For shorter texts the attempt to parse them in one piece does not pay.
 _LONG_TEXT = 1 << 10
 _DECORATIONS = ('"t{}"', "t{}\\", "é{}", "漢{}", "🙂{}", "</t{}>", "'t{}", "{{t{}}}")
 
@@ -40,12 +40,12 @@ def _spell(token: int) -> str:
 
 
 WORDS = tuple(map(_spell, range(VOCABULARY_SIZE)))
-# What the model says for a token: the word behind white space, here and there a new line.
+# The text of each token: the word after white space, sometimes a new line.
 SAYINGS = tuple(("\n" if i % 53 == 0 else " ") + word for i, word in enumerate(WORDS))
 
 
 class _Ids(dict[str, int]):
-    """Ids by word; forgets what is not in the vocabulary when there is too much of it."""
+    """Ids by word; drops words outside the vocabulary when there are too many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Ids(dict[str, int]):
         self.words.clear()
         self.update(self._vocabulary())
         for number in range(VOCABULARY_SIZE):
-            self[f"t{number}"]  # Also those that the vocabulary spells in another way.
+            self[f"t{number}"]  # Also those that have another spelling in the vocabulary.
 
     @staticmethod
     def _vocabulary() -> Iterable[tuple[str, int]]:
@@ -102,7 +102,7 @@ def _tokenise_numbered(text: bytes) -> list[int] | None:
         return None
     digits = words + sum(int((numbers >= 10**power).sum()) for power in range(1, 5))
     if digits + words + words - 1 != len(text):
-        return None  # A number begins with a zero, so that the word is another one.
+        return None  # A number begins with a zero, so it is another word.
     ids: list[int] = _NUMBERED_IDS[numbers].tolist()
     return ids
 
@@ -137,7 +137,7 @@ def render_chat(
         messages: OpenAI messages.
         tools: OpenAI tool definitions, or None.
         add_generation_prompt: Open the assistant's turn at the end.
-        continue_final_message: Leave the last message open, to go on with it.
+        continue_final_message: Leave the last message open, to continue it.
     """
     parts = ["<|begin|>"]
     if tools:

@@ -1,12 +1,12 @@
-"""Tool calls: what the emulated model says when it calls a function (Hermes format).
+"""Tool calls: what the emulated model emits when it calls a function (Hermes format).
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "t12"}}
     </tool_call>
 
-As in vLLM with a tool parser, a stream shows nothing until the name is complete, then the name, then
-the arguments as they come. A named or required function is always called. With "auto" the prompt
-decides, for about half of all prompts.
+As in vLLM with a tool parser, a stream has nothing until the name is complete, then the name, then the
+arguments as they are generated. A named or required function is always called. With "auto" the
+prompt determines it; about half of all prompts have a call.
 """
 
 import json
@@ -22,7 +22,7 @@ from balanceroute.proxy.emulate.tokens import VOCABULARY_SIZE, tokenise
 
 
 class Channel(Enum):
-    """Where in an answer a token's text belongs."""
+    """The part of an answer that a token's text belongs to."""
 
     CONTENT = "content"
     REASONING = "reasoning"  # Read by the reasoning parser.
@@ -38,8 +38,8 @@ class Piece:
     Attributes:
         token: Its id.
         said: Its text.
-        channel: Where it shows in a stream.
-        shown: What of it shows there.
+        channel: Its part of the answer.
+        shown: Its text there.
     """
 
     token: int
@@ -70,7 +70,7 @@ def tool_script(request: GenerationRequest, prompt: Prompt, key: bytes) -> ToolS
 
     Args:
         request: The request.
-        prompt: Which of its prompts.
+        prompt: The prompt, one of the request's.
         key: The choice's sampling key.
     """
     if request.tool_choice == "none":
