@@ -25,8 +25,8 @@ _TIMESTAMP = re.compile(
 
 
 def recognises(first_line: str) -> bool:
-    """Tell whether a file with this first line is an Azure trace, complete or not."""
-    # The time's name is no format's own, in whatever case.
+    """Return whether a file with this first line is an Azure trace, complete or not."""
+    # The name of the time column is common to several formats and does not identify one.
     return not columns_of(first_line).isdisjoint(name.lower() for name in COLUMNS[1:])
 
 
@@ -71,7 +71,7 @@ def timestamp_ns(text: str) -> int:
     return result_ns
 
 
-@lru_cache(maxsize=64)  # A trace holds millions of times of a few days.
+@lru_cache(maxsize=64)  # A trace has millions of times on a few days.
 def _midnight_s(text: str) -> int:
     """Seconds from 1970 to the midnight that begins a date such as 2023-11-16."""
     try:

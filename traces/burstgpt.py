@@ -11,13 +11,13 @@ from balanceroute.traces.csv_table import columns_of, read_columns
 from balanceroute.traces.fields import NS_PER_S, nanoseconds_from_text, tokens_from_text
 from balanceroute.traces.record import TraceRequest
 
-# The other columns carry nothing that a scheduler may know, so a file may lack them.
+# The other columns have nothing that a scheduler may use, so a file may lack them.
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def recognises(first_line: str) -> bool:
-    """Tell whether a file with this first line is a BurstGPT trace, complete or not."""
-    # The time's name is no format's own, in whatever case.
+    """Return whether a file with this first line is a BurstGPT trace, complete or not."""
+    # The name of the time column is common to several formats and does not identify one.
     return not columns_of(first_line).isdisjoint(name.lower() for name in COLUMNS[1:])
 
 

@@ -1,4 +1,4 @@
-"""Traces whose columns somebody names: `arrival=time,prompt=input_tokens,output=output_tokens`.
+"""Traces with columns named by the user: `arrival=time,prompt=input_tokens,output=output_tokens`.
 
 A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any zero, or a date and
 time as Azure's traces have it. `limit`, the client's `max_tokens`, may be named too; an empty cell or null is none.

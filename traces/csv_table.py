@@ -1,6 +1,6 @@
-"""Rows of a CSV file with a header: columns are found by name, in any order, among others.
+"""Rows of a CSV file with a header: columns are found by name, in any order, and others are ignored.
 
-A row is one line: the traces quote no line breaks, and a line number must name one row.
+A row is one line: no trace quotes line breaks, and so a line number identifies a row.
 """
 
 import csv
@@ -34,7 +34,7 @@ def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[
 
     Args:
         lines: The lines of the file, the header first; at least one.
-        names: The columns wanted.
+        names: The columns to yield.
 
     Raises:
         MalformedLineError: The header lacks a column or repeats it, or a row has too few or too many

@@ -18,8 +18,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,6})?")
 # Longer than any number in range, and below the length at which int() itself refuses.
 _MAX_CHARACTERS = 100
-# Wide enough that the rounding to whole nanoseconds is the only one, whatever the caller's context.
-# No traps: a product too large to hold becomes infinite, and so out of range.
+# Wide enough that only the rounding to whole nanoseconds rounds, whatever the caller's context.
+# No traps: a product that overflows becomes infinite, and so out of range.
 _EXACT = Context(prec=2 * _MAX_CHARACTERS, traps=[])
 
 
@@ -28,7 +28,7 @@ class MalformedLineError(ValueError):
 
 
 def shown(value: object) -> str:
-    """Return a shortened `repr`: a reason must stay readable on a line of garbage."""
+    """Return a shortened `repr`, so that the reason stays readable for any line."""
     return reprlib.repr(value)
 
 
@@ -124,12 +124,12 @@ def _whole_nanoseconds(name: str, value: Decimal, unit_ns: int) -> int:
     if value < 0:
         raise MalformedLineError(f"{name} is negative: {shown(str(value))}")
     exact_ns = _EXACT.multiply(value, unit_ns)
-    # Before int(): a short text such as 1e999999 stands for an integer of a million digits.
+    # Before int(): a short text such as 1e999999 is an integer of a million digits.
     if exact_ns > MAX_ARRIVAL_NS:
         raise MalformedLineError(f"{name} is out of range: {shown(str(value))}")
     return int(exact_ns.to_integral_value(ROUND_HALF_EVEN))
 
 
 def _shown_json(value: object) -> str:
-    # A Decimal stands for a JSON number with a fraction; the file never says "Decimal".
+    # A Decimal is a JSON number with a fraction; its `repr` is not what the file has.
     return str(value)[:40] if isinstance(value, Decimal) else shown(value)

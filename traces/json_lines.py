@@ -10,7 +10,7 @@ def decode_object(line: str) -> dict[str, object]:
     """Decode one line that holds one JSON object.
 
     Raises:
-        MalformedLineError: Not JSON, not an object, or a number out of every range.
+        MalformedLineError: Not JSON, not an object, or a number is out of range.
     """
     try:
         value = _DECODER.decode(line)

@@ -19,7 +19,7 @@ KEYS = ("timestamp", "input_length", "output_length")
 
 
 def recognises(first_line: str) -> bool:
-    """Tell whether a file with this first line is a Mooncake trace, complete or not."""
+    """Return whether a file with this first line is a Mooncake trace, complete or not."""
     return not keys_of(first_line).isdisjoint(KEYS)
 
 

@@ -3,8 +3,8 @@
 `{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
 the time in seconds and `hash_ids` optional, as is `max_tokens`, the limit that the client set (null
 for none). Other keys are ignored. The proxy's request log is such a file; lines of its process log in
-between are passed over. A request of several choices counts as one answer of all their tokens. Written times have nine digits,
-so that a trace survives being written and read to the nanosecond.
+between are skipped. A request of several choices counts as one answer of all their tokens. Times are
+written with nine digits, so that a trace that is written and read again is equal to the nanosecond.
 """
 
 import gzip
@@ -27,13 +27,13 @@ _OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})
 
 
 def recognises(first_line: str) -> bool:
-    """Tell whether a file with this first line is a native trace, complete or not."""
+    """Return whether a file with this first line is a native trace, complete or not."""
     keys = keys_of(first_line)
     return not keys.isdisjoint(KEYS) or keys >= _OF_THE_PROCESS
 
 
 def is_of_the_process(entry: dict[str, object]) -> bool:
-    """Tell whether a line of the proxy's log is of its process log: it has no request."""
+    """Return whether a line of the proxy's log belongs to its process log: it has no request."""
     return "arrival_s" not in entry and entry.keys() >= _OF_THE_PROCESS
 
 
@@ -76,7 +76,7 @@ def write_native(path: str | PathLike[str], requests: Iterable[TraceRequest]) ->
     path = Path(path)
     with path.open("wb") as file:
         if path.suffix == ".gz":
-            # No name and no time in the header: they would make equal traces differ.
+            # No file name and no time in the gzip header: equal traces would differ in them.
             with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as compressed:
                 compressed.writelines(map(_encoded, requests))
         else:
@@ -85,7 +85,7 @@ def write_native(path: str | PathLike[str], requests: Iterable[TraceRequest]) ->
 
 def _encoded(request: TraceRequest) -> bytes:
     seconds, fraction_ns = divmod(request.arrival_ns, NS_PER_S)
-    # By hand: json would write the time through a float, which loses nanoseconds after 97 days.
+    # Not with json, which would write the time as a float: that loses nanoseconds after 97 days.
     fields = (
         f'"arrival_s": {seconds}.{fraction_ns:09d}, '
         f'"prompt_tokens": {request.prompt_tokens}, "output_tokens": {request.output_tokens}'

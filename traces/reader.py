@@ -3,8 +3,8 @@
 Rules:
 - A file is read line by line, as UTF-8 (a byte order mark and CRLF are fine), through gzip if its
   first bytes say so, whatever its name.
-- Nothing is guessed and nothing skipped: the first malformed line ends the reading with a
-  `TraceError` that names file, line and reason. Only blank lines at the end are let pass.
+- No value is guessed and no line skipped: the first malformed line ends the reading with a
+  `TraceError` that names file, line and reason. Only blank lines at the end are allowed.
 - Formats raise `MalformedLineError`; `text_lines` turns it into a `TraceError`.
 """
 
@@ -23,7 +23,7 @@ from balanceroute.traces.text_lines import text_lines
 
 
 class _Format(Protocol):
-    """What the module of a format offers."""
+    """The interface of a format's module."""
 
     def recognises(self, first_line: str) -> bool: ...
 
@@ -43,7 +43,7 @@ FORMATS = tuple(_FORMATS)
 
 def read_trace(
     path: str | PathLike[str],
-    format: str = "auto",  # noqa: A002 - the word that users know from the command line.
+    format: str = "auto",  # noqa: A002 - as on the command line.
     *,
     columns: Mapping[str, str] | None = None,
 ) -> list[TraceRequest]:
@@ -51,12 +51,12 @@ def read_trace(
 
     Args:
         path: The file.
-        format: One of `FORMATS`, or `auto` to tell by the first line.
-        columns: What the columns of a table of no known format are called, by field
+        format: One of `FORMATS`, or `auto` to detect it by the first line.
+        columns: For a table of no known format, the names of its columns by field
             (`balanceroute.traces.columns`); None for a known format.
 
     Raises:
-        TraceError: The file cannot be read, holds no request or a malformed line, or its format is
+        TraceError: The file cannot be read, has no request or a malformed line, or its format is
             unknown.
     """
     if format != "auto" and format not in _FORMATS:
@@ -79,7 +79,7 @@ def read_trace(
 
 
 def detect_format(path: str | PathLike[str]) -> str:
-    """Tell the format of a trace by its first line: the columns of the header, or the keys.
+    """Return the format of a trace by its first line: the columns of the header, or the keys.
 
     Returns:
         One of `FORMATS`.

@@ -1,7 +1,7 @@
 """One request of a trace, and the error of a trace that cannot be read.
 
-A record carries what the engine needs to know and nothing of how the file spelled it: arrival in
-nanoseconds, lengths in tokens. Bounds keep every sum over a trace within 64 bits.
+A record has what the engine needs, independent of the file's format: the arrival in nanoseconds and
+lengths in tokens. Bounds keep every sum over a trace within 64 bits.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class TraceError(ValueError):
 
     Attributes:
         path: The file.
-        line: The line at fault, counted from 1; 0 if the fault is the file's as a whole.
+        line: The line with the error, counted from 1; 0 if the file as a whole has it.
         reason: What is wrong with it.
     """
 
@@ -63,7 +63,7 @@ class TraceRequest:
             ("output_tokens", self.output_tokens, MAX_TOKENS),
             ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, MAX_TOKENS),
         ):
-            # Not isinstance: a bool is an int to isinstance, and never a length.
+            # Not isinstance, for which a bool is an int.
             if type(value) is not int:
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
             if not 0 <= value <= largest:

@@ -1,4 +1,4 @@
-"""The lines of a text file that somebody else wrote: UTF-8, through gzip or not, every fault with its place."""
+"""The lines of a text file from outside: UTF-8, with or without gzip, every error with its line."""
 
 import gzip
 import zlib
@@ -24,7 +24,7 @@ def text_lines(path: Path) -> Iterator[Iterator[str]]:
     source = _LineSource()
     try:
         with path.open("rb") as file:
-            # peek, not seek: it may come through a pipe.
+            # peek, not seek: the file may be a pipe.
             compressed = file.peek(2).startswith(_GZIP_MAGIC)
             yield source.lines(gzip.GzipFile(fileobj=file) if compressed else file)
     except MalformedLineError as error:
