@@ -1,4 +1,4 @@
-"""What is wrong with a topology's engines beyond its schema: ports, devices, sizes, connectors."""
+"""Checks of a topology's engines that its schema cannot make: ports, devices, sizes, connectors."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from balanceroute.topologies.engines import Engines, RoleEngines
 from balanceroute.topologies.placement import EngineProcess, place
 from balanceroute.topologies.tables import MAX_PORT
 
-# AscendDirectTransport takes ports from here at random, so many per device of a host:
+# AscendDirectTransport takes random ports from here on, this many per device of a host:
 # https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
 _ASCEND_DIRECT_FIRST = 20_000
 _ASCEND_DIRECT_PER_DEVICE = 1_000
@@ -21,12 +21,12 @@ _MLAPO_TOKENS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to tell about a topology.
+    """One finding about a topology.
 
     Attributes:
-        level: "error" if it cannot work, "note" if it may be meant so.
-        key: The key that it is about, as in `engines.prefill.port`; "" if the reason says.
-        reason: What is the matter.
+        level: "error" if it cannot work, "note" if it may be intended.
+        key: The key in question, as in `engines.prefill.port`; "" if the reason has it.
+        reason: The problem.
     """
 
     level: Literal["error", "note"]
@@ -39,13 +39,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """Ports that something listens on.
+    """Ports that a process listens on.
 
     Attributes:
-        host: Where.
-        ports: Which.
-        key: The key that they follow from.
-        owner: Who listens, as in `decode-3's API`.
+        host: The host.
+        ports: The ports.
+        key: The key that determines them.
+        owner: The process, as in `decode-3's API`.
     """
 
     host: str
@@ -55,11 +55,11 @@ class PortUse:
 
 
 def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Finding, ...]:
-    """Return what is wrong with the engines, in the order of their keys.
+    """Return the findings about the engines, in the order of their keys.
 
     Args:
         engines: The engines.
-        also: Ports that others listen on: the proxy.
+        also: Ports that other processes listen on: the proxy.
     """
     processes = place(engines)
     return (
@@ -132,9 +132,9 @@ def _connector(engines: Engines) -> Iterator[Finding]:
 
 
 def check_local_prefill(engines: Engines) -> Iterator[Finding]:
-    """Yield why decode ranks cannot compute prompts, where they are to (vllm-ascend#11882).
+    """Yield why decode ranks cannot compute prompts, if they have to (vllm-ascend#11882).
 
-    With MLAPO, which is on unless it is switched off, models with MLA in W8A8 lose the weights for it.
+    With MLAPO, which is on by default, models with MLA in W8A8 drop the weights for it.
     """
     decode = engines.decode
     tokens, additional = decode.max_num_batched_tokens, decode.additional
@@ -170,7 +170,7 @@ def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Itera
 
 def _clashes(uses: Iterable[PortUse]) -> Iterator[Finding]:
     by_host: dict[str, list[PortUse]] = defaultdict(list)
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for use in uses:
         if use.ports.stop - 1 > MAX_PORT:
             reason = f"comes to {_ports(use.ports)} for {use.owner}, beyond {MAX_PORT}"
@@ -178,9 +178,9 @@ def _clashes(uses: Iterable[PortUse]) -> Iterator[Finding]:
         for other in by_host[use.host]:
             first = max(use.ports.start, other.ports.start)
             pair = (use.key, other.key)
-            if first < min(use.ports.stop, other.ports.stop) and pair not in told:
-                # Once for each pair of keys: one shift of one of them mends all its clashes.
-                told.add(pair)
+            if first < min(use.ports.stop, other.ports.stop) and pair not in reported:
+                # Once for each pair of keys: one change of one of them resolves all their clashes.
+                reported.add(pair)
                 reason = (
                     f"{use.owner} would listen on {use.host}:{_ports(use.ports)}, where "
                     f"{other.owner} has {_ports(other.ports)} ({other.key})"
@@ -193,11 +193,11 @@ def _reserved(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[
     if engines.device != "npu" or engines.devices_per_host is None:
         return
     end = _ASCEND_DIRECT_FIRST + engines.devices_per_host * _ASCEND_DIRECT_PER_DEVICE
-    told: set[str] = set()
+    reported: set[str] = set()
     for use in _engine_ports(engines, processes):
         overlaps = use.ports.start < end and use.ports.stop > _ASCEND_DIRECT_FIRST
-        if overlaps and use.key not in told:
-            told.add(use.key)
+        if overlaps and use.key not in reported:
+            reported.add(use.key)
             reason = (
                 f"{use.owner} would listen on {_ports(use.ports)}: Mooncake's AscendDirectTransport "
                 f"takes ports from {_ASCEND_DIRECT_FIRST} to {end - 1} at random"

@@ -1,7 +1,7 @@
 """The exact command of every process of a topology, with its environment, as data and as shell.
 
 Flags are those of `vllm serve`; the environment's names are those of the pages that
-`balanceroute.topologies.engines` cites. Nothing is expanded by a shell: every word is quoted.
+`balanceroute.topologies.engines` cites. The shell expands nothing: every word is quoted.
 """
 
 import json
@@ -32,9 +32,9 @@ class Command:
     Attributes:
         name: As in `decode-3`, or `proxy`.
         role: "prefill", "decode" or "proxy".
-        host: Where to start it.
-        about: What it is, in a line.
-        environment: What to add to the environment.
+        host: The host to start it on.
+        about: Its description, one line.
+        environment: Variables to add to the environment.
         words: The command line. A flag and its values are one item.
     """
 
@@ -46,12 +46,12 @@ class Command:
     words: tuple[tuple[str, ...], ...]
 
     def one_line(self) -> str:
-        """Return it as one line of shell."""
+        """Return one line of shell."""
         words = [word for item in self.words for word in item]
         return shlex.join([*(["env"] if self.environment else []), *self._assignments(), *words])
 
     def shell(self) -> str:
-        """Return it as shell to read: a comment, then a variable or a flag a line."""
+        """Return readable shell: a comment, then one variable or flag per line."""
         lines = ["env", *(f"    {shlex.quote(word)}" for word in self._assignments())]
         if not self.environment:
             lines = []
@@ -68,7 +68,7 @@ def engine_commands(engines: Engines, models: tuple[str, ...]) -> tuple[Command,
 
     Args:
         engines: The engines.
-        models: The served names; empty for that of the weights.
+        models: The served names; empty for the name of the weights.
     """
     return tuple(
         Command(
@@ -88,7 +88,7 @@ def proxy_command(engines: Engines, topology: str) -> Command:
 
     Args:
         engines: The engines.
-        topology: The topology as the proxy's host knows it: a file, or a shipped one's name.
+        topology: The topology on the proxy's host: a file, or the name of a shipped one.
     """
     return Command(
         name=PROXY,

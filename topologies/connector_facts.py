@@ -1,4 +1,4 @@
-"""The plain facts of each KV connector, which topologies, the proxy and the emulator read.
+"""The facts of each KV connector, for topologies, the proxy and the emulator.
 
 NIXL: https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html. vLLM's Mooncake:
 https://docs.vllm.ai/en/latest/features/mooncake_connector_usage.html. Those of vllm-ascend:
@@ -11,13 +11,11 @@ from typing import Literal
 
 
 class KvFlow(Enum):
-    """Who tells a decode rank where its KV cache is."""
+    """How a decode rank learns where its KV cache is."""
 
-    PULL = "pull"  # The prefill answer carries the parameters of a pull.
-    NAMED = (
-        "named"  # The proxy names the transfer; the prefiller's bootstrap server tells the rest.
-    )
-    DECODE_FIRST = "decode first"  # The rank calls the proxy back for its prefill, which pushes.
+    PULL = "pull"  # The prefill answer has the parameters of a pull.
+    NAMED = "named"  # The proxy names the transfer; the prefiller's bootstrap server has the rest.
+    DECODE_FIRST = "decode first"  # The rank requests its prefill, which pushes the KV cache.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +23,20 @@ class ConnectorFacts:
     """One connector.
 
     Attributes:
-        vllm_class: What `--kv-transfer-config` calls it.
+        vllm_class: Its name in `--kv-transfer-config`.
         flow: The order of its legs.
         devices: Those that it runs on.
-        lease_s: How long a prefiller keeps blocks that no decoder has asked for, unless it is told
-            otherwise; None if it pushes them.
-        lease_key: Tells it another lease, as a key of `kv_connector_extra_config`.
-        lease_variable: The same, as a variable of the environment.
+        lease_s: How long a prefiller keeps blocks that no decoder has claimed, by default; None if it
+            pushes them.
+        lease_key: Sets another lease, as a key of `kv_connector_extra_config`.
+        lease_variable: Sets another lease, as a variable of the environment.
         port_key: The key of a topology that has its first port on a host.
         port_roles: The roles that need it.
-        port_variable: Tells it the port; "" if `--kv-transfer-config` does.
-        host_variable: Tells it its host's address.
-        port_per: What listens on a port of its own.
-        recomputes: Whether a decode rank may hand a request back (`stop_reason` "recomputed").
-        ranks_prefill: Whether its decode ranks can be relied on to compute a prompt.
+        port_variable: Sets the port; "" if `--kv-transfer-config` does.
+        host_variable: Sets its host's address.
+        port_per: The unit that has a port of its own.
+        recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
+        ranks_prefill: Whether its decode ranks can compute a prompt reliably.
     """
 
     vllm_class: str
@@ -57,7 +55,7 @@ class ConnectorFacts:
 
     @property
     def decode_first(self) -> bool:
-        """Whether the decode leg goes first and calls back for its prefill."""
+        """Whether the decode leg starts first and requests its prefill."""
         return self.flow is KvFlow.DECODE_FIRST
 
     @property

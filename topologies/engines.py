@@ -1,13 +1,13 @@
-"""The `[engines]` table of a topology: how every real engine is started.
+"""The `[engines]` table of a topology: how to start every real engine.
 
 ```toml
 [engines]
-weights = "/weights/DeepSeek-V3-W8A8"  # What `vllm serve` is given: a folder or a hub name.
+weights = "/weights/DeepSeek-V3-W8A8"  # Model of `vllm serve`: a folder or a hub name.
 device = "npu"                         # One of DEVICES.
-devices_per_host = 16                  # Handed out in order, prefill first; not for "cpu".
-proxy_host = "10.0.0.1"                # Where the proxy runs.
+devices_per_host = 16                  # Assigned in order, prefill first; not for "cpu".
+proxy_host = "10.0.0.1"                # Host of the proxy.
 interface = "eth0"                     # The hosts' network interface; optional.
-lease_s = 480                          # What the prefillers are told; optional. Not with layerwise.
+lease_s = 480                          # Lease that the prefillers get; optional. Not with layerwise.
 max_model_len = 65536                  # Of both roles, as is block_size; both optional.
 [engines.kv_transfer]                  # More keys of --kv-transfer-config; optional.
 [engines.flags]                        # More flags of `vllm serve`, with underscores; optional.
@@ -55,7 +55,7 @@ _KV_PORT_KEYS = tuple(dict.fromkeys(facts.port_key for facts in CONNECTORS.value
 
 _FLAG = re.compile(r"[a-z][a-z0-9_]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Flags that other keys give, and the words that say so.
+# Flags that other keys set, and these keys.
 _OWN_FLAGS = {
     "additional_config": "write the table additional of a role",
     "api_key": "secrets do not belong in this file: set VLLM_API_KEY where the engine runs",
@@ -151,23 +151,23 @@ class RoleEngines:
 
     Attributes:
         role: "prefill" or "decode".
-        hosts: Where they run.
-        instances: How many engines there are on all hosts.
+        hosts: The hosts.
+        instances: Number of engines on all hosts.
         port: The first API server's on each host.
         tensor_parallel: Devices of a rank.
         data_parallel: Ranks of an instance.
         dp_mode: One of `DP_MODES`; None if an instance is one rank.
         rpc_port: An instance's first rank listens on it for the others; None if there are none.
         max_num_seqs: Batch limit of a rank.
-        max_num_batched_tokens: Of a step; None for vLLM's own.
-        gpu_memory_utilization: Share of a device's memory, 0 to 1; None for vLLM's own.
+        max_num_batched_tokens: Token limit of a step; None for vLLM's default.
+        gpu_memory_utilization: Share of a device's memory, 0 to 1; None for vLLM's default.
         kv_port: The first port of the connector on a host; None if the role needs none.
-        recompute_scheduler: Whether a rank hands requests back under KV pressure (vllm-ascend).
+        recompute_scheduler: Whether a rank returns requests when its KV cache is full (vllm-ascend).
         compilation: `--compilation-config`.
         additional: `--additional-config`.
         kv_transfer: More keys of `--kv-transfer-config`.
         flags: More flags, by name with underscores.
-        environment: More of the environment.
+        environment: More variables of the environment.
     """
 
     role: Role
@@ -195,16 +195,16 @@ class Engines:
     """The real engines of a topology.
 
     Attributes:
-        weights: What `vllm serve` is given.
+        weights: The model argument of `vllm serve`.
         connector: The topology's connector.
         device: One of `DEVICES`.
-        devices_per_host: How many a host has; None for CPUs.
-        proxy_host: Where the proxy runs.
+        devices_per_host: Devices of a host; None for CPUs.
+        proxy_host: The host of the proxy.
         interface: The hosts' network interface; None to leave it to the libraries.
-        lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for what the
-            connector does by itself.
-        max_model_len: Of both roles; None for the model's own.
-        block_size: KV tokens of a block, in both roles; None for vLLM's own.
+        lease_s: How long a prefiller keeps a KV cache that no decoder has claimed; None for the
+            connector's default.
+        max_model_len: Context length in both roles; None for the model's default.
+        block_size: KV tokens of a block, in both roles; None for vLLM's default.
         prefill: The prefillers.
         decode: The decode engines.
     """
@@ -231,11 +231,11 @@ def read_engines(table: Table, connector: str | None) -> Engines:
     """Read the `[engines]` table of a file.
 
     Args:
-        table: The file's top, of which `engines` is a key.
-        connector: What the file says at its top.
+        table: The top-level table of the file, which has the key `engines`.
+        connector: The connector in the top-level table.
 
     Raises:
-        TopologyError: A key is unknown, missing, or has a value that cannot be.
+        TopologyError: A key is unknown, missing, or has an invalid value.
     """
     if connector is None:
         raise table.error("connector", "is missing: [engines] needs it")
@@ -379,7 +379,7 @@ def _environment(table: Table) -> dict[str, str]:
 def _more(
     table: Table, key: str, pattern: re.Pattern[str], own: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return a table of what the schema does not know itself."""
+    """Return a table whose keys the schema does not define."""
     found = dict(table.mapping(key) or _NOTHING)
     for name in found:
         if name in own:

@@ -1,4 +1,4 @@
-"""Which engine process runs where: ranks, ports and devices that follow from `[engines]`."""
+"""The placement of engine processes: ranks, ports and devices that follow from `[engines]`."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ class EngineProcess:
     """One `vllm serve`.
 
     Attributes:
-        name: What to call it, as in `decode-3`; unique in the topology.
-        role: The engines that it is one of.
-        instance: Which of them, from 0.
-        slot: The place of its instance among those that begin on the same host.
-        host: Where it runs.
+        name: Its name, as in `decode-3`; unique in the topology.
+        role: The engines of its role.
+        instance: The index of its instance, from 0.
+        slot: The index of its instance among those that begin on the same host.
+        host: Its host.
         head: The host of its instance's first rank.
         ranks: The data-parallel ranks of its instance that it hosts.
-        port: Where it serves its API; None if another process does so for it.
+        port: The port of its API; None if another process serves it.
         devices: The host's devices that it uses; empty for a CPU.
-        kv_port: The connector's first port, as it is told; None if it needs none. What it adds to
-            that differs by connector: see `kv_ports`.
+        kv_port: The connector's first port, as configured; None if it needs none. The ports that it
+            derives from it differ by connector: see `kv_ports`.
     """
 
     name: str
@@ -38,12 +38,12 @@ class EngineProcess:
 
     @property
     def url(self) -> str | None:
-        """Its API's address; None if it serves none."""
+        """The URL of its API; None if it serves none."""
         return None if self.port is None else f"http://{bracketed(self.host)}:{self.port}"
 
     @property
     def rpc_port(self) -> int | None:
-        """Where its instance's first rank listens for the others; None if there are none."""
+        """The port on which its instance's first rank listens for the others; None if there are none."""
         return None if self.role.rpc_port is None else self.role.rpc_port + self.slot
 
     def kv_ports(self, connector: ConnectorFacts) -> range:
@@ -60,7 +60,7 @@ class EngineProcess:
 def place(engines: Engines) -> tuple[EngineProcess, ...]:
     """Return the processes of all engines, prefill first.
 
-    Devices of a host go to them in this order; whether a host has as many is not checked here.
+    Devices of a host are assigned in this order; `checks` checks that a host has enough.
     """
     devices = Counter[str]()
     return tuple(
@@ -105,7 +105,7 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
 
 
 def _kv_port(connector: ConnectorFacts, role: RoleEngines, slot: int, before: int) -> int | None:
-    """Return what a process is told.
+    """Return the configured KV port of a process.
 
     Args:
         connector: The topology's connector.
@@ -125,5 +125,5 @@ def _ports_of_rank(connector: ConnectorFacts, role: RoleEngines) -> int:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as URLs spell it."""
+    """Return a host as URLs write it."""
     return f"[{host}]" if ":" in host else host

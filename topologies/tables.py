@@ -1,4 +1,4 @@
-"""Tables of a topology file, read strictly: every key is known, every fault says where it is."""
+"""Tables of a topology file, read strictly: every key is known, every error names its place."""
 
 import difflib
 import re
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 MAX_PORT = 65_535
-# Known words that a message may list.
+# The most known keys or values that a message lists.
 _LISTED = 16
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
@@ -18,7 +18,7 @@ class TopologyError(ValueError):
 
     Attributes:
         path: The file.
-        key: The key at fault, as in `decode[3].url`; "" if the fault is the file's as a whole.
+        key: The key with the error, as in `decode[3].url`; "" if the file as a whole has it.
         reason: What is wrong with it.
     """
 
@@ -68,7 +68,7 @@ class Table:
         return value
 
     def required_text(self, key: str) -> str:
-        """Return a text that must be there."""
+        """Return a required text."""
         value = self.text(key)
         if value is None:
             raise self.error(key, "is missing")
@@ -109,7 +109,7 @@ class Table:
         raise self.error(key, f"must be an integer from {least} to {most}, is {value!r}")
 
     def required_integer(self, key: str, least: int, most: int) -> int:
-        """Return an integer that must be there."""
+        """Return a required integer."""
         value = self.integer(key, least, most)
         if value is None:
             raise self.error(key, "is missing")
@@ -145,7 +145,7 @@ class Table:
         return [Table(self._path, f"{key}[{i}]", item, known) for i, item in enumerate(value)]
 
     def table(self, key: str, known: Iterable[str]) -> "Table":
-        """Return a table that must be there."""
+        """Return a required table."""
         place = f"{self._place}.{key}" if self._place else key
         if key not in self._content:
             raise self.error(key, f"is missing: write [{place}]")
@@ -163,9 +163,9 @@ class Table:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word: what it may have meant, or what is known.
+    """Return the end of a message about an unknown word: the closest known one, or all of them.
 
-    It is empty if nothing is like the word and too much is known to list it.
+    It is empty if none is close and there are too many to list.
     """
     known = tuple(known)
     close = difflib.get_close_matches(word, known, n=1)
@@ -175,5 +175,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Tell whether a value is an integer in a range. In Python, true is an int; here it is not."""
+    """Return whether a value is an integer in a range. In Python a bool is an int; here it is not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -1,4 +1,4 @@
-"""Fleet layouts as TOML files: which engines there are, and how the proxy before them is set.
+"""Fleet layouts as TOML files: the engines, and the settings of the proxy in front of them.
 
 ```toml
 name = "rack-7"
@@ -19,9 +19,9 @@ batch = 256
 prefillers = 2
 ```
 
-With `[engines]` the engines' addresses follow from it; `[[prefill]]` and `[[decode]]` may stand
-beside it only to say the same. So do `batch` and `lease_s` of `[proxy]`, if they are not there. The
-keys of `[proxy]` and `[emulation]` are left to those who know them.
+With `[engines]` the engines' addresses follow from it; `[[prefill]]` and `[[decode]]` may be present
+only with the same addresses. `batch` and `lease_s` of `[proxy]` follow from it too, if absent. The keys
+of `[proxy]` and `[emulation]` are checked by their own readers.
 """
 
 import re
@@ -56,7 +56,7 @@ class DecodeEntry:
     Attributes:
         url: Its URL.
         rank_ids: The data-parallel ranks that it hosts; None if it is one rank with its own URL.
-        discover: Whether the ranks are to be asked of the server.
+        discover: Whether the proxy asks the server for its ranks.
     """
 
     url: str
@@ -71,12 +71,12 @@ class Topology:
     Attributes:
         path: The file it was read from.
         name: Its name.
-        models: Served model names; empty for whatever the engines serve.
-        connector: One of `CONNECTORS`; None if the file leaves it open.
+        models: Served model names; empty for those that the engines serve.
+        connector: One of `CONNECTORS`; None if the file has none.
         prefill: The prefillers.
         decode: The decode servers.
         proxy: The `[proxy]` table, and what follows from the engines.
-        engines: How the engines are started; None if the file does not say.
+        engines: How to start the engines; None if the file has no such table.
         emulation: The `[emulation]` table as it is; None if the engines are real.
     """
 
@@ -123,7 +123,7 @@ def shipped_topologies() -> dict[str, Path]:
 
 def _locate(path: str | PathLike[str]) -> Path:
     place = Path(path)
-    # A name without folder and suffix can hardly be a file; but a file of that name comes first.
+    # A name without folder and suffix is hardly a file; but an existing file takes precedence.
     if place.name != str(path) or place.suffix == ".toml" or place.exists():
         return place
     shipped = shipped_topologies()
@@ -182,7 +182,7 @@ def _addresses(
     """Return the engines' addresses.
 
     Raises:
-        TopologyError: The file names others itself, or ports run out.
+        TopologyError: The file has other addresses, or a port is out of range.
     """
     following: dict[str, list[PrefillEntry | DecodeEntry]] = {"prefill": [], "decode": []}
     for process in place(engines):
@@ -215,7 +215,7 @@ def _addresses(
 
 
 def _follows(engines: Engines) -> dict[str, object]:
-    """Return the proxy's settings that the engines' settle."""
+    """Return the proxy's settings that follow from those of the engines."""
     lease = {} if engines.lease_s is None else {"lease_s": engines.lease_s}
     return {"batch": engines.decode.max_num_seqs, **lease}
 
