@@ -1,6 +1,6 @@
 """The hooks: what of vLLM's V1 engine core is wrapped to see every step.
 
-    EngineCoreProc._process_engine_step   on the class, to meet each engine at its first step
+    EngineCoreProc._process_engine_step   on the class, to hook each engine at its first step
     scheduler.schedule                    on that engine's own scheduler: a step starts
     scheduler.update_from_output          likewise: the step has ended
     engine.execute_dummy_batch            on the engine: a step with nothing to compute
@@ -15,8 +15,8 @@ from vLLM's and leave `_process_engine_step` and `execute_dummy_batch` alone.
 A batch is paired with its result by the identity of the SchedulerOutput: with asynchronous
 scheduling the next batch is made before the result of the last one is there.
 
-What runs at every step is flat and looks little up. The engine calls it once in milliseconds, with
-the processor's caches full of other things: there each further call or object costs a microsecond.
+The code of every step is flat, with few look-ups. The engine calls it once every few milliseconds, with
+cold processor caches: each further call or object then costs a microsecond.
 `scripts/bench_step_trace.py --engine` measures it.
 """
 
@@ -40,7 +40,7 @@ from balanceroute.engine_patch.writer import StepWriter
 # Under vLLM's own logger, whose handlers print it.
 _log = logging.getLogger("vllm.balanceroute")
 _TRACE = "_balanceroute_step_trace"
-# Batches without a result yet. vLLM has at most a few; more are those that it threw away.
+# Batches without a result yet. vLLM has at most a few; more means that it dropped some.
 _MAX_PENDING = 64
 
 
@@ -49,11 +49,11 @@ class UnsupportedEngineError(Exception):
 
 
 def install(engine_class: Any, folder: Path, *, clock: Callable[[], int] = time.time_ns) -> None:
-    """Have every engine of a class hooked at its first step. Repeated calls change nothing.
+    """Hook every engine of a class at its first step. Repeated calls change nothing.
 
     Args:
         engine_class: vLLM's EngineCoreProc.
-        folder: Where traces go; it exists.
+        folder: The folder for traces; it must exist.
         clock: Unix time in nanoseconds.
 
     Raises:
@@ -80,7 +80,7 @@ def _attach(engine: Any, folder: Path, clock: Callable[[], int]) -> None:
     """Hook one engine, or warn; never raises."""
     trace: StepTrace | None = None
     try:
-        # First, so that a failure is not repeated at every step.
+        # First, so that a failure does not repeat at every step.
         setattr(engine, _TRACE, None)
         trace = StepTrace(engine, clock)
         trace.open(folder)
@@ -95,10 +95,10 @@ class StepTrace:
     """The trace of one engine: its hooks and its file."""
 
     def __init__(self, engine: Any, clock: Callable[[], int]) -> None:
-        """Check that an engine has what the hooks need; change nothing.
+        """Check that an engine has what the hooks need, without a change to it.
 
         Raises:
-            UnsupportedEngineError: It has not.
+            UnsupportedEngineError: It lacks something.
         """
         self._engine = engine
         self._scheduler = _require(engine, "scheduler")
@@ -122,10 +122,10 @@ class StepTrace:
         self._writer: StepWriter | None = None
 
     def open(self, folder: Path) -> None:
-        """Make the file and wrap the engine's methods. Whatever it raises, `disable` next.
+        """Create the file and wrap the engine's methods. After any exception call `disable`.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be created.
         """
         now_ns = self._clock()
         fields = identity(self._engine, started_ns=now_ns, argv=sys.argv)
@@ -141,13 +141,13 @@ class StepTrace:
         _log.info("balanceroute: engine steps go to %s", folder / name)
 
     def disable(self, error: Exception) -> None:
-        """End the trace for good, with one warning. The engine goes on unhooked."""
+        """End the trace permanently, with one warning. The engine continues without hooks."""
         if not self._on:
             return
         self._on = False
         _warn(error)
         for holder, name, hook in self._hooks:
-            # Unless someone else has wrapped our hook since: then it stays, and only passes on.
+            # Unless other code has wrapped our hook since: then it stays and only calls the original.
             if getattr(holder, name, None) is hook:
                 delattr(holder, name)
         self._hooks.clear()

@@ -1,6 +1,6 @@
-"""Whose steps a trace holds: read from the engine's configuration, whatever of it is there.
+"""The engine of a trace, from the engine's configuration as far as it is present.
 
-Fields, each null where the engine does not tell:
+Fields, each null if the engine does not have it:
 
     dp_rank         Index among the data-parallel ranks of the deployment.
     dp_size         Ranks that step in lock step with this one, itself included.
@@ -26,7 +26,7 @@ def identity(engine: Any, *, started_ns: int, argv: Sequence[str]) -> dict[str, 
     """Return the fields of an engine.
 
     Args:
-        engine: vLLM's engine core; looked at only through `getattr`.
+        engine: vLLM's engine core; read only with `getattr`.
         started_ns: Unix time of its first step.
         argv: The command line of its API server, which its own process inherits.
     """
@@ -53,10 +53,10 @@ def identity(engine: Any, *, started_ns: int, argv: Sequence[str]) -> dict[str, 
 
 
 def http_port(argv: Sequence[str]) -> int | None:
-    """Return the port that a command line makes vLLM's API server listen on, if it tells.
+    """Return the port of vLLM's API server from its command line; None if that does not determine it.
 
     Args:
-        argv: The words, the program's name first.
+        argv: The arguments, the program's name first.
     """
     port: str | None = None
     for place, word in enumerate(argv):

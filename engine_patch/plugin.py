@@ -19,7 +19,7 @@ _log = logging.getLogger("vllm.balanceroute")
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, more than once perhaps; never raises."""
+    """Called by vLLM in each of its processes, perhaps repeatedly; never raises."""
     folder = os.environ.get(VARIABLE, "")
     if not folder:
         return

@@ -44,7 +44,7 @@ def read_steps(path: Path) -> EngineTrace:
         header = _header(path, line)
         records = (os.fstat(file.fileno()).st_size - len(line)) // RECORD.size
         body = file.read(records * RECORD.size)
-    # An engine may be writing: only what was there when its size was asked for.
+    # An engine may be writing: only the bytes up to the size when it was read.
     whole = len(body) - len(body) % RECORD.size
     return EngineTrace(path, header, np.frombuffer(body[:whole], dtype=STEP_DTYPE))
 

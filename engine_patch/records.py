@@ -1,7 +1,7 @@
 """The step trace's file format: one line of JSON, then records of a fixed size.
 
-The line names the format and its version, whose steps these are (`identity`), and the length of a
-record in bytes. Records follow without padding, little-endian, in the order in which the steps
+The line has the format and its version, the engine (`identity`), and the length of a record in
+bytes. Records follow without padding, little-endian, in the order in which the steps
 ended. A record that is cut short by a kill is no record. Versions differ in the records' fields.
 
 Fields of a record, version 1:
@@ -9,7 +9,7 @@ Fields of a record, version 1:
     step              u64  Number of the step among those of this file, from 0. A gap is a loss.
     start_ns          u64  Before the scheduler was asked for the batch; Unix time.
     end_ns            u64  After the scheduler took the model's output; Unix time.
-    kv_tokens         u64  KV tokens of the batch, those that this step computes included: the
+    kv_tokens         u64  KV tokens of the batch, including those that this step computes: the
                            sum over its requests of prompt tokens and tokens emitted before.
     running           u32  Requests that the scheduler holds as running.
     batch             u32  Requests in the batch.
@@ -62,7 +62,7 @@ def header_line(identity: dict[str, object]) -> bytes:
     """Return a file's first line.
 
     Args:
-        identity: Whose steps these are; JSON types only.
+        identity: The engine; JSON types only.
     """
     header = {"format": FORMAT, "version": VERSION, "record_bytes": RECORD.size, **identity}
     return json.dumps(header, separators=(",", ":")).encode("ascii") + b"\n"

@@ -1,8 +1,8 @@
-"""A trace's file, behind a thread: an engine's step never waits for a disk.
+"""A trace's file, written by a thread: an engine's step never waits for a disk.
 
 Records go into a queue that a daemon thread empties into the file once a second, so that a killed
-engine loses a second of them at most. The queue is bounded: records that find it full, because the
-disk hangs, are dropped, and the step numbers show the gap.
+engine loses at most a second of them. The queue is bounded: if it is full, because the disk hangs,
+records are dropped, and the step numbers show the gap.
 """
 
 import os
@@ -31,17 +31,17 @@ class StepWriter:
         on_fault: Callable[[OSError], object],
         pause: Callable[[float], bool] | None = None,
     ) -> None:
-        """Make the file and start the thread.
+        """Create the file and start the thread.
 
         Args:
             path: The file; it must not exist.
             header: The file's first line.
-            on_fault: Told once, by the thread, that the file takes no more. The caller stops adding.
-            pause: Waits so many seconds, or until it can tell that the trace has ended; returns
-                whether it has. For tests; by default waits for `close`.
+            on_fault: Called once, in the thread, when a write fails. The caller stops adding.
+            pause: Waits for a number of seconds, or until the trace has ended; returns whether it
+                has. For tests; by default it waits for `close`.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be created.
         """
         self._waiting: deque[bytes] = deque()
         self._on_fault = on_fault
@@ -60,14 +60,14 @@ class StepWriter:
         self._thread.start()
 
     def add(self, record: bytes) -> None:
-        """Take a record; never blocks."""
+        """Queue a record; never blocks."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting.append(record)
 
     def close(self) -> None:
-        """Write what waits and close the file; may be repeated.
+        """Write the queued records and close the file; may be repeated.
 
-        A disk that hangs holds an engine's exit up for two seconds at most.
+        A disk that hangs delays an engine's exit by at most two seconds.
         """
         self._closing.set()
         if self._busy.acquire(timeout=_CLOSE_S):
@@ -88,15 +88,15 @@ class StepWriter:
                 ended = ended or self._file is None
 
     def _flush(self) -> None:
-        """Write what waits. The caller holds `_busy`."""
-        # Only as many as there are now: the engine may add faster than the disk takes.
+        """Write the queued records. The caller holds `_busy`."""
+        # Only as many as there are now: the engine may add faster than the disk writes.
         records = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if self._file is None or not records:
             return
         try:
             _write(self._file, b"".join(records))
         except OSError as error:
-            # A record may be cut now, and whatever came behind it would be read as its rest.
+            # A record may be incomplete now, and later ones would be read as its rest.
             os.close(self._file)
             self._file = None
             self._on_fault(error)
