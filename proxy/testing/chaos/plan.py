@@ -31,7 +31,6 @@ _TIMEOUTS = (
     "idle_stream_timeout_s",
     "answer_timeout_s",
 )
-_PHASES = [phase for phase in Phase if phase is not Phase.SENDING]
 # Of a request, on average.
 _SEQUENCES = 1.4
 
@@ -261,7 +260,7 @@ def _visit(
     pipelined = several and not http_1_0 and rng.random() < 0.5
     if not several and rng.random() < leaving:
         departure = Departure(
-            rng.choice(_PHASES),
+            rng.choice(list(Phase)),
             rng.choice(list(Leaving)),
             delay_s=rng.choice([0.0, 0.0, 0.001, 0.02, rng.uniform(0.0, 2.0)]),
             num_bytes=rng.choice([1, 300, 1_000, 4_000]),
