@@ -44,6 +44,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in (
+            # None is no limit; 0 would let nothing start.
             "ranks",
             "batch_limit",
             "rank_kv_tokens",

@@ -17,6 +17,7 @@ from balanceroute.proxy.core.pool import Pool
 OnFailure = Callable[[str, Exception], None]
 """Called with what failed ("policy" or "projection") and the exception."""
 
+# Without a projection or any state, so it does not fail for the same reason.
 _OLDEST_FIRST = OldestFirst(least_kv_with_room, slots_beyond_batch=0)
 
 
@@ -45,9 +46,12 @@ def decide(
     try:
         assignments = policy.dispatch(fleet, pool, now_ns)
         _check(assignments, free_slots, pool)
+    # Any exception: a policy may be third-party code, and no request may be lost by its failure.
     except Exception as error:
+        # First, as `on_failure` may raise.
         pool.undo_round()
         on_failure("policy", error)
+        # Another fleet: the policy may have written to the first one.
         return _OLDEST_FIRST.dispatch(make_fleet(), pool, now_ns)
     pool.end_round()
     return assignments
@@ -75,5 +79,6 @@ def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], poo
         if left < 1:
             raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")
         free[rank] = left - entry.slots
+    # Neither in the pool nor on a rank, such an entry would be lost.
     for number in taken:
         raise PolicyError(f"request {number} was taken from the pool, but has no rank")

@@ -17,6 +17,7 @@ order of arrival, and every tie between requests is broken by the lower id.
 from dataclasses import dataclass
 from typing import NewType
 
+# Distinct types, so that a rank is never passed for a prefiller.
 RequestId = NewType("RequestId", int)
 RankId = NewType("RankId", int)
 PrefillerId = NewType("PrefillerId", int)

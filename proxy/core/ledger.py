@@ -69,6 +69,8 @@ class Ledger:
     ) -> None:
         """Add `request` to `rank`; `age` is how many tokens each sequence emitted before."""
         assert request not in self._bindings, f"request {request} is bound twice"
+        # Counted from its dispatch and not from its first step: the next decision has to see
+        # requests whose KV cache is still in transfer.
         self._bindings[request] = _Binding(rank, slots, kv_tokens)
         self.loads[rank] += kv_tokens
         self.bound[rank] += slots
@@ -108,6 +110,7 @@ class Ledger:
 
     def unbind(self, request: RequestId) -> int:
         """Release the slots and the load of `request`; return the KV tokens it held."""
+        # Also for a request that never started, as its slots were reserved since the dispatch.
         binding = self._bindings.pop(request)
         tokens = self._tokens(binding)
         self.loads[binding.rank] -= tokens
@@ -143,6 +146,7 @@ class Ledger:
     def _notify(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
         try:
             change(*args)
+        # Any exception: a projection calls the predictor, which may be third-party code.
         except Exception as error:
             self.fail("projection", error)
 

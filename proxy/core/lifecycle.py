@@ -58,13 +58,17 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.QUEUED, Trigger.PREFILL): State.PREFILLING,
     # The decode engine computes the prompt itself.
     (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
+    # The KV cache is on the prefiller, under a lease: the request waits for a rank.
     (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
+    # It is prefilled again, and keeps its place in the order of arrival.
     (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
     # A prefiller answers the whole request if its one token meets the stop condition, or if the
     # request is direct.
     (State.PREFILLING, Trigger.FINISH): State.DONE,
     (State.POOLED, Trigger.ADMIT): State.DECODING,
+    # The lease of its KV cache ended before a rank had a slot.
     (State.POOLED, Trigger.PREFILL_LOST): State.QUEUED,
+    # The rank dropped its KV cache. The emitted tokens are prefilled with the prompt.
     (State.DECODING, Trigger.RECOMPUTE): State.QUEUED,
     # The decoder found the KV cache gone before it could pull it.
     (State.DECODING, Trigger.PREFILL_LOST): State.QUEUED,
@@ -72,6 +76,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.DECODING, Trigger.DECODE_LOST): State.POOLED,
     (State.DECODING, Trigger.FINISH): State.DONE,
 } | {
+    # An error, or a client that leaves, may end a request in every state but the last three.
     (state, trigger): end
     for state in (State.QUEUED, State.PREFILLING, State.POOLED, State.DECODING)
     for trigger, end in ((Trigger.FAIL, State.FAILED), (Trigger.CANCEL, State.CANCELLED))

@@ -125,12 +125,14 @@ class Pool:
 
     def admit(self, request: RequestId) -> PoolEntry:
         """Remove an entry that goes to decode; it overtakes every entry ahead of it."""
+        # Before the removal, while the entry still has its place.
         for ahead in self._order.ahead_of(request):
             self._entries[ahead].overtaken += 1
         return self._take_out(request)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""
+        # Nothing is overtaken, as the entry does not go to decode.
         entry = self._take_out(request)
         if self._round is not None:
             self._removed.append(request)
@@ -161,12 +163,14 @@ class Pool:
             self._entries[request] = entry
             self._set_timers(entry)
             self.slots += entry.slots
+            # Only an admission overtook the entries ahead.
             if request not in self._removed:
                 for ahead in self._order.ahead_of(request):
                     self._entries[ahead].overtaken -= 1
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
+        # By id: the oldest arrival first, whatever the order of the deadlines.
         return [self._entries[request] for request in sorted(self._deadlines.due(now_ns))]
 
     def expired(self, now_ns: int) -> list[RequestId]:
@@ -197,5 +201,6 @@ class Pool:
         entry = self._entries.pop(request)
         self.slots -= entry.slots
         if self._round is not None:
+            # A dictionary for its order: `undo_round` goes backwards through it.
             self._round[request] = entry
         return entry

@@ -47,6 +47,7 @@ class PrefillQueue:
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the queue that it belongs to."""
         if (
+            # Checked first, because `_queue_of` creates the queues of a set that has none.
             request.ticket.eligible is not None
             and request.ticket.eligible.prefillers not in self._restricted
         ):
@@ -85,6 +86,7 @@ class PrefillQueue:
         if self._restricted:
             yield from self._start_restricted(room)
             return
+        # Direct requests do not depend on `room`: they never enter the pool.
         while first := self._direct.first(1):
             request = self._requests[first[0]]
             prefiller = self._begin(request, self._direct)
@@ -107,9 +109,11 @@ class PrefillQueue:
 
     def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
         """Do the same as `start` if only some prefillers can serve some of the requests."""
+        # The set of requests without restriction, which hold up later ones on every prefiller.
         everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
         # Prefillers that a direct request lacks KV tokens on: prefills must leave them alone.
         starved: set[PrefillerId] = set()
+        # In the order of `start`: direct requests, then prefills.
         for direct in (True, False):
             # Prefillers that an earlier request waits for, and the sets whose queues wait.
             withheld = set(starved)
@@ -135,6 +139,7 @@ class PrefillQueue:
         queues = [pair[direct] for among, pair in self._restricted.items() if among not in stuck]
         if None not in stuck:
             queues.append((self._queue, self._direct)[direct])
+        # Ids are arrival numbers, so the lowest is the earliest of all queues.
         number = min((first for queue in queues for first in queue.first(1)), default=None)
         return None if number is None else self._requests[number]
 
@@ -147,6 +152,7 @@ class PrefillQueue:
     def _begin(
         self, request: Request, queue: QueueOrder, withheld: Collection[PrefillerId] = ()
     ) -> PrefillerId | None:
+        # No sequences mark a prefill.
         tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(
             request.ticket,

@@ -125,6 +125,7 @@ class Projection:
         self._sequences[slot] = sequences
         self._base[slot] = kv_tokens - age * sequences
         self._started[slot] = False
+        # Its deposit is made before the next step or decision, in one batch with others.
         self._new[slot] = None
 
     def start(self, request: RequestId) -> None:
@@ -138,6 +139,7 @@ class Projection:
     def emit(self, request: RequestId, tokens: int) -> None:
         """Correct one request's tokens by `tokens`, which may be negative."""
         slot = self._slot_of[request]
+        # The tokens of the steps since the deposit first, as the new deposit starts now.
         passed = int(self._now - self._since[slot]) if self._started[slot] else 0
         self._restart(slot, grown=passed * int(self._sequences[slot]) + tokens)
 
@@ -150,6 +152,7 @@ class Projection:
 
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
+        # Before the window moves: a deposit starts at the present step.
         self._flush()
         self.turnover.step()
         self._now += 1
@@ -162,8 +165,10 @@ class Projection:
         if bucket:
             due = np.array(bucket)
             bucket.clear()
+            # Slots that were withdrawn or refreshed since have another due step.
             due = due[self._due[due] == self._now]
             if due.size:
+                # Once each: a slot that was withdrawn and is due again is in the bucket twice.
                 self._refresh_slots(np.unique(due))
 
     def loads_ahead(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -221,6 +226,7 @@ class Projection:
     def _departures(self, survival: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the steps until each predicted departure; the row's width if a request stays."""
         steps = composite_steps(survival, self.horizon_steps)
+        # The width is beyond every column, so such a deposit never ends.
         return np.where(steps < self.horizon_steps, steps, self._width)
 
     def _predict(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -237,6 +243,7 @@ class Projection:
         if self._form is Form.EXPECTED:
             # Whole tokens, so that the recount is exact.
             np.rint(np.multiply(values, survival, out=values), out=values)
+            # Due for a refresh when the survival falls below one half.
             doubtful = np.flatnonzero(survival[:, self._refresh] < 0.5)
             if doubtful.size:
                 first = (survival[doubtful] < 0.5).argmax(axis=1)
@@ -244,6 +251,7 @@ class Projection:
         else:
             departures = self._departures(survival)
             values[self._ahead >= departures[:, None]] = 0.0
+            # A predicted departure that does not happen is predicted again at once. Paper: §C.2.3.
             wait = np.minimum(departures, wait)
         return values.astype(np.int32), wait
 
@@ -290,6 +298,7 @@ class Projection:
 
     def _withdraw(self, slot: int) -> None:
         """Subtract the rest of a deposit, or cancel one that was not made yet."""
+        # Its entries in the calendar are then skipped.
         self._due[slot] = -1
         if slot in self._new:
             del self._new[slot]

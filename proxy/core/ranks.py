@@ -56,6 +56,6 @@ class Ranks:
 def free_slots_of(
     ledger: Ledger, config: SchedulerConfig, beyond_batch: int
 ) -> "NDArray[np.int64]":
-    """Return the slots that nobody has, int64[G], of open and closed ranks alike."""
+    """Return the free slots, int64[G], of open and closed ranks."""
     # One free slot admits a request of several, which may leave a rank overbooked.
     return np.maximum(config.batch_limit + beyond_batch - ledger.bound, 0)

@@ -25,6 +25,7 @@ def check_holdings(scheduler: "Scheduler") -> None:
             direct[request.prefiller] += 0 if decodes else request.ticket.slots
         if request.rank is not None:
             slots[request.rank] += request.ticket.slots
+        # A direct request holds sequences instead of a prefill.
         assert request.prefilling == (state is State.PREFILLING and decodes)
         assert (request.rank is not None) == (state is State.DECODING)
         assert (request.request in scheduler.pool) == (state is State.POOLED)

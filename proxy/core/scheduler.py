@@ -131,9 +131,9 @@ class Scheduler:
         return self._holdings.emitted(self._get(number))
 
     def free_slots(self) -> "NDArray[np.int64]":
-        """Return the slots that nobody has, int64[G], of open and closed ranks alike.
+        """Return the free slots, int64[G], of open and closed ranks.
 
-        Without a limit of the policy's they are those of the batch.
+        If the policy has no limit, these are the free slots of the batch.
         """
         return free_slots_of(self.ledger, self.config, self.policy.slots_beyond_batch or 0)
 
@@ -211,6 +211,7 @@ class Scheduler:
         config.check_grown(self.config)
         _check_ranks(config, policy)
         if policy.projection is not None and policy.projection is self.policy.projection:
+            # A shared projection would count every request twice.
             raise ConfigError("the policy is in use: its projection counts every request already")
         # All checks come first: a ConfigError leaves everything unchanged.
         self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
@@ -243,6 +244,7 @@ class Scheduler:
 
     def _arrive(self, event: RequestArrived, now_ns: int) -> list[Action]:
         number = event.request
+        # Ids break every tie, so none may be used twice.
         if number in self.requests:
             raise LifecycleError(f"request {number} has arrived already")
         check_ticket(number, event.ticket)
@@ -307,6 +309,8 @@ class Scheduler:
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         if request.started:
+            # From the first token on the rank holds the KV cache, and its loss is a
+            # `RequestRecomputed`.
             raise LifecycleError(f"request {request.request} has pulled its KV cache already")
         if not request.ticket.prefill:
             raise LifecycleError(f"request {request.request} has no prefill to lose")
@@ -351,6 +355,8 @@ class Scheduler:
 
     def _lose_decode(self, request: Request, now_ns: int) -> list[Action]:
         if request.started:
+            # Likewise: a request in the batch can be recomputed, but not go back to the pool as it
+            # was.
             raise LifecycleError(f"request {request.request} is in its rank's batch already")
         request.move(Trigger.DECODE_LOST)
         assert request.rank is not None
@@ -393,6 +399,7 @@ class Scheduler:
     def _set_rank(self, event: RankClosed | RankOpened) -> list[Action]:
         if not 0 <= event.rank < self.config.ranks:
             raise LifecycleError(f"rank {event.rank} is unknown: there are {self.config.ranks}")
+        # Only admissions depend on it: requests that are bound to the rank continue.
         self.ranks.is_open[event.rank] = isinstance(event, RankOpened)
         return []
 
@@ -432,6 +439,7 @@ class Scheduler:
             ledger = self._new_ledger(self.config, policy)
             self._holdings.move(self.requests.values(), ledger)
         make_fleet = partial(self.ranks.fleet, self.ledger, self.config, policy.slots_beyond_batch)
+        # These entries have left the pool, so each of them has to be bound.
         for number, rank in decide(
             policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail
         ):

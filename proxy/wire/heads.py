@@ -31,7 +31,7 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 # Interpreted while parsing; all other headers are left to the application.
 _READ = frozenset({b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"})
-# Set by whoever writes the message, as they frame it or concern its connection.
+# Set by the writer of a message, as they frame it or concern its connection.
 _OWN = frozenset(
     {b"connection", b"content-length", b"keep-alive", b"transfer-encoding", b"upgrade"}
 )

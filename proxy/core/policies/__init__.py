@@ -101,8 +101,10 @@ class PolicySettings:
             ("beta", self.beta),
             ("patience", self.patience),
         ):
+            # Not `<= 0.0`, which NaN would pass.
             if number is not None and not number > 0.0:
                 raise ConfigError(f"{name} is {number}, must be positive")
+            # Infinite patience means no credit. Any other infinity would make scores NaN.
             if number == inf and name != "patience":
                 raise ConfigError(f"{name} is {number}, must be finite")
 
@@ -111,6 +113,7 @@ class PolicySettings:
         default = Form.POINT if self.paper else Form.EXPECTED
         return replace(
             self,
+            # Zeros were rejected above, so `or` replaces None only.
             beta=self.beta or BETA_PER_RANK * ranks,
             theta=ranks if self.theta is None else self.theta,
             patience=self.patience or PATIENCE_PER_SLOT * ranks * batch_limit,
@@ -176,6 +179,7 @@ def _br_h(inputs: PolicyInputs) -> Policy:
     assert settings.form is not None
     steps = discounts(settings.horizon_steps, settings.gamma)
     weights = Weights(steps, alpha=settings.alpha, beta=settings.beta)
+    # Without steps ahead there is nothing to project.
     if settings.horizon_steps == 0:
         return _two_stage(inputs, weights, None)
     projection = Projection(
@@ -200,6 +204,7 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "power-of-two": lambda inputs: _early(PowerOfTwo(inputs.rng)),
     "jsq": lambda _: _early(shortest_queue),
     "least-kv": lambda _: _early(least_kv),
+    # No slots beyond the batch is late binding: a request leaves the pool only for a free slot.
     "fifo": lambda _: OldestFirst(least_kv_with_room, slots_beyond_batch=0),
     "br-0": _br_0,
     "br-0-bypass": lambda inputs: OldestFirst(

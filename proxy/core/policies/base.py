@@ -71,6 +71,7 @@ class Fleet:
 
         One slot is enough: further sequences of the request wait in the engine.
         """
+        # An empty rank takes any request, see `room`.
         memory = (self.free_kv_tokens >= entry.kv_tokens) | (self.bound == 0)
         room = np.asarray((self.free_slots > 0) & memory)
         return room if entry.ranks is None else room & self.able(entry.ranks)
@@ -85,6 +86,7 @@ class Fleet:
         """Charge an admitted request."""
         self.loads[rank] += entry.kv_tokens
         self.bound[rank] += entry.slots
+        # A request of several sequences may need more slots than are free.
         self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
         self.free_kv_tokens[rank] -= entry.kv_tokens
 
@@ -159,6 +161,7 @@ class OldestFirst:
         """
         del now_ns
         assignments: list[Assignment] = []
+        # Entries before this position stay in the pool for this round.
         passed_over = 0
         while passed_over < len(pool):
             entry = pool.at(passed_over)
@@ -167,6 +170,7 @@ class OldestFirst:
                 pool.admit(entry.request)
                 fleet.bind(rank, entry)
                 assignments.append(Assignment(entry.request, RankId(rank)))
+            # It avoids the only ranks with room, which are open to the others.
             elif fleet.has_room(entry).any():
                 passed_over += 1
             elif entry.ranks is not None:
@@ -175,6 +179,7 @@ class OldestFirst:
                 if not fleet.free_slots.any():
                     break
                 passed_over += 1
+            # No rank has room for it. A smaller entry behind it may not go first: it would starve.
             else:
                 break
         return assignments

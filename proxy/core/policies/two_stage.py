@@ -90,6 +90,7 @@ class TwoStage:
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits. Paper: Algorithms 2 and 3."""
+        # The usual case in saturation; it costs no projection.
         if not (fleet.free_slots > 0).any():
             return []
         if self.projection is None:
@@ -102,6 +103,7 @@ class TwoStage:
         if self._settings.paper:
             stages.fill_longest_queues()
         else:
+            # Overdue entries first, while every rank still has its slots.
             stages.place_overdue(now_ns)
             stages.place_all()
         self._on_stage("stage_1")
@@ -142,6 +144,8 @@ class _Round:
         if projection is None:
             persistence = np.ones(1)
         else:
+            # One persistence for the whole round, the mean of the candidates: with one for each
+            # request F would not depend on the sum alone, and the solvers could not be used.
             candidates = pool.first(settings.window)
             persistence = projection.persistence(
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
@@ -154,6 +158,7 @@ class _Round:
 
     def place_overdue(self, now_ns: int) -> None:
         """Admit entries past their deadline, oldest first, each where it scores best."""
+        # The deadline bounds the wait of entries that never fit, whatever it costs in balance.
         self._place(self._pool.overdue(now_ns))
 
     def place_all(self) -> None:
@@ -230,6 +235,7 @@ class _Round:
     def _allowed(self, rank: int) -> Iterator[PoolEntry]:
         """Iterate over the entries that may go to the open `rank`, oldest first."""
         fleet = self._fleet
+        # Lazily, as the first K entries are usually enough.
         return (
             entry
             for entry in self._pool
@@ -274,6 +280,7 @@ class _Round:
         free = best_subset(sizes, slots, peak, score, max_total=room)
         credit = self._credit(candidates[0])
         if credit > 0.0:
+            # F relative to the oldest entry alone: its size shifts the peak and reduces the room.
             first = sizes[0]
             alone = score(first)
             rest = best_subset(
@@ -291,6 +298,7 @@ class _Round:
     def _credit(self, entry: PoolEntry) -> float:
         if self._settings.paper:
             return 0.0
+        # Linear, so that the credit of a waiting entry exceeds any overflow at last.
         return entry.overtaken * self._credit_each
 
     def _place(self, entries: list[PoolEntry]) -> None:
@@ -312,6 +320,7 @@ class _Round:
             contribution = self._projection.newcomer(
                 entry.request, entry.kv_tokens, entry.age, entry.slots
             )
+        # Later decisions of this round see the admission.
         self._balance.admit(rank, contribution)
 
 

@@ -75,6 +75,7 @@ class Prefillers:
         self.prefills += [0] * new
         self.direct += [0] * new
         self.held_tokens += [0] * new
+        # A limit may fall below the present use. Then nothing starts until enough has ended.
         self._probe_limit = probe_limit
         self._direct_limit = direct_limit
         self._kv_capacity_tokens = kv_capacity_tokens
@@ -107,6 +108,7 @@ class Prefillers:
         if withheld:
             is_open = [able and number not in withheld for number, able in enumerate(is_open)]
         limit = self._direct_limit if sequences else self._probe_limit
+        # Ascending, so that a choice breaks its ties in a fixed order.
         candidates = [
             PrefillerId(prefiller)
             for prefiller, able in enumerate(is_open)
@@ -117,6 +119,7 @@ class Prefillers:
         if not candidates:
             return None
         chosen = self._choice.choose(ticket, prompt_tokens, candidates, self)
+        # A prefiller outside of them would be overfilled without notice.
         assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
         return chosen
 
@@ -141,12 +144,14 @@ class Prefillers:
     ) -> bool:
         """Return whether a waiting direct request lacks nothing but KV tokens on some prefiller."""
         return any(
+            # One on trial is closed to further requests, which is no lack of memory.
             is_open and not self.on_trial[prefiller] and self._has_place(prefiller, sequences)
             for prefiller, is_open in enumerate(self._open(among))
         )
 
     def correct(self, prefiller: PrefillerId, *, charged_tokens: int, prompt_tokens: int) -> None:
         """Replace a request's estimated prompt length by the counted one."""
+        # As a release and a charge, since the release asserts that the estimate was charged.
         self.release(prefiller, charged_tokens)
         self.held_tokens[prefiller] += prompt_tokens
 
@@ -174,6 +179,7 @@ class Prefillers:
         """
         is_open = list(is_open)
         for prefiller, held in enumerate(self.held_tokens):
+            # One that holds nothing may take a request: that is its trial.
             is_open[prefiller] &= not (held and self.on_trial[prefiller])
         if lost_on:
             proven = [

@@ -44,6 +44,7 @@ class Arrival:
     def __contains__(self, request: RequestId, /) -> bool:
         """Return whether `request` waits here."""
         place = bisect_left(self._order, request)
+        # The list is sorted, so a bisection finds the request if it is there.
         return place < len(self._order) and self._order[place] == request
 
     def _place(self, request: RequestId) -> int:
