@@ -78,7 +78,7 @@ class TokenSequence:
 
     def dropped(self) -> None:
         """Call `on_drop`: the KV cache had no room for it."""
-        assert self.on_drop is not None, "nobody decides what becomes of a dropped sequence"
+        assert self.on_drop is not None, "a dropped sequence has no handler"
         self.on_drop(self)
 
 

@@ -304,8 +304,8 @@ def _stop(finish: str | None, matched: object, *, called: bool) -> dict[str, obj
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, object]:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    told = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    fields = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     if cached is not None:
-        told["input_tokens"] -= cached
-        told["cache_read_input_tokens"] = cached
-    return told
+        fields["input_tokens"] -= cached
+        fields["cache_read_input_tokens"] = cached
+    return fields

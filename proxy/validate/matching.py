@@ -142,9 +142,9 @@ def _by_rank_alone(names: Sequence[str], traces: Sequence[EngineTrace]) -> dict[
     by_rank = {trace.header.get("dp_rank"): trace for trace in traces}
     addresses = {name: _NAME.fullmatch(name) for name in names}
     ranks = [int(one["rank"]) for one in addresses.values() if one is not None and one["rank"]]
-    told = any(trace.header.get("port") is not None for trace in traces)
+    any_port_known = any(trace.header.get("port") is not None for trace in traces)
     unique = len(by_rank) == len(traces) and len(set(ranks)) == len(ranks) == len(names)
-    if told or not unique:
+    if any_port_known or not unique:
         return {}
     pairs = zip(names, ranks, strict=True)
     return {name: by_rank[rank] for name, rank in pairs if rank in by_rank}

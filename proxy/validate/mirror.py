@@ -55,12 +55,12 @@ class Lag:
 
 
 def errors(
-    believed: NDArray[np.int64], truth: NDArray[np.float64], *, min_tokens: int
+    proxy_loads: NDArray[np.int64], truth: NDArray[np.float64], *, min_tokens: int
 ) -> Errors | None:
     """Return how far loads were off; None if no sample counts.
 
     Args:
-        believed: int64[samples], the proxy's loads.
+        proxy_loads: int64[samples], the proxy's loads.
         truth: float64[samples], the engine's; NaN where it is not known.
         min_tokens: Samples at which the engine's load was below this do not count; at least 1.
     """
@@ -69,7 +69,7 @@ def errors(
     if not counts.any():
         return None
     truth = truth[counts]
-    off = believed[counts] - truth
+    off = proxy_loads[counts] - truth
     size, share = np.abs(off), off / truth
     p50, p90, p99 = np.percentile(np.abs(share), [50, 90, 99]).tolist()
     return Errors(
@@ -83,7 +83,9 @@ def errors(
     )
 
 
-def lag(times_ns: NDArray[np.int64], believed: NDArray[np.int64], timeline: Timeline) -> Lag | None:
+def lag(
+    times_ns: NDArray[np.int64], proxy_loads: NDArray[np.int64], timeline: Timeline
+) -> Lag | None:
     """Return the shift, up to a second either way, with the least median error.
 
     Only samples are used for which every shift falls on the timeline, and at which either side has a
@@ -92,7 +94,7 @@ def lag(times_ns: NDArray[np.int64], believed: NDArray[np.int64], timeline: Time
 
     Args:
         times_ns: int64[samples], Unix time.
-        believed: int64[samples], the proxy's loads.
+        proxy_loads: int64[samples], the proxy's loads.
         timeline: The engine's.
 
     Returns:
@@ -101,17 +103,17 @@ def lag(times_ns: NDArray[np.int64], believed: NDArray[np.int64], timeline: Time
     inside = (times_ns >= timeline.begin_ns[0] + MAX_LAG_NS) & (
         times_ns <= timeline.end_ns[-1] - MAX_LAG_NS
     )
-    busy = (believed > 0) | (np.nan_to_num(timeline.loads_at(times_ns)) > 0)
+    busy = (proxy_loads > 0) | (np.nan_to_num(timeline.loads_at(times_ns)) > 0)
     chosen = np.flatnonzero(inside & busy)
     if len(chosen) < _LEAST_SAMPLES:
         return None
     chosen = chosen[:: -(-len(chosen) // _MOST_SAMPLES)]
-    times_ns, believed = times_ns[chosen], believed[chosen]
+    times_ns, proxy_loads = times_ns[chosen], proxy_loads[chosen]
     if np.ptp(timeline.loads_at(times_ns)) == 0:
         return None
 
     def error_at(shift_ns: int) -> float:
-        return float(np.median(np.abs(believed - timeline.loads_at(times_ns - shift_ns))))
+        return float(np.median(np.abs(proxy_loads - timeline.loads_at(times_ns - shift_ns))))
 
     def best(shifts_ns: NDArray[np.int64]) -> int:
         return min(map(int, shifts_ns), key=lambda shift_ns: (error_at(shift_ns), abs(shift_ns)))
