@@ -10,7 +10,7 @@ from typing import Protocol
 
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.request import GenerationRequest
-from balanceroute.proxy.emulate.tokens import SAYINGS
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 from balanceroute.proxy.wire.messages import Headers
 
 DONE = b"data: [DONE]\n\n"
@@ -19,11 +19,11 @@ PlainEvent = Callable[[bytes, int], bytes]
 
 _COUNTS = '"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d'
 # The text of each token, escaped for the inside of a JSON string.
-SAYINGS_JSON = tuple(
+TOKEN_TEXTS_JSON = tuple(
     said.encode()
     if said[0] == " " and said[1:].isalnum()  # Needs no escape.
     else json.dumps(said, ensure_ascii=False)[1:-1].encode()
-    for said in SAYINGS
+    for said in TOKEN_TEXTS
 )
 
 
@@ -36,14 +36,14 @@ class AnswerHead:
         created: Unix time, seconds.
         model: The served model.
         fingerprint: `system_fingerprint`.
-        tell_cached: Whether usage has the cached prompt tokens.
+        report_cached: Whether usage has the cached prompt tokens.
     """
 
     id: str
     created: int
     model: str
     fingerprint: str
-    tell_cached: bool
+    report_cached: bool
 
     def opening(self, kind: str) -> str:
         """Return the first members of an object, without the closing brace."""
@@ -140,7 +140,7 @@ def ending(request: GenerationRequest, choice: Choice, head: AnswerHead) -> str:
     return f',"system_fingerprint":{quoted(head.fingerprint)}'
 
 
-def said_ids(request: GenerationRequest, ids: Sequence[int]) -> str:
+def token_ids_json(request: GenerationRequest, ids: Sequence[int]) -> str:
     """Return the value of `token_ids`."""
     return as_json(list(ids)) if request.return_token_ids else "null"
 

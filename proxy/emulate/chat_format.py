@@ -12,13 +12,13 @@ from balanceroute.proxy.emulate.answer import (
     final_usage,
     plain_event,
     quoted,
-    said_ids,
+    token_ids_json,
     whole_usage,
 )
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.request import GenerationRequest
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
-from balanceroute.proxy.emulate.tokens import SAYINGS, word_of
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript
 
 
@@ -63,20 +63,20 @@ class ChatFormat:
             )
         return as_bytes(
             f'{self._chunk}{{"index":{choice.index},"delta":{_delta(choice, delta)},'
-            f'"logprobs":{logprobs},{reasons},"token_ids":{said_ids(request, delta.token_ids)}}}]'
+            f'"logprobs":{logprobs},{reasons},"token_ids":{token_ids_json(request, delta.token_ids)}}}]'
             f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
         )
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
         """Return the event with the usage at the end of a stream."""
-        usage = final_usage(self._request, choices, cached=self._head.tell_cached)
+        usage = final_usage(self._request, choices, cached=self._head.report_cached)
         fingerprint = quoted(self._head.fingerprint)
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
         """Return the body of an answer that is not streamed."""
         request, head = self._request, self._head
-        usage = whole_usage(request, choices, cached=head.tell_cached)
+        usage = whole_usage(request, choices, cached=head.report_cached)
         prompt = request.prompts[0]
         listed = None
         if request.prompt_logprobs is not None:
@@ -105,7 +105,7 @@ class ChatFormat:
             f'"refusal":null,"annotations":null,"audio":null,"function_call":null,{tool_calls}'
             f'"reasoning":{reasoning}}},"logprobs":{self._logprobs(choice.logprobs)},'
             f'"finish_reason":"{_finish(choice)}","stop_reason":{as_json(choice.stop_reason)},'
-            f'"token_ids":{said_ids(self._request, choice.token_ids)},"routed_experts":null}}'
+            f'"token_ids":{token_ids_json(self._request, choice.token_ids)},"routed_experts":null}}'
         )
 
     def _logprobs(self, said: Sequence[TokenLogprob]) -> str:
@@ -116,7 +116,7 @@ class ChatFormat:
 
     def _logprob(self, said: TokenLogprob) -> str:
         candidates = [(said.token, said.logprob)]
-        candidates += [(SAYINGS[token], logprob) for token, logprob in said.others]
+        candidates += [(TOKEN_TEXTS[token], logprob) for token, logprob in said.others]
         listed = candidates[: self._request.top_logprobs]
         top = ",".join(f"{{{_candidate(*one)}}}" for one in listed)
         return f'{{{_candidate(*candidates[0])},"top_logprobs":[{top}]}}'

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS, Sampler, TokenLogprob
-from balanceroute.proxy.emulate.tokens import ASSISTANT, SAYINGS, tokenise
+from balanceroute.proxy.emulate.tokens import ASSISTANT, TOKEN_TEXTS, tokenise
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
 
 (EOS_ID,) = tokenise("<|eos|>")
@@ -131,7 +131,7 @@ class Choice:
     def said(self) -> str:
         """The text, without what a stop condition cut off."""
         if self.plain:
-            return "".join([SAYINGS[token] for token in self.token_ids if token != EOS_ID])
+            return "".join([TOKEN_TEXTS[token] for token in self.token_ids if token != EOS_ID])
         return self.text
 
     @property
@@ -185,7 +185,7 @@ class Choice:
 
     def _say(self, token: int) -> Delta:
         offset = len(self.text)
-        said = "" if token == EOS else SAYINGS[token]
+        said = "" if token == EOS else TOKEN_TEXTS[token]
         if self.emitted <= self.most_reasoning:
             self.reasoning += said
             return Delta(said, Channel.REASONING, (self.token_ids[-1],))

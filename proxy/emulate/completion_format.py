@@ -12,13 +12,13 @@ from balanceroute.proxy.emulate.answer import (
     final_usage,
     plain_event,
     quoted,
-    said_ids,
+    token_ids_json,
     whole_usage,
 )
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
-from balanceroute.proxy.emulate.tokens import SAYINGS, word_of
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
 
 
 class CompletionFormat:
@@ -60,20 +60,20 @@ class CompletionFormat:
         return as_bytes(
             f'{self._chunk}{{"index":{choice.index},"text":{quoted(text)},"logprobs":{logprobs},'
             f'"finish_reason":{reason},"stop_reason":{as_json(choice.stop_reason)},'
-            f'"prompt_token_ids":{prompt_ids},"token_ids":{said_ids(request, delta.token_ids)}}}]'
+            f'"prompt_token_ids":{prompt_ids},"token_ids":{token_ids_json(request, delta.token_ids)}}}]'
             f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
         )
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
         """Return the event with the usage at the end of a stream."""
-        usage = final_usage(self._request, choices, cached=self._head.tell_cached)
+        usage = final_usage(self._request, choices, cached=self._head.report_cached)
         fingerprint = quoted(self._head.fingerprint)
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
         """Return the body of an answer that is not streamed."""
         head = self._head
-        usage = whole_usage(self._request, choices, cached=head.tell_cached)
+        usage = whole_usage(self._request, choices, cached=head.report_cached)
         return as_bytes(
             f'{head.opening("text_completion")},"choices":[{",".join(map(self._choice, choices))}],'
             f'"service_tier":null,"system_fingerprint":{quoted(head.fingerprint)},"usage":{usage},'
@@ -94,7 +94,7 @@ class CompletionFormat:
             f'{{"index":{choice.index},"text":{quoted(text)},"logprobs":{logprobs},'
             f'"finish_reason":"{choice.finish_reason}",'
             f'"stop_reason":{as_json(choice.stop_reason)},'
-            f'"token_ids":{said_ids(request, choice.token_ids)},'
+            f'"token_ids":{token_ids_json(request, choice.token_ids)},'
             f'"prompt_logprobs":{as_json(listed)},"prompt_token_ids":{prompt_ids},'
             '"routed_experts":null}'
         )
@@ -121,7 +121,7 @@ class CompletionFormat:
         for one in said:
             tokens.append(one.token)
             logprobs.append(one.logprob)
-            top.append({one.token: one.logprob} | {SAYINGS[i]: p for i, p in one.others})
+            top.append({one.token: one.logprob} | {TOKEN_TEXTS[i]: p for i, p in one.others})
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)

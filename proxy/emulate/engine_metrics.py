@@ -95,7 +95,7 @@ def render_metrics(
     return ("\n".join(lines) + "\n").encode()
 
 
-def spoil_metrics(kind: MalformedScrape, page: bytes) -> tuple[int, bytes]:
+def malformed_metrics(kind: MalformedScrape, page: bytes) -> tuple[int, bytes]:
     """Return status and body of a faulty scrape."""
     match kind:
         case MalformedScrape.GARBAGE:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.emulate.answer import DONE, SAYINGS_JSON, AnswerFormat
+from balanceroute.proxy.emulate.answer import DONE, TOKEN_TEXTS_JSON, AnswerFormat
 from balanceroute.proxy.emulate.api_error import ApiError, internal_error
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.malformed import malformed_write
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS
-from balanceroute.proxy.emulate.tokens import SAYINGS
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
@@ -70,9 +70,9 @@ class TokenSequence:
         token = choice.next_token()
         if choice.finish_reason is None:
             if exchange.streams:
-                exchange.write(event(SAYINGS_JSON[token], choice.emitted))
+                exchange.write(event(TOKEN_TEXTS_JSON[token], choice.emitted))
             return False
-        said = "" if token == EOS else SAYINGS[token]
+        said = "" if token == EOS else TOKEN_TEXTS[token]
         exchange.say(self, Delta(said, token_ids=(choice.token_ids[-1],)))
         return True
 

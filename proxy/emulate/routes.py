@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.emulate.answer import json_headers
 from balanceroute.proxy.emulate.api_error import ApiError, compact
-from balanceroute.proxy.emulate.engine_metrics import CONTENT_TYPE, render_metrics, spoil_metrics
+from balanceroute.proxy.emulate.engine_metrics import (
+    CONTENT_TYPE,
+    malformed_metrics,
+    render_metrics,
+)
 from balanceroute.proxy.emulate.generation import Generation
 from balanceroute.proxy.emulate.messages import answer_count_tokens
 from balanceroute.proxy.emulate.request import read_json
@@ -111,7 +115,7 @@ class Routes:
             ),
         )
         if engine.faults.malformed_scrape is not None:
-            status, page = spoil_metrics(engine.faults.malformed_scrape, page)
+            status, page = malformed_metrics(engine.faults.malformed_scrape, page)
         reply.send(status, self._headers(CONTENT_TYPE), page)
 
     def _headers(self, kind: bytes | None) -> "Headers":

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from balanceroute.proxy.emulate.tokens import EOS_WORD, SAYINGS, VOCABULARY_SIZE
+from balanceroute.proxy.emulate.tokens import EOS_WORD, TOKEN_TEXTS, VOCABULARY_SIZE
 
 EOS = -1
 _MASK = 0xFFFF_FFFF
@@ -106,7 +106,7 @@ def prompt_logprobs(tokens: list[int], words: list[str], candidates: int) -> lis
         said = sampler.logprob(word, candidates)
         entry = {str(token): _ranked(said.logprob, 1, word)}
         for rank, (other, logprob) in enumerate(said.others, start=2):
-            entry.setdefault(str(other), _ranked(logprob, rank, SAYINGS[other]))
+            entry.setdefault(str(other), _ranked(logprob, rank, TOKEN_TEXTS[other]))
         entries.append(entry if entries else None)
     return entries
 

@@ -41,7 +41,7 @@ def _spell(token: int) -> str:
 
 WORDS = tuple(map(_spell, range(VOCABULARY_SIZE)))
 # The text of each token: the word after white space, sometimes a new line.
-SAYINGS = tuple(("\n" if i % 53 == 0 else " ") + word for i, word in enumerate(WORDS))
+TOKEN_TEXTS = tuple(("\n" if i % 53 == 0 else " ") + word for i, word in enumerate(WORDS))
 
 
 class _Ids(dict[str, int]):

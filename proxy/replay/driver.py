@@ -107,7 +107,7 @@ async def replay(
             if probe is not None:
                 await probe.reset()
                 if settings.lengths is Lengths.HIDDEN:
-                    await probe.tell_lengths(
+                    await probe.send_lengths(
                         {_name(settings, request): request.output_tokens for request in requests}
                     )
             model = settings.model or await first_model(endpoint, target, headers)

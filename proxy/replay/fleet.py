@@ -56,7 +56,7 @@ class FleetProbe:
         """
         await call_json(self._endpoint, self._target, "POST", "/emulation/stats/reset", [])
 
-    async def tell_lengths(self, lengths: Mapping[str, int]) -> None:
+    async def send_lengths(self, lengths: Mapping[str, int]) -> None:
         """Send how many tokens the answers have, by the requests' ids.
 
         Raises:

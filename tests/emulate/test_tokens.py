@@ -10,7 +10,7 @@ from balanceroute.proxy.emulate.sampler import EOS, Sampler
 from balanceroute.proxy.emulate.tokens import (
     CHAT_TOKENS,
     MESSAGE_TOKENS,
-    SAYINGS,
+    TOKEN_TEXTS,
     VOCABULARY_SIZE,
     WORDS,
     decode,
@@ -29,9 +29,9 @@ def test_n_words_are_n_tokens(count: int) -> None:
     assert len(tokenise(" ".join(words))) == count
 
 
-@given(st.lists(st.sampled_from(SAYINGS), max_size=9))
+@given(st.lists(st.sampled_from(TOKEN_TEXTS), max_size=9))
 def test_what_the_model_said_reads_as_the_tokens_it_said(said: list[str]) -> None:
-    tokens = [SAYINGS.index(one) for one in said]
+    tokens = [TOKEN_TEXTS.index(one) for one in said]
     assert tokenise("".join(said)) == tokens
 
 
@@ -86,7 +86,7 @@ def say(sampler: Sampler, count: int) -> list[int]:
 @given(TEXTS, st.integers(0, 20))
 def test_a_text_goes_on_the_same_way_from_any_point_of_it(prompt: str, cut: int) -> None:
     whole = say(Sampler(packed(tokenise(prompt)), b"key", 64.0), 25)
-    begun = prompt + "".join(SAYINGS[token] for token in whole[:cut])
+    begun = prompt + "".join(TOKEN_TEXTS[token] for token in whole[:cut])
     rest = say(Sampler(packed(tokenise(begun)), b"key", 64.0), 25 - cut)
     assert whole[cut:] == rest
 
@@ -97,7 +97,7 @@ def test_the_end_of_a_text_is_the_same_from_any_point_of_it() -> None:
     while (token := sampler.next(may_end=True)) != EOS:
         said.append(token)
     assert said
-    text = "a b" + "".join(SAYINGS[token] for token in said)
+    text = "a b" + "".join(TOKEN_TEXTS[token] for token in said)
     assert Sampler(packed(tokenise(text)), b"key", 8.0).next(may_end=True) == EOS
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.emulate import EmulationSettings
-from balanceroute.proxy.emulate.answer import SAYINGS_JSON, AnswerHead
+from balanceroute.proxy.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.completion_format import CompletionFormat
 from balanceroute.proxy.emulate.request import read_generation
-from balanceroute.proxy.emulate.tokens import SAYINGS
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 
 if TYPE_CHECKING:
     from tests.emulate.conftest import Exchanged, Lab, Play
@@ -55,7 +55,7 @@ def writer(path: str, values: dict[str, Any], **changes: Any) -> tuple[Choice, A
     """Return the first choice of a request's answer, and what writes it."""
     chat = path == CHAT
     request = read_generation(values, EmulationSettings(**changes), chat=chat)
-    head = AnswerHead("cmpl-%d%%é", 1, 'a "model"', "print", tell_cached=False)
+    head = AnswerHead("cmpl-%d%%é", 1, 'a "model"', "print", report_cached=False)
     choice = Choice(request, 0, request.prompts[0], request.max_tokens[0], 1e9)
     return choice, (ChatFormat if chat else CompletionFormat)(request, head)
 
@@ -69,8 +69,8 @@ def test_every_plain_token_is_written_in_the_same_bytes_either_way(
     choice, form = writer(path, values)
     plain = form.plain(choice)
     assert plain is not None
-    for choice.emitted, said in enumerate(SAYINGS[:2000], start=1):
-        event = plain(SAYINGS_JSON[choice.emitted - 1], choice.emitted)
+    for choice.emitted, said in enumerate(TOKEN_TEXTS[:2000], start=1):
+        event = plain(TOKEN_TEXTS_JSON[choice.emitted - 1], choice.emitted)
         assert event == form.event(choice, Delta(said, token_ids=(0,)))
         assert (b'"usage"' in event) == (options is CONTINUOUS)
 
