@@ -65,6 +65,15 @@ def test_the_page_says_what_each_room_may_import() -> None:
         assert told == (" ".join(one for one in allowed if one != "__version__") or "nothing"), name
 
 
+def test_the_files_that_a_request_passes_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## Life of a request")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z0-9_/]+/[a-z0-9_]+\.py)`", section))
+    assert len(named) > 40
+    known = {relative(path) for path in SHIPPED}
+    assert {one for one in named if not {f"proxy/{one}", f"proxy/live/{one}"} & known} == set()
+
+
 @pytest.mark.parametrize(
     ("name", "source"),
     [
