@@ -14,7 +14,7 @@ class Handling(Enum):
     """Who answers a route."""
 
     GENERATION = "prefill and decode legs"
-    SINGLE_ENGINE = "a prefiller, as it is"
+    SINGLE_ENGINE = "a prefiller, unchanged"
     OWN = "the proxy"
     NOT_SERVED = "404"  # vLLM has the route, and the proxy says why it has not.
 
