@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.prediction.predictors import InThread
-from balanceroute.proxy.live.scheduling.driver import Log
+from balanceroute.proxy.live.telemetry.record import Log
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.request.hand_off import HandOff
-    from balanceroute.proxy.live.scheduling.driver import Driver, Log
+    from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.scheduling.driver import Driver, Log
+    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
     from balanceroute.proxy.wire.messages import Headers, Request
     from balanceroute.proxy.wire.server import Reply
 

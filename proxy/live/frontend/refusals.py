@@ -18,7 +18,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.refused_log import RefusedLog
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.scheduling.driver import Log
+    from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.messages import Headers, Rejection
 

@@ -11,7 +11,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Ending, Load, Refusal
@@ -57,7 +57,7 @@ from balanceroute.proxy.live.scheduling.isolation import Isolation
 from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
@@ -98,13 +98,6 @@ class DriverSettings:
     lease_s: float | None
     settle_s: float = 0.002
     stranded_s: float = 10.0
-
-
-class Log(Protocol):
-    """Writes down requests that ended."""
-
-    def request_ended(self, record: RequestRecord) -> None:
-        """Write one request's line."""
 
 
 class Driver:
@@ -186,7 +179,16 @@ class Driver:
         self._open_prefillers = [(True, False)] * len(instances.prefillers)
         self._open_ranks = [True] * len(instances.ranks)  # As the scheduler was told.
         self.lost = LostEngines(self.sessions, self._loop.call_soon)
-        self.transfers = KvTransfers(
+        self.transfers = self._make_transfers(health, metrics)
+        self._ticks = TickTimer(loop, self._tick)
+        self._pending: deque[Action] = deque()
+        self._performing = False
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
+        return KvTransfers(
             health.enough,
             pulling=lambda: [s.pair for s in self.sessions.values() if s.pair is not None],
             convict=health.convict,
@@ -194,12 +196,6 @@ class Driver:
             count=metrics.legs.kv_transfer_failed,
             passed=self.reopen,
         )
-        self._ticks = TickTimer(loop, self._tick)
-        self._pending: deque[Action] = deque()
-        self._performing = False
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     # What the gateway does.
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 
 class Outcome(Enum):
@@ -100,3 +101,10 @@ class RequestRecord:
         if self.prefilled_ns is None or begin_ns is None or end_ns is None or end_ns < begin_ns:
             return None
         return end_ns - begin_ns
+
+
+class Log(Protocol):
+    """Writes down requests that ended."""
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Write one request's line."""
