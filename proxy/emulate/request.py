@@ -150,7 +150,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise invalid(
             "json_invalid", place, "JSON decode error", {}, ctx={"error": error.msg}
         ) from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # No UTF-8, or more digits than Python converts.
         raise bad_request(f"There was an error parsing the body: {error}") from None
     if not isinstance(values, dict):
         message = "Input should be a valid dictionary or object to extract fields from"

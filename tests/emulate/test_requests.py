@@ -100,8 +100,9 @@ def test_a_completion_that_cannot_be_served_is_refused(changes: dict[str, Any], 
         (b"{", "'loc': 'body.1'"),
         (b'{"a": "\xff"}', "There was an error parsing the body"),
         (b'{"a":' + b"[" * 100_000, "There was an error parsing the body"),
+        (b'{"a":' + b"9" * 5_000 + b"}", "There was an error parsing the body"),
     ],
-    ids=["empty", "a list", "cut", "no UTF-8", "deep"],
+    ids=["empty", "a list", "cut", "no UTF-8", "deep", "digits"],
 )
 def test_a_body_that_is_no_object_is_refused(body: bytes, words: str) -> None:
     with pytest.raises(ApiError) as caught:
