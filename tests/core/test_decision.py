@@ -47,7 +47,7 @@ class BrokenError(Exception):
 
 
 class Scripted:
-    """A policy that does what it is told."""
+    """A policy that returns a given decision."""
 
     projection = None
     slots_beyond_batch = 0
@@ -61,7 +61,7 @@ class Scripted:
 
 
 class Fickle(NoPrediction):
-    """A predictor that fails when it is told to."""
+    """A predictor that fails on request."""
 
     def __init__(self) -> None:
         super().__init__()

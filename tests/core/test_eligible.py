@@ -112,13 +112,13 @@ def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
         free = np.ones(2, np.int64)
         return Fleet(np.ones(2, np.bool_), zeros, zeros.copy(), free, free * UNLIMITED)
 
-    told: list[Exception] = []
+    errors: list[Exception] = []
     pool = Pool(Arrival())
     ticket = Ticket(10, eligible=Eligible(frozenset(), frozenset([RankId(1)])))
     pool.add(PoolEntry(A, ticket, 10, 0, None, None, None))
-    made = decide(Wrong(), make_fleet, pool, 0, on_failure=lambda _, error: told.append(error))
+    made = decide(Wrong(), make_fleet, pool, 0, on_failure=lambda _, error: errors.append(error))
     assert made == [Assignment(A, RankId(1))]
-    (error,) = told
+    (error,) = errors
     assert isinstance(error, PolicyError)
 
 
@@ -229,7 +229,7 @@ class _World:
                 pass
 
     def bring_to_an_end(self) -> None:
-        """Open everything: then nobody waits for ever."""
+        """Open everything: then no request waits for ever."""
         for one in range(INSTANCES):
             self.feed(PrefillerOpened(PrefillerId(one)))
             self.feed(RankOpened(RankId(one)))
@@ -240,6 +240,6 @@ class _World:
                 elif request.state in (State.PREFILLING, State.DECODING):
                     self.feed(RequestFinished(request.request))
             self.feed(Tick())
-        assert not self.scheduler.requests, "somebody waits for ever"
+        assert not self.scheduler.requests, "a request waits for ever"
         assert not len(self.scheduler.prefill_queue)
         assert not self.scheduler.prefill_queue._restricted

@@ -41,14 +41,14 @@ def build(
     *,
     batch_limit: int = 4,
     rng: random.Random | None = None,
-    **knobs: Any,
+    **parameters: Any,
 ) -> Policy:
     return make_policy(
         name,
         PolicyInputs(
             ranks=ranks,
             batch_limit=batch_limit,
-            settings=PolicySettings(**knobs),
+            settings=PolicySettings(**parameters),
             rng=random.Random(1) if rng is None else rng,
             predictor=Survival([3, 7, 20, 60]),
         ),
@@ -173,7 +173,7 @@ def test_random_draws_from_its_own_generator_only() -> None:
 
 
 class Scripted(random.Random):
-    """Draws what it was told to."""
+    """Draws given values."""
 
     def __init__(self, *draws: list[int]) -> None:
         super().__init__(0)
@@ -533,9 +533,9 @@ def test_br_h_without_a_horizon_is_br_0(
     theta: int | None,
 ) -> None:
     num = len(bound)
-    knobs: dict[str, Any] = {"paper": paper, "window": window, "theta": theta}
-    br_0 = build("br-0", num, **knobs)
-    br_h = build("br-h", num, horizon_steps=0, alpha=1.0, beta=float(num), **knobs)
+    parameters: dict[str, Any] = {"paper": paper, "window": window, "theta": theta}
+    br_0 = build("br-0", num, **parameters)
+    br_h = build("br-h", num, horizon_steps=0, alpha=1.0, beta=float(num), **parameters)
     ranks = Ranks(bound, kv_limit=kv_limit)
     assert decide(br_0, ranks, prompts) == decide(br_h, ranks, prompts)
 
@@ -673,9 +673,9 @@ def test_overdue_requests_go_oldest_first() -> None:
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
-    knobs: dict[str, Any] = {name: value}
+    parameters: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=f"^{name} is {value}"):
-        PolicySettings(**knobs)
+        PolicySettings(**parameters)
 
 
 @pytest.mark.parametrize(
@@ -683,8 +683,8 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> N
     [("horizon_steps", 0), ("window", 1), ("bypass_slots", 0), ("theta", 0), ("gamma", 1.0)],
 )
 def test_settings_reach_their_bounds(name: str, value: float) -> None:
-    knobs: dict[str, Any] = {name: value}
-    assert getattr(PolicySettings(**knobs), name) == value
+    parameters: dict[str, Any] = {name: value}
+    assert getattr(PolicySettings(**parameters), name) == value
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:

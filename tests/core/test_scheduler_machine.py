@@ -75,7 +75,7 @@ CONFIGS = st.builds(
     lease_margin_ns=st.integers(0, 5),
     queue_ttl_ns=st.none() | st.integers(1, 60),
 )
-KNOBS = st.fixed_dictionaries(
+PARAMETERS = st.fixed_dictionaries(
     {
         "horizon_steps": st.integers(1, 6),
         "gamma": st.sampled_from([0.5, 0.9, 1.0]),
@@ -127,10 +127,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lines: dict[bool, list[RequestId]] = {False: [], True: []}
         self.build(SchedulerConfig(ranks=1, batch_limit=1), {})
 
-    @initialize(config=CONFIGS, knobs=KNOBS)
-    def build(self, config: SchedulerConfig, knobs: dict[str, float]) -> None:
+    @initialize(config=CONFIGS, parameters=PARAMETERS)
+    def build(self, config: SchedulerConfig, parameters: dict[str, float]) -> None:
         self.config = config
-        self.knobs = knobs
+        self.parameters = parameters
         self.predictor = Survival()
         self.policy = self.make_policy(config)
         self.scheduler = Scheduler(config, self.policy)
@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_policy(self, config: SchedulerConfig) -> Policy:
         base, _, paper = self.name.partition(" ")
-        chosen = PolicySettings(**self.knobs, paper=bool(paper))  # type: ignore[arg-type]
+        chosen = PolicySettings(**self.parameters, paper=bool(paper))  # type: ignore[arg-type]
         return make_policy(
             base,
             PolicyInputs(

@@ -1,4 +1,4 @@
-"""What waits before prefill: in which order, for how long, and who is told."""
+"""Requests before prefill: their order, how long they wait, and their expiry."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`balanceroute emulate`: its settings reach the fleet, and it ends when told."""
+"""`balanceroute emulate`: its settings reach the fleet, and a signal ends it."""
 
 import json
 import signal
@@ -125,9 +125,9 @@ def test_the_command_announces_its_engines_and_ends_on_a_signal(number: signal.S
         rest, errors = one.communicate(timeout=20)
     assert (one.returncode, rest, errors) == (0, "", "")
     if json_ready:
-        told = json.loads(lines[0])
-        assert told["ready"] is True
-        assert [len(told[role]) for role in ("prefill", "decode", "bootstrap")] == [1, 2, 1]
+        ready = json.loads(lines[0])
+        assert ready["ready"] is True
+        assert [len(ready[role]) for role in ("prefill", "decode", "bootstrap")] == [1, 2, 1]
     else:
         names = [line.split(" ")[0] for line in lines]
         assert names == ["prefill/0", "decode/0", "decode/1", "ready\n"]

@@ -108,8 +108,8 @@ def test_a_stream_says_what_the_whole_answer_says(path: str, play: "Play") -> No
             for index in range(values.get("n", 1)):
                 assert stream.text(index) == whole.text(index)
                 assert stream.reasons(index) == whole.reasons(index)
-            told = {key: value for key, value in whole.json["usage"].items() if value is not None}
-            assert stream.chunks[-1]["usage"] == told
+            usage = {key: value for key, value in whole.json["usage"].items() if value is not None}
+            assert stream.chunks[-1]["usage"] == usage
             assert stream.finished
 
     play(scenario)
@@ -317,8 +317,8 @@ def test_an_answer_goes_on_from_token_ids(play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
         values = body(CHAT, {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True})
         whole = (await lab.post("decode/0", CHAT, values)).json["choices"][0]
-        told = await lab.post("prefill/0", "/tokenize", body(CHAT, {}))
-        prompt = told.json["tokens"] + whole["token_ids"][:11]
+        tokenized = await lab.post("prefill/0", "/tokenize", body(CHAT, {}))
+        prompt = tokenized.json["tokens"] + whole["token_ids"][:11]
         rest = await lab.post(
             "decode/0", COMPLETIONS, {"prompt": prompt, "max_tokens": 19, "ignore_eos": True}
         )

@@ -170,8 +170,8 @@ def test_the_control_endpoints_do_what_the_methods_do(play: "Play") -> None:
         faults = {"engine": "decode", "status_500": 1.0, "malformed": "crlf"}
         answer = await lab.post("prefill/0", "/emulation/faults", faults)
         assert answer.json == {"engines": ["decode/0", "decode/1"]}
-        told = (await lab.get("prefill/0", "/emulation/faults")).json
-        assert (told["decode/1"]["status_500"], told["decode/1"]["malformed"]) == (1.0, "crlf")
+        active = (await lab.get("prefill/0", "/emulation/faults")).json
+        assert (active["decode/1"]["status_500"], active["decode/1"]["malformed"]) == (1.0, "crlf")
         assert (await lab.post("decode/0", COMPLETIONS, VALUES)).status == 500
         await lab.post("prefill/0", "/emulation/faults/clear", {"engine": "decode/0"})
         assert (await lab.post("decode/0", COMPLETIONS, VALUES)).status == 200
@@ -221,9 +221,9 @@ def test_small_routes_answer(play: "Play") -> None:
             await pong.done.wait()
             assert (pong.status, pong.body) == (200, b"")
         text = {"prompt": "t5 hello t9", "return_token_strs": True}
-        told = (await lab.post("decode/0", "/tokenize", text)).json
-        assert (told["count"], told["token_strs"]) == (3, ["t5", "hello", "t9"])
-        back = await lab.post("prefill/0", "/detokenize", {"tokens": told["tokens"]})
+        tokenized = (await lab.post("decode/0", "/tokenize", text)).json
+        assert (tokenized["count"], tokenized["token_strs"]) == (3, ["t5", "hello", "t9"])
+        back = await lab.post("prefill/0", "/detokenize", {"tokens": tokenized["tokens"]})
         assert back.json == {"prompt": "t5 hello t9"}
         vectors = (await lab.post("decode/0", "/v1/embeddings", {"input": ["a b", "c"]})).json
         again = (await lab.post("decode/1", "/v1/embeddings", {"input": "c"})).json

@@ -85,7 +85,7 @@ def test_a_lease_does_not_expire_while_it_is_being_pulled(play: "Play") -> None:
         lab.send("decode/0", COMPLETIONS, leg)
         await asyncio.sleep(3.0)
         assert lab.leases() == {"pulled": 1, "held": 1}
-        lab.fleet.kill("decode/0")  # Nobody renews it now.
+        lab.fleet.kill("decode/0")  # No rank renews it now.
         assert lab.leases() == {"pulled": 1, "expired": 1}
         await asyncio.sleep(1.0)
 

@@ -25,8 +25,8 @@ def test_an_answer_has_as_many_tokens_as_were_told_and_ends_by_itself(
     path: str, extra: dict[str, Any], length: int, play: "Play"
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        told = await lab.post("prefill/0", "/emulation/lengths", {"a-1": length, "b": 3})
-        assert told.json == {"lengths": 2}
+        answer = await lab.post("prefill/0", "/emulation/lengths", {"a-1": length, "b": 3})
+        assert answer.json == {"lengths": 2}
         values = VALUES[path] | (extra if path == COMPLETIONS else {})
         for stream in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
             answer = await lab.post("decode/1", path, values | stream, {"X-Request-Id": "a-1"})
@@ -80,15 +80,15 @@ def test_a_request_that_is_handed_back_goes_on_with_what_is_left(play: "Play") -
 
 @pytest.mark.parametrize("count", [0, -1, 2**31, True, 1.0, "7", None])
 def test_a_length_that_is_none_is_refused_and_none_is_noted(count: object) -> None:
-    told = Lengths()
+    table = Lengths()
     with pytest.raises(ConfigError, match=r"'b': .* is not from 1 to 2147483647"):
-        told.add({"a": 1, "b": count})
-    assert told.of("a") is None
+        table.add({"a": 1, "b": count})
+    assert table.of("a") is None
 
 
 def test_the_oldest_lengths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "MAX_LENGTHS", 2)
-    told = Lengths()
-    told.add({"a": 1, "b": 2})
-    told.add({"c": 3})
-    assert [told.of(name) for name in "abc"] == [None, 2, 3]
+    table = Lengths()
+    table.add({"a": 1, "b": 2})
+    table.add({"c": 3})
+    assert [table.of(name) for name in "abc"] == [None, 2, 3]

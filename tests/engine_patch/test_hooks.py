@@ -61,7 +61,7 @@ class SchedulerOutput:
 
 
 class Clock:
-    """Nanoseconds that pass when told to."""
+    """A clock that advances on request."""
 
     def __init__(self, now_ns: int = 1_000_000_000_000) -> None:
         self.now_ns = now_ns

@@ -108,11 +108,11 @@ def test_a_full_disk_is_told_once_and_ends_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults: list[OSError] = []
-    told = threading.Event()
+    failed = threading.Event()
 
     def fault(error: OSError) -> None:
         faults.append(error)
-        told.set()
+        failed.set()
 
     path, ticks = tmp_path / "a", Ticks()
     writer = StepWriter(path, HEADER, on_fault=fault, pause=ticks)
@@ -125,7 +125,7 @@ def test_a_full_disk_is_told_once_and_ends_the_file(
         patch.setattr(os, "write", full)
         ticks.paused()
         ticks.go()
-        assert told.wait(LONG_S)
+        assert failed.wait(LONG_S)
     writer.add(b"after the gap")
     writer.close()
     assert path.read_bytes() == HEADER

@@ -37,7 +37,7 @@ def event(chunk: object) -> bytes:
 
 @dataclass
 class Engine:
-    """Streams a token at once and another one every `step_s`, unless told to misbehave.
+    """Streams a token at once and another one every `step_s`, unless it is set to misbehave.
 
     Attributes:
         faults: What happens to a request, by the number at the end of its id.

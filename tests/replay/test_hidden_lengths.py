@@ -153,9 +153,9 @@ def test_the_log_tells_a_predictor_nothing_of_the_lengths(
     """Finding usability-H1: with the limits of such a log alone, `none` was right every time."""
     requests = planned(1, Api.COMPLETIONS, count=200)
     hidden = replayed(requests, taps).log
-    told = replayed(requests, taps, lengths=Lengths.MAX_TOKENS).log
+    revealed = replayed(requests, taps, lengths=Lengths.MAX_TOKENS).log
     assert auc_of_no_prediction(hidden, tmp_path) == pytest.approx(0.5, abs=0.02)
-    assert auc_of_no_prediction(told, tmp_path) == 1.0
+    assert auc_of_no_prediction(revealed, tmp_path) == 1.0
     lines = [json.loads(line) for line in hidden.splitlines()]
     limits = [line["max_tokens"] for line in lines if line["output_tokens"]]
     assert sorted(set(limits)) == sorted(limit for limit in SHARES if limit is not None)

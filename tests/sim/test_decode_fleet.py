@@ -133,7 +133,7 @@ def test_the_only_request_of_a_rank_is_never_dropped_however_large() -> None:
     submit(engine, 1, 0, kv=1, output=1)
     assert engine.join() == [0]
     assert engine.end_step() == ([], [])
-    assert engine.join() == []  # And nobody joins it.
+    assert engine.join() == []  # And no request joins it.
     engine.end_step()
     assert engine.end_step() == ([0], [])
     assert engine.join() == [1]

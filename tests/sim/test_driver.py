@@ -513,11 +513,11 @@ def test_time_without_work_counts_in_the_output_rate() -> None:
 
 
 class Listener(NoPrediction):
-    """A predictor that remembers what it is told."""
+    """A predictor that records its observations."""
 
     def __init__(self) -> None:
         self.begun: dict[RequestId, RequestFeatures] = {}
-        self.told: list[tuple[RequestId, int]] = []
+        self.observed: list[tuple[RequestId, int]] = []
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         assert request not in self.begun
@@ -525,7 +525,7 @@ class Listener(NoPrediction):
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
         assert request in self.begun
-        self.told.append((request, output_tokens))
+        self.observed.append((request, output_tokens))
 
 
 @every_deployment
@@ -535,7 +535,7 @@ def test_the_predictor_learns_of_every_request_once_with_its_whole_output(
     workload = PACES["saturated"]
     listener = Listener()
     Simulation(deployment, workload, policy_of("br-h", deployment, listener), listener).run()
-    assert sorted(listener.told) == [
+    assert sorted(listener.observed) == [
         (i, request.output_tokens) for i, request in enumerate(workload.requests)
     ]
     assert listener.begun == {

@@ -139,7 +139,7 @@ def test_predictors_matter_to_br_h_alone() -> None:
 
 def test_progress_is_told_step_by_step_in_order() -> None:
     """Finding usability-H5: it stood at 0 until a run ended."""
-    told: list[tuple[str, int]] = []
+    reports: list[tuple[str, int]] = []
     list(
         run_experiment(
             DEPLOYMENT,
@@ -147,12 +147,12 @@ def test_progress_is_told_step_by_step_in_order() -> None:
             ["jsq", "br-0"],
             SETTINGS,
             SURVIVAL,
-            progress=lambda policy, requests: told.append((policy, requests)),
+            progress=lambda policy, requests: reports.append((policy, requests)),
         )
     )
-    assert [policy for policy, _ in groupby(told, key=itemgetter(0))] == ["jsq", "br-0"]
+    assert [policy for policy, _ in groupby(reports, key=itemgetter(0))] == ["jsq", "br-0"]
     for policy in ("jsq", "br-0"):
-        steps = [finished for name, finished in told if name == policy]
+        steps = [finished for name, finished in reports if name == policy]
         assert sum(steps) == 240
         assert max(steps) <= DEPLOYMENT.ranks * DEPLOYMENT.batch_limit
 

@@ -28,14 +28,14 @@ def test_ranks_that_were_nearly_empty_are_told() -> None:
     assert hinted(3.0, 10.0) == []
 
 
-@pytest.mark.parametrize(("capacity", "told"), [(99, 10), (100, 5), (199, 5), (200, 0)])
-def test_prompts_that_fit_no_rank_are_told_if_most_do_not(capacity: int, told: int) -> None:
+@pytest.mark.parametrize(("capacity", "count"), [(99, 10), (100, 5), (199, 5), (200, 0)])
+def test_prompts_that_fit_no_rank_are_reported_if_most_do_not(capacity: int, count: int) -> None:
     found = hinted(50.0, kv_capacity=capacity)
-    assert [f"{told} of 10 prompts" in hint for hint in found] == ([True] if told > 5 else [])
+    assert [f"{count} of 10 prompts" in hint for hint in found] == ([True] if count > 5 else [])
 
 
 def test_answers_without_end_are_told() -> None:
     assert unending([TraceRequest(0, 1, 1_000_000)]) is None
-    told = unending([TraceRequest(0, 1, 10**9), TraceRequest(0, 1, 5)])
-    assert told is not None
-    assert told.startswith("1 answers of more than 1,000,000 tokens, the longest 1,000,000,000")
+    hint = unending([TraceRequest(0, 1, 10**9), TraceRequest(0, 1, 5)])
+    assert hint is not None
+    assert hint.startswith("1 answers of more than 1,000,000 tokens, the longest 1,000,000,000")

@@ -101,9 +101,9 @@ def test_every_bar_of_a_prediction_tells_its_figure() -> None:
         (idle, "idle_fraction", 100.0, 1),
         (output, "output_tokens_per_s", 1.0, 0),
     ):
-        told = sorted(text.get_text() for text in chart.texts)
+        labels = sorted(text.get_text() for text in chart.texts)
         wanted = [scale * result.mean[metric] for result in (*live, *simulated)]
-        assert told == sorted(f"{value:,.{digits}f}" for value in wanted)
+        assert labels == sorted(f"{value:,.{digits}f}" for value in wanted)
         reach = chart.get_xlim()[1]
         assert reach > max(wanted)
     (legend,) = figure.legends
@@ -134,7 +134,7 @@ def test_only_the_results_decide_the_bytes(tmp_path: Path) -> None:
         pytest.param((1.0, 2.0, 3.0), id="linear"),
         pytest.param((0.01, 1.0, 300.0), id="log"),
         pytest.param((0.0, 0.01, 300.0), id="log, and one never waits"),
-        pytest.param((0.0,), id="nobody waits"),
+        pytest.param((0.0,), id="no wait"),
         pytest.param((7.0,), id="all alike"),
     ],
 )

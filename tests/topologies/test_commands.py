@@ -130,9 +130,9 @@ def test_the_lease_is_what_each_connector_calls_it(tmp_path: Path) -> None:
     for connector in ("nixl", "mooncake", "mooncake-ascend"):
         prefill = commands(tmp_path, text(connector, engines="lease_s = 90"))[0]
         extra = json.loads(value(prefill, "--kv-transfer-config"))
-        told = extra.get("kv_connector_extra_config", {}).get("kv_lease_duration")
+        lease_s = extra.get("kv_connector_extra_config", {}).get("kv_lease_duration")
         aborts = prefill.environment.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")
-        assert (told, aborts) == ((90, None) if connector == "nixl" else (None, "90"))
+        assert (lease_s, aborts) == ((90, None) if connector == "nixl" else (None, "90"))
 
 
 def test_ascend_engines_are_told_of_each_other(tmp_path: Path) -> None:

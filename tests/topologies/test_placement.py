@@ -1,4 +1,4 @@
-"""Placement: every rank runs once, on devices and ports that nobody else has."""
+"""Placement: every rank runs once, on devices and ports of its own."""
 
 from collections import Counter
 from dataclasses import replace

@@ -17,13 +17,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_topology.sh"
 BALANCEROUTE = Path(sys.executable).with_name("balanceroute")
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def printed_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["topology", "commands", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_all_processes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = told(["vllm-cpu-1p2d"], capsys)
+    shown = printed_by(["vllm-cpu-1p2d"], capsys)
     heads = [line for line in shown.splitlines() if line.startswith("# ")]
     assert heads == [
         "# prefill-0 on 127.0.0.1: http://127.0.0.1:8100",
@@ -46,7 +46,7 @@ def test_all_processes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_host_or_a_role_can_be_chosen(
     arguments: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = told(["ascend-4p1d", *arguments, "--lines"], capsys).splitlines()
+    lines = printed_by(["ascend-4p1d", *arguments, "--lines"], capsys).splitlines()
     assert [line.partition("\t")[0] for line in lines] == names
 
 
@@ -109,7 +109,7 @@ def test_the_script_prints_what_it_would_run(
     process = launch(["--print", "ascend-4p1d", "10.0.0.6"], programs)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert printed == told(["ascend-4p1d", "--host", "10.0.0.6"], capsys)
+    assert printed == printed_by(["ascend-4p1d", "--host", "10.0.0.6"], capsys)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--print"], ["a"], ["--colour", "a", "b"], ["--logs"]])

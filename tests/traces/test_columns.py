@@ -1,4 +1,4 @@
-"""Columns that somebody names, and headers in another case."""
+"""Columns named by the user, and headers in another case."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_an_unknown_format_is_told_with_those_that_are_known(tmp_path: Path) -> 
 
 
 def test_a_fault_of_the_file_as_a_whole_has_no_line(tmp_path: Path) -> None:
-    """Finding usability-L4: it was told to be in line 0."""
+    """Finding usability-L4: it was reported in line 0."""
     with pytest.raises(TraceError) as fault:
         read_trace(tmp_path / "absent.csv")
     assert str(fault.value) == f"{tmp_path / 'absent.csv'}: No such file or directory"

@@ -18,8 +18,8 @@ START_NS = 1_795_000_000_000_000_000
 
 def test_the_distribution_of_a_known_error() -> None:
     truth = np.full(101, 10_000.0)
-    believed = (10_000 + np.arange(101) * 10).astype(np.int64)
-    found = errors(believed, truth, min_tokens=1)
+    proxy_loads = (10_000 + np.arange(101) * 10).astype(np.int64)
+    found = errors(proxy_loads, truth, min_tokens=1)
     assert found is not None
     assert found.samples == 101
     assert (found.p50, found.p90, found.p99) == pytest.approx((0.05, 0.09, 0.099))
@@ -89,7 +89,7 @@ def test_samples_without_a_load_on_either_side_tell_nothing(write_steps: "WriteS
     loads = [0] * 600 + list(range(1000, 101_000, 500)) + [0] * 600
     engine = timeline_of(read_steps(write_steps("a", loads, [10.0] * len(loads))))
     times_ns = START_NS + np.arange(5, 13_995, 30) * MS
-    believed = np.nan_to_num(engine.loads_at(times_ns - 200 * MS)).astype(np.int64)
-    found = lag(times_ns, believed, engine)
+    proxy_loads = np.nan_to_num(engine.loads_at(times_ns - 200 * MS)).astype(np.int64)
+    found = lag(times_ns, proxy_loads, engine)
     assert found is not None
     assert abs(found.lag_ms - 200) <= 10

@@ -51,12 +51,12 @@ def log_of_two(write_steps: "WriteSteps", write_log: "WriteLog") -> Path:
         for rank in (0, 1)
     ]
     times_ns = np.arange(START_NS, int(timelines[0].end_ns[-1]), 100 * MS)
-    believed = {
+    started = {
         name: np.nan_to_num(one.loads_at(times_ns - LAG_MS * MS))
         for name, one in zip(NAMES, timelines, strict=True)
     }
-    bound = {name: loads * 1.5 for name, loads in believed.items()}
-    return write_log(times_ns, believed, bound)
+    bound = {name: loads * 1.5 for name, loads in started.items()}
+    return write_log(times_ns, started, bound)
 
 
 def validated(tmp_path: Path, log: Path, *words: str) -> Any:

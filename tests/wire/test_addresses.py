@@ -27,7 +27,7 @@ NO_NAME = socket.gaierror(socket.EAI_NONAME, "name or service not known")
 
 
 class Resolver:
-    """Answers as it is told.
+    """Returns given answers.
 
     Attributes:
         answer: Addresses, or what is raised, or None to be silent.

@@ -20,7 +20,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Handler:
-    """Keeps what it is told, and checks that it is told in order and never again after the end."""
+    """Records its calls, and checks their order and that none comes after the end."""
 
     def __init__(self) -> None:
         self.status = 0

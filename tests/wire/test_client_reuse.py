@@ -56,7 +56,7 @@ def test_a_get_on_a_reused_connection_that_closes_unanswered_is_sent_once_more(
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_post_is_never_sent_twice(run: "Run", engine: "Engine", *, reset: bool) -> None:
-    """Finding C3: what was written may have been done, so the caller is told of the reset."""
+    """Finding C3: what was written may have been done, so the reset is reported to the caller."""
 
     async def main() -> None:
         async with engine(stale(reset=reset), answering(OK)) as raw:

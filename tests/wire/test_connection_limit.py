@@ -131,13 +131,13 @@ def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut() -> None
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
         for _ in range(8):
             await (await connect()).wait(desk)
-        told = [await connect() for _ in range(2)]
+        answered = [await connect() for _ in range(2)]
         for _ in range(100):
             cut = await connect()
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await cut.ask()
         assert server.connections == 10
-        for client in told:
+        for client in answered:
             assert (await client.ask()).startswith(b"HTTP/1.1 503 ")
         assert server.limit.rejected == {"limit": 102, "peer": 0}
 

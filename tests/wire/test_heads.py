@@ -139,8 +139,8 @@ def test_what_is_accepted_llhttp_reads_alike(
     parser.feed_data(raw)
     assert seen.complete
     assert parser.get_method() == head.method
-    told = seen.target.removeprefix(b"http://a")
-    assert told.partition(b"?")[::2] == (head.path, head.query)
+    target = seen.target.removeprefix(b"http://a")
+    assert target.partition(b"?")[::2] == (head.path, head.query)
     assert sorted(seen.headers) == sorted(head.headers)
     assert parser.get_http_version() == ("1.0" if head.http_1_0 else "1.1")
     assert seen.keep_alive == head.keep_alive

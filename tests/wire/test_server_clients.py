@@ -24,7 +24,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Desk:
-    """An application that keeps its replies and counts what they are told."""
+    """An application that keeps its replies and counts their calls."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []

@@ -1,4 +1,4 @@
-"""What the kernel is told about hosts that vanish."""
+"""The socket options for hosts that vanish."""
 
 import asyncio
 import socket

@@ -160,7 +160,7 @@ def test_prefillers_cannot_shrink() -> None:
 
 
 class Scripted:
-    """Chooses as it is told, and keeps what it was asked."""
+    """Returns a given choice, and records its arguments."""
 
     def __init__(self, answer: PrefillerId) -> None:
         self.answer = answer

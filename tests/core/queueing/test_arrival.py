@@ -1,4 +1,4 @@
-"""First come, first served; and whoever comes back takes its old place."""
+"""First come, first served; a request that returns takes its old place."""
 
 import pytest
 from hypothesis import given
