@@ -111,14 +111,14 @@ class ChatFormat:
     def _logprobs(self, said: Sequence[TokenLogprob]) -> str:
         if not said:
             return "null"
-        entries = ",".join(self._logprob(one) for one in said)
+        entries = ",".join(self._logprob(entry) for entry in said)
         return f'{{"content":[{entries}]}}'
 
     def _logprob(self, said: TokenLogprob) -> str:
         candidates = [(said.token, said.logprob)]
         candidates += [(TOKEN_TEXTS[token], logprob) for token, logprob in said.others]
         listed = candidates[: self._request.top_logprobs]
-        top = ",".join(f"{{{_candidate(*one)}}}" for one in listed)
+        top = ",".join(f"{{{_candidate(*pair)}}}" for pair in listed)
         return f'{{{_candidate(*candidates[0])},"top_logprobs":[{top}]}}'
 
 

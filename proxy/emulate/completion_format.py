@@ -116,12 +116,14 @@ class CompletionFormat:
             top = [None] * len(tokens)
             for i, entry in enumerate(prompt_logprobs(echo.tokens, tokens, request.logprobs)):
                 if isinstance(entry, dict):
-                    top[i] = {one["decoded_token"]: one["logprob"] for one in entry.values()}
+                    top[i] = {o["decoded_token"]: o["logprob"] for o in entry.values()}
                     logprobs[i] = entry[str(echo.tokens[i])]["logprob"]
-        for one in said:
-            tokens.append(one.token)
-            logprobs.append(one.logprob)
-            top.append({one.token: one.logprob} | {TOKEN_TEXTS[i]: p for i, p in one.others})
+        for logprob in said:
+            tokens.append(logprob.token)
+            logprobs.append(logprob.logprob)
+            top.append(
+                {logprob.token: logprob.logprob} | {TOKEN_TEXTS[i]: p for i, p in logprob.others}
+            )
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)

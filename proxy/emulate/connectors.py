@@ -228,7 +228,7 @@ def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseB
     if any(params.get(key) is None for key in (*needed, "remote_block_ids")):
         return Hang()
     address = params["remote_host"], params["remote_port"]
-    source = next((one for one in sources if (one.host, one.side_port) == address), None)
+    source = next((known for known in sources if (known.host, known.side_port) == address), None)
     if source is None:
         return Failure(CONNECT_TIMEOUT_S)
     engine_id, name = str(params["remote_engine_id"]), str(params["remote_request_id"])
@@ -243,7 +243,7 @@ def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseB
 def _claim_named(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
     address = str(params.get("remote_bootstrap_addr")).rstrip("/")
     transfer = params.get("transfer_id")
-    source = next((one for one in sources if one.bootstrap_url == address), None)
+    source = next((known for known in sources if known.bootstrap_url == address), None)
     if source is None or not source.alive or transfer is None:
         return Hang()
     if params.get("remote_engine_id") != source.engine_id:

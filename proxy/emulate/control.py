@@ -58,7 +58,8 @@ class FleetControl:
                 return {}
             case "GET", "faults":
                 return {
-                    one: _plain(asdict(faults)) for one, faults in fleet.faults.active().items()
+                    engine: _plain(asdict(faults))
+                    for engine, faults in fleet.faults.active().items()
                 }
             case "POST", "faults":
                 values = _values(body)
@@ -99,4 +100,6 @@ def _values(body: bytes) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
+    return {
+        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
+    }

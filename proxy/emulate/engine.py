@@ -210,7 +210,7 @@ class Engine:
             return
         address = {"0": {"0": f"tcp://{self.host}:{self.side_port}"}}
         known = {"0": {"engine_id": self.engine_id, "worker_addr": address}}
-        reply.send(200, [one for one in headers if one[0] != b"vary"], compact(known))
+        reply.send(200, [header for header in headers if header[0] != b"vary"], compact(known))
 
     def _url(self, port: int) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
@@ -254,4 +254,6 @@ class Engine:
 def _count(exchange: Exchange, counters: RankCounters) -> None:
     if exchange.opened:
         counters.prompt_tokens += exchange.request.prompt_tokens
-        counters.generation_tokens += sum(one.choice.emitted for one in exchange.sequences)
+        counters.generation_tokens += sum(
+            sequence.choice.emitted for sequence in exchange.sequences
+        )

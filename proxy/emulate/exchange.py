@@ -207,7 +207,7 @@ class Exchange:
         self._open -= 1
         if self._open:
             return
-        choices = [one.choice for one in self.sequences]
+        choices = [sequence.choice for sequence in self.sequences]
         self.abandon()
         if not self.streams:
             self._respond(self, 200, self.format.whole(choices, self.kv_transfer_params))

@@ -54,10 +54,10 @@ class FaultBoard:
             ConfigError: There is no such engine or fault, or the value is invalid.
         """
         chosen = self._chosen(engine)
-        for one, faults in [(one, one.faults.changed(changes)) for one in chosen]:
-            before, one.faults = one.faults, faults
-            self._apply(one, before)
-        return [one.name for one in chosen]
+        for target, faults in [(target, target.faults.changed(changes)) for target in chosen]:
+            before, target.faults = target.faults, faults
+            self._apply(target, before)
+        return [target.name for target in chosen]
 
     def clear(self, engine: str | int = "all") -> list[str]:
         """Switch all faults of some engines off; return the engines' names.
@@ -66,20 +66,20 @@ class FaultBoard:
             ConfigError: There is no such engine.
         """
         chosen = self._chosen(engine)
-        for one in chosen:
-            before, one.faults = one.faults, Faults()
-            self._apply(one, before)
-        return [one.name for one in chosen]
+        for target in chosen:
+            before, target.faults = target.faults, Faults()
+            self._apply(target, before)
+        return [target.name for target in chosen]
 
     def active(self) -> Mapping[str, Faults]:
         """Return the faults of the engines that have any, by name."""
-        return {one.name: one.faults for one in self._engines if one.faults != Faults()}
+        return {target.name: target.faults for target in self._engines if target.faults != Faults()}
 
     def _chosen(self, engine: str | int) -> list[Faulty]:
         chosen = [
-            one
-            for number, one in enumerate(self._engines)
-            if engine in ("all", one.name, one.name.partition("/")[0])
+            target
+            for number, target in enumerate(self._engines)
+            if engine in ("all", target.name, target.name.partition("/")[0])
             or (type(engine) is int and engine == number)
         ]
         if not chosen:

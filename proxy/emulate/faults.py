@@ -149,7 +149,7 @@ class Faults:
         Raises:
             ConfigError: A field is unknown, or a value is invalid.
         """
-        known = {one.name: one.type for one in fields(self)}
+        known = {entry.name: entry.type for entry in fields(self)}
         values: dict[str, Any] = {}
         for name, value in changes.items():
             if name not in known:
@@ -192,7 +192,7 @@ def _read(name: str, value: Any) -> Any:
         try:
             return kind(value)
         except ValueError:
-            words = ", ".join(str(one.value) for one in kind)
+            words = ", ".join(str(member.value) for member in kind)
             raise ConfigError(f"{name} is {value!r}, must be one of {words}") from None
     needed = _NEEDED.get(name, int | float)
     if value is None and (name in TOKEN_FAULTS or name == "lease_s"):

@@ -144,9 +144,9 @@ class EmulatedFleet:
             ConfigError: There is no such engine.
             OSError: The port is taken.
         """
-        one = self.engine(engine)
-        if not one.alive:
-            await one.start(one.host, one.port, one.bootstrap_port)
+        target = self.engine(engine)
+        if not target.alive:
+            await target.start(target.host, target.port, target.bootstrap_port)
 
     async def close(self) -> None:
         """End everything."""

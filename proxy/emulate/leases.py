@@ -183,7 +183,7 @@ class LeaseBook:
         return _NOISE
 
     def _wrote(self, engine_id: str, prompt: Prompt) -> None:
-        before = [one for one in self._written.get(engine_id, []) if one.digest != prompt.digest]
+        before = [old for old in self._written.get(engine_id, []) if old.digest != prompt.digest]
         self._written[engine_id] = [*before[-1:], prompt]
 
     def await_grant(
@@ -227,7 +227,7 @@ class LeaseBook:
     def lose(self, engine_id: str) -> None:
         """End all leases of a prefiller that died."""
         self._written.pop(engine_id, None)
-        for lease in [one for one in self._held if one.prefiller == engine_id]:
+        for lease in [lease for lease in self._held if lease.prefiller == engine_id]:
             self.finish(lease, LeaseEnd.LOST)
 
     def _expire(self, lease: Lease) -> None:

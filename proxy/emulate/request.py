@@ -337,13 +337,13 @@ def _completion_prompts(values: Mapping[str, Any]) -> tuple[Prompt, ...]:
     if not isinstance(given, list) or not given:
         raise invalid("string_type", "body.prompt", "Input should be a valid string", given)
     prompts: list[Prompt] = []
-    for one in given:
-        if isinstance(one, str):
-            prompts.append(Prompt(tokenise(one), one))
-        elif isinstance(one, list) and _are_tokens(one):
-            prompts.append(Prompt(one, None))
+    for prompt in given:
+        if isinstance(prompt, str):
+            prompts.append(Prompt(tokenise(prompt), prompt))
+        elif isinstance(prompt, list) and _are_tokens(prompt):
+            prompts.append(Prompt(prompt, None))
         else:
-            raise invalid("string_type", "body.prompt", "Input should be a valid string", one)
+            raise invalid("string_type", "body.prompt", "Input should be a valid string", prompt)
     return tuple(map(_not_empty, prompts))
 
 

@@ -119,7 +119,7 @@ class Routes:
         reply.send(status, self._headers(CONTENT_TYPE), page)
 
     def _headers(self, kind: bytes | None) -> "Headers":
-        headers = [one for one in json_headers(self._hub.date()) if one[0] != b"content-type"]
+        headers = [field for field in json_headers(self._hub.date()) if field[0] != b"content-type"]
         if kind is not None:
             headers.insert(2, (b"content-type", kind))
         return headers

@@ -89,8 +89,8 @@ def answer_embeddings(values: dict[str, Any], hub: Hub) -> object:
     inputs = given if isinstance(given, list) and given and isinstance(given[0], str) else [given]
     data: list[dict[str, object]] = []
     length = 0
-    for index, one in enumerate(inputs):
-        tokens = one if isinstance(one, list) else tokenise(_text({"input": one}, "input"))
+    for index, item in enumerate(inputs):
+        tokens = item if isinstance(item, list) else tokenise(_text({"input": item}, "input"))
         length += len(tokens)
         draws = unit_draws(prompt_digest(packed(tokens)))
         vector = [round(2 * draw - 1, 6) for draw in islice(draws, _EMBEDDING_SIZE)]

@@ -81,7 +81,7 @@ def tool_script(request: GenerationRequest, prompt: Prompt, key: bytes) -> ToolS
     functions = [tool["function"] for tool in request.tools]
     function = functions[int(next(draws) * len(functions))]
     if request.tool_choice == "named":
-        function = next(one for one in functions if one["name"] == request.tool_name)
+        function = next(known for known in functions if known["name"] == request.tool_name)
     arguments = json.dumps(_object(function.get("parameters"), draws), ensure_ascii=False)
     name = function["name"]
     pieces = tuple(_pieces(name, arguments))
@@ -111,7 +111,7 @@ def _object(schema: object, draws: Iterator[float]) -> dict[str, object]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: _value(one, draws) for name, one in properties.items()}
+    return {name: _value(value, draws) for name, value in properties.items()}
 
 
 def _value(schema: object, draws: Iterator[float]) -> object:

@@ -33,7 +33,7 @@ def hints(
         )
     capacity = deployment.rank_kv_tokens
     if capacity is not None:
-        prompts = [one.prompt_tokens for workload in workloads for one in workload.requests]
+        prompts = [request.prompt_tokens for workload in workloads for request in workload.requests]
         too_long = sum(tokens > capacity for tokens in prompts)
         if 2 * too_long > len(prompts):
             found.append(
@@ -45,7 +45,9 @@ def hints(
 
 def unending(requests: Sequence[TraceRequest]) -> str | None:
     """Return a warning if some answers take more steps than a simulation can run."""
-    long = [one.output_tokens for one in requests if one.output_tokens > _UNENDING_TOKENS]
+    long = [
+        request.output_tokens for request in requests if request.output_tokens > _UNENDING_TOKENS
+    ]
     if not long:
         return None
     return (

@@ -55,12 +55,12 @@ class Idle:
 
 def align(timelines: Sequence[Timeline]) -> Aligned:
     """Return the steps that are on every timeline, by their places in the barrier."""
-    places = reduce(np.intersect1d, (one.place[one.place >= 0] for one in timelines))
+    places = reduce(np.intersect1d, (timeline.place[timeline.place >= 0] for timeline in timelines))
     rows: list[Timeline] = []
-    for one in timelines:
+    for timeline in timelines:
         # Of two steps in one place, which no engine writes, the first is taken.
-        known, first = np.unique(one.place, return_index=True)
-        rows.append(one.cut(_mask(first[np.isin(known, places)], len(one.place))))
+        known, first = np.unique(timeline.place, return_index=True)
+        rows.append(timeline.cut(_mask(first[np.isin(known, places)], len(timeline.place))))
     # By place, which is the order of time within one process.
     orders = [np.argsort(row.place) for row in rows]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# A step of so many medians is a pause of the machine, not a step.
+# A step longer than this many medians is a pause of the machine, not a step.
 _PAUSE = 5.0
 _LEAST_STEPS = 20
 

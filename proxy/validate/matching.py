@@ -125,9 +125,9 @@ def _of_rank(rank: int | None, traces: Sequence[EngineTrace]) -> list[EngineTrac
     if rank is None or not traces:
         return list(traces)
     ranks = [trace.header.get("dp_rank") for trace in traces]
-    first = min((one for one in ranks if isinstance(one, int)), default=0)
-    return [trace for trace, one in zip(traces, ranks, strict=True) if one == rank] or [
-        trace for trace, one in zip(traces, ranks, strict=True) if one == first + rank
+    first = min((number for number in ranks if isinstance(number, int)), default=0)
+    return [trace for trace, number in zip(traces, ranks, strict=True) if number == rank] or [
+        trace for trace, number in zip(traces, ranks, strict=True) if number == first + rank
     ]
 
 
@@ -141,7 +141,11 @@ def _check_new(name: str, trace: EngineTrace, found: Mapping[str, EngineTrace]) 
 def _by_rank_alone(names: Sequence[str], traces: Sequence[EngineTrace]) -> dict[str, EngineTrace]:
     by_rank = {trace.header.get("dp_rank"): trace for trace in traces}
     addresses = {name: _NAME.fullmatch(name) for name in names}
-    ranks = [int(one["rank"]) for one in addresses.values() if one is not None and one["rank"]]
+    ranks = [
+        int(address["rank"])
+        for address in addresses.values()
+        if address is not None and address["rank"]
+    ]
     any_port_known = any(trace.header.get("port") is not None for trace in traces)
     unique = len(by_rank) == len(traces) and len(set(ranks)) == len(ranks) == len(names)
     if any_port_known or not unique:

@@ -99,7 +99,7 @@ def validate(
     """
     timelines = {name: timeline_of(trace) for name, trace in traces.items()}
     cut = {name: _within(timelines[name], log[name]) for name in traces}
-    if not any(len(one.end_ns) for one in cut.values()):
+    if not any(len(timeline.end_ns) for timeline in cut.values()):
         raise ValidationError("the log and the traces have no time in common: other runs?")
     ranks = tuple(
         _rank(
@@ -174,9 +174,9 @@ def _unit(names: tuple[str, ...], timelines: Sequence[Timeline], *, whole: bool)
         # The heaviest rank may be one without a trace.
         return UnitResult(names, whole, None, None, np.empty(0, np.int64), np.empty(0))
     if len(names) == 1:
-        (one,) = timelines
-        chosen = ~one.dummy & (one.prefill_tokens == 0)
-        loads, step_ns = one.kv_tokens[chosen], one.cycle_ns[chosen].astype(np.float64)
+        (timeline,) = timelines
+        chosen = ~timeline.dummy & (timeline.prefill_tokens == 0)
+        loads, step_ns = timeline.kv_tokens[chosen], timeline.cycle_ns[chosen].astype(np.float64)
         return UnitResult(names, whole, None, fit_step_time(loads, step_ns), loads, step_ns)
     aligned: Aligned = align(timelines)
     envelope = aligned.loads.max(axis=1, initial=0)
