@@ -15,7 +15,7 @@ from balanceroute.proxy.replay.bodies import BodyQueue
 from balanceroute.proxy.replay.exchange import Exchange
 from balanceroute.proxy.replay.faults import UNREAD_FLEET, Fault, FaultCount, count_faults, shown
 from balanceroute.proxy.replay.figures import STEADY_STATE, ReplayFigures
-from balanceroute.proxy.replay.fleet import FleetFigures, FleetProbe
+from balanceroute.proxy.replay.fleet import FleetClient, FleetFigures
 from balanceroute.proxy.replay.prompts import PromptBuilder
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
@@ -98,16 +98,16 @@ async def replay(
     assert requests, "nothing to replay"
     assert settings.emulation is not None or settings.lengths is not Lengths.HIDDEN
     target = parse_target("--target", settings.target)
-    probe = None if settings.emulation is None else FleetProbe(settings.emulation)
+    fleet_client = None if settings.emulation is None else FleetClient(settings.emulation)
     headers: Headers = []
     if settings.api_key is not None:
         headers.append((b"authorization", b"Bearer " + settings.api_key.encode()))
     with closing(target.connect()) as endpoint:
         try:
-            if probe is not None:
-                await probe.reset()
+            if fleet_client is not None:
+                await fleet_client.reset()
                 if settings.lengths is Lengths.HIDDEN:
-                    await probe.send_lengths(
+                    await fleet_client.send_lengths(
                         {_name(settings, request): request.output_tokens for request in requests}
                     )
             model = settings.model or await first_model(endpoint, target, headers)
@@ -120,10 +120,10 @@ async def replay(
                 model=model,
                 clock_ns=clock_ns,
             )
-            return await run.complete(probe, progress, stop or asyncio.Event())
+            return await run.complete(fleet_client, progress, stop or asyncio.Event())
         finally:
-            if probe is not None:
-                probe.close()
+            if fleet_client is not None:
+                fleet_client.close()
 
 
 def _name(settings: ReplaySettings, request: PlannedRequest) -> str:
@@ -178,12 +178,12 @@ class _Run:
 
     async def complete(
         self,
-        probe: FleetProbe | None,
+        fleet_client: FleetClient | None,
         progress: Callable[[Progress], None] | None,
         stop: asyncio.Event,
     ) -> ReplayResult:
         """Send everything and wait for its end, or for `stop`."""
-        fleet = asyncio.ensure_future(self._watch_fleet(probe))
+        fleet = asyncio.ensure_future(self._watch_fleet(fleet_client))
         stopping = asyncio.ensure_future(stop.wait())
         reporting = asyncio.ensure_future(self._report(progress))
         try:
@@ -296,16 +296,16 @@ class _Run:
             self._closed.set_result(None)
 
     async def _watch_fleet(
-        self, probe: FleetProbe | None
+        self, fleet_client: FleetClient | None
     ) -> tuple[FleetFigures | None, Sequence[Fault]]:
         """Return the emulated fleet's figures of the window, or of the whole run without one."""
-        if probe is None:
+        if fleet_client is None:
             return None, ()
         try:
             if await self._opened:
-                await probe.reset()
+                await fleet_client.reset()
             await self._closed
-            return await probe.read(), ()
+            return await fleet_client.read(), ()
         except BalanceRouteError as error:
             return None, (Fault(UNREAD_FLEET, shown(str(error))),)
 

@@ -33,7 +33,7 @@ class FleetFigures:
     late_s: float
 
 
-class FleetProbe:
+class FleetClient:
     """Resets and reads the figures of an emulated fleet, and sends it the lengths of answers.
 
     Args:
