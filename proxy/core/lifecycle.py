@@ -163,4 +163,4 @@ def check_ticket(request: RequestId, ticket: Ticket) -> None:
         if value < 1:
             raise LifecycleError(f"request {request} arrived with {value} {name}")
     if not (ticket.prefill or ticket.decode):
-        raise LifecycleError(f"request {request} arrived with nobody to compute its prompt")
+        raise LifecycleError(f"request {request} arrived with neither prefill nor decode")

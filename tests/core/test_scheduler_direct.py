@@ -146,7 +146,7 @@ def test_its_prefill_is_never_done_and_somebody_must_compute_its_prompt() -> Non
     feed(scheduler, direct(A))
     with pytest.raises(LifecycleError, match="is answered by its prefiller"):
         feed(scheduler, PrefillDone(A, 10))
-    with pytest.raises(LifecycleError, match="nobody to compute its prompt"):
+    with pytest.raises(LifecycleError, match="neither prefill nor decode"):
         feed(scheduler, RequestArrived(B, Ticket(1, prefill=False, decode=False)))
 
 
