@@ -212,10 +212,11 @@ def _too_many(
     taken = pool.taken
     answer = []
     for entry in [*(taken[one.request] for one in good), *pool]:
-        if entry.request in pool:
-            pool.admit(entry.request)
         answer.append(Assignment(entry.request, rank))
         if left < 1:
+            for number, _ in answer:
+                if number in pool:
+                    pool.admit(number)
             return answer, _NO_SLOT.format(rank, entry.request)
         left -= entry.slots
     return None
