@@ -44,7 +44,8 @@ class Ticket:
             it ends, and is never in the pool or on a rank.
         eligible: The instances that can serve it; None for all, also those that are added later.
         max_tokens: The most tokens that one sequence may emit; None if the client set no limit.
-        keys: Hashes of prefixes of the prompt, each longer than the last; empty if unused.
+        keys: Hashes of what it shares with other requests, the most specific first; empty if unused
+            or not admitted yet.
         model: The model that it names.
         tenant: The client's identity. This and the next three are for admission rules and queue
             orders.

@@ -277,7 +277,7 @@ class Gateway:
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        ticket = driver.ticket(shape, body, eligible)
+        ticket = driver.ticket(shape, eligible)
         refusal = driver.refuse(ticket)
         if refusal is not None:
             retry_s = refusal.retry_after_s

@@ -10,7 +10,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from balanceroute.predictors import RequestFeatures
@@ -199,10 +199,9 @@ class Driver:
 
     # What the gateway does.
 
-    def ticket(self, shape: Shape, body: "RequestBody", eligible: Eligible | None) -> Ticket:
+    def ticket(self, shape: Shape, eligible: Eligible | None) -> Ticket:
         """Return what is known of a request; `eligible` are the engines of its model."""
-        legs = self.legs
-        decode = not (shape.direct and legs.direct is Direct.PREFILL)
+        decode = not (shape.direct and self.legs.direct is Direct.PREFILL)
         split = not shape.direct and not self.connector.facts.decode_first
         return Ticket(
             prompt_tokens=self._estimate.tokens(shape),
@@ -211,7 +210,6 @@ class Driver:
             decode=decode,
             eligible=eligible,
             max_tokens=shape.max_tokens,
-            keys=prompt_keys(shape.api, body) if self.uses_keys else (),
             model=shape.model,
         )
 
@@ -232,6 +230,8 @@ class Driver:
         record: RequestRecord,
     ) -> None:
         """Take a request that was not refused."""
+        if self.uses_keys:  # Not before: hashing a prompt is wasted on a request that is refused.
+            ticket = replace(ticket, keys=prompt_keys(shape.api, body))
         number = RequestId(self._arrived)
         self._arrived += 1
         self._retries.earn()
@@ -372,10 +372,10 @@ class Driver:
 
     def counted(self, session: Session, prompt_tokens: int) -> None:
         """Learn how many tokens a prompt really has."""
-        shape = session.shape
-        features = RequestFeatures(prompt_tokens, shape.max_tokens, session.record.keys)
+        ticket = session.ticket
+        features = RequestFeatures(prompt_tokens, ticket.max_tokens, ticket.keys)
         self._predictors.begin(session.number, features)
-        self._estimate.learn(shape, prompt_tokens)
+        self._estimate.learn(session.shape, prompt_tokens)
 
     def ended(self, session: Session) -> None:
         """Forget a session that is over, and count it."""
