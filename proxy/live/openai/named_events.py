@@ -5,11 +5,11 @@ Their streams have no [DONE]: Anthropic's end with `message_stop`, those of the 
 first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so all others are told by that.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from balanceroute.proxy.live.openai.stream_event import parsed
 from balanceroute.proxy.live.openai.stream_opening import StreamOpening
 from balanceroute.proxy.live.openai.usage import token_count
 from balanceroute.proxy.wire.sse import event_data
@@ -46,11 +46,7 @@ def read_turn(event: bytes) -> Turn | None:
     if named is None or named[1] not in _TELLING:
         return None
     name = named[1]
-    try:
-        parsed = json.loads(event_data(event))
-    except (ValueError, RecursionError):
-        parsed = None
-    message: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
+    message = parsed(event) or {}
     response = _object(message, "response")
     usage = _object(message, "usage") or _object(response, "usage")
     error = ""

@@ -1,4 +1,4 @@
-"""One event of a completion stream, parsed."""
+"""One event of a stream, parsed."""
 
 import json
 from typing import Any
