@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.settings.engines import DecodeServer
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
@@ -116,7 +117,7 @@ class Deployment:
         self.served_models = ServedModels(
             self.instances, fetch=self._page, clock=clock, changed=self.model_routes.update
         )
-        self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._silent: list[DecodeServer] = []  # Their ranks are not known yet.
         self.driver: Driver
         self.pass_through: PassThrough
 
@@ -129,9 +130,9 @@ class Deployment:
         for prefill in self.config.prefillers:
             self.roster.enlist_prefiller(prefill)
         decode = self.config.decoders
-        silent = [server for server in decode if not await self.roster.enlist_decoder(server)]
+        self._silent = [one for one in decode if not await self.roster.enlist_decoder(one)]
         if not self.instances.ranks:
-            self.roster.reserve_rank(silent[0])
+            self.roster.reserve_rank(self._silent[0])
         self.driver = self._make_driver()
         scheduling = self.config.scheduling
         self.pass_through = PassThrough(
@@ -144,9 +145,6 @@ class Deployment:
         self.roster.attach(
             self.driver, self.health, self.scraper, self._metrics.engines, self._reconfigure
         )
-        self._tasks = [
-            ("discovery", partial(self.roster.await_decoder, server)) for server in silent
-        ]
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -155,7 +153,8 @@ class Deployment:
         yield "models", self.served_models.run
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
-        yield from self._tasks
+        for server in self._silent:
+            yield "discovery", partial(self.roster.await_decoder, server)
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
 
@@ -192,12 +191,11 @@ class Deployment:
         config, environment = self.config, self._environment
         scheduling = config.scheduling
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
-        ranks = len(self.instances.ranks)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
             Scheduler(
                 self._scheduler_config(),
-                self._make_policy(ranks, self._on_stage),
+                self._make_policy(),
                 queue_order=QUEUE_ORDERS[scheduling.queue_order],
                 prefill_choice=PREFILL_CHOICES[scheduling.prefill_choice],
                 on_failure=self._failures.report,
@@ -220,25 +218,23 @@ class Deployment:
         self.driver.stage_ended(stage)
 
     def _reconfigure(self) -> None:
-        ranks = len(self.instances.ranks)
-        policy = self._make_policy(ranks, self._on_stage)
-        self.driver.scheduler.reconfigure(self._scheduler_config(), policy)
+        self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())
 
     def _scheduler_config(self) -> "SchedulerConfig":
         config = self.config.scheduler_config(len(self.instances.ranks))
         return replace(config, prefillers=len(self.instances.prefillers))
 
-    def _make_policy(self, ranks: int, on_stage: Callable[[str], None]) -> Policy:
+    def _make_policy(self) -> Policy:
         scheduling = self.config.scheduling
         policy = make_policy(
             self.policy,
             PolicyInputs(
-                ranks,
+                len(self.instances.ranks),
                 scheduling.batch,
                 self.config.policies,
                 random.Random(scheduling.seed),
                 self.predictors,
-                on_stage,
+                self._on_stage,
             ),
         )
         return self._environment.policy(policy)
