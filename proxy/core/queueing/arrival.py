@@ -43,10 +43,14 @@ class Arrival:
 
     def __contains__(self, request: RequestId, /) -> bool:
         """Return whether `request` waits here."""
-        place = bisect_left(self._order, request)
-        # The list is sorted, so a bisection finds the request if it is there.
-        return place < len(self._order) and self._order[place] == request
+        return self._find(request) is not None
 
     def _place(self, request: RequestId) -> int:
-        assert request in self, f"request {request} does not wait here"
-        return bisect_left(self._order, request)
+        place = self._find(request)
+        assert place is not None, f"request {request} does not wait here"
+        return place
+
+    def _find(self, request: RequestId) -> int | None:
+        place = bisect_left(self._order, request)
+        # The list is sorted, so a bisection finds the request if it is there.
+        return place if place < len(self._order) and self._order[place] == request else None
