@@ -3,17 +3,17 @@
 import asyncio
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error
 
 from balanceroute import __version__
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Seen, Site
+    from tests.live.conftest import Play, Seen, Site
 
     from balanceroute.proxy.wire.messages import Headers
 
@@ -27,39 +27,7 @@ PASSED_ON = {
     "/detokenize": "POST",
     "/v1/audio/transcriptions": "POST",
 }
-OWN = ("/health", "/ready", "/version", "/metrics", "/load")
-BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
-TALK: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "t1 t2 t3"}],
-    "max_tokens": 4,
-    "ignore_eos": True,
-}
 STREAM: dict[str, Any] = BODY | {"stream": True}
-
-
-def is_error(exchanged: "Exchanged", status: int) -> str:
-    """Check that an answer is an error in OpenAI's shape, and return its message."""
-    assert exchanged.status == status, exchanged.body
-    assert exchanged.header(b"content-type") == b"application/json"
-    error = exchanged.json["error"]
-    if "type" in exchanged.json:  # Anthropic's shape.
-        assert exchanged.json.keys() == {"type", "error"}
-        assert error.keys() == {"message", "type"}
-    else:
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["code"] == status
-    message = error["message"]
-    assert isinstance(message, str)
-    assert message
-    return message
-
-
-def keys(folder: Path, name: str, *words: str) -> str:
-    path = folder / name
-    path.write_text("".join(f"{word}\n" for word in words))
-    path.chmod(0o600)
-    return str(path)
 
 
 # Routes.

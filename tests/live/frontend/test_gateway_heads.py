@@ -2,51 +2,20 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error, keys
 
 from balanceroute.proxy.live.security.credentials import Secret
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
+    from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.messages import Headers
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-OWN = ("/health", "/ready", "/version", "/metrics", "/load")
-BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
-TALK: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "t1 t2 t3"}],
-    "max_tokens": 4,
-    "ignore_eos": True,
-}
-
-
-def is_error(exchanged: "Exchanged", status: int) -> str:
-    """Check that an answer is an error in OpenAI's shape, and return its message."""
-    assert exchanged.status == status, exchanged.body
-    assert exchanged.header(b"content-type") == b"application/json"
-    error = exchanged.json["error"]
-    if "type" in exchanged.json:  # Anthropic's shape.
-        assert exchanged.json.keys() == {"type", "error"}
-        assert error.keys() == {"message", "type"}
-    else:
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["code"] == status
-    message = error["message"]
-    assert isinstance(message, str)
-    assert message
-    return message
-
-
-def keys(folder: Path, name: str, *words: str) -> str:
-    path = folder / name
-    path.write_text("".join(f"{word}\n" for word in words))
-    path.chmod(0o600)
-    return str(path)
 
 
 # What the head alone rules out.

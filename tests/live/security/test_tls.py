@@ -4,30 +4,12 @@ import ssl
 from pathlib import Path
 
 import pytest
+from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.configure import make_config
 
-# Made for these tests: localhost, and keys that protect nothing.
-CERT = """-----BEGIN CERTIFICATE-----
-MIIBnDCCAUGgAwIBAgIUCFIRJ44SDaYGjpB/f8pUXwMtR8AwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMTA3MjQwNloYDzIxMjYxMDI4
-MDcyNDA2WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAAQODdpDWI+38XlLGSHTmNU8Lqa7nkQrj05LCg1ujpH3zwb/hWAnVc5e
-e6PoIdbpOdmRtU/zC42vb34gicECzHQro28wbTAdBgNVHQ4EFgQUaWTh93Llh41j
-3LLR04/sxbv5kvowHwYDVR0jBBgwFoAUaWTh93Llh41j3LLR04/sxbv5kvowDwYD
-VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARgglsb2NhbGhvc3SHBH8AAAEwCgYIKoZI
-zj0EAwIDSQAwRgIhAJ5dtrAzKmMN+UsStvAGlDd47kAKUU9WRWa4m/ocTiLeAiEA
-u6QAuW5JbTdUrAl25AcT9iVZZrlzV8K1Qks+ZBGg80k=
------END CERTIFICATE-----
-"""
-KEY = """-----BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgZ2MNJUbWudxCr+1V
-xn2eDYaVeif2ccmb7/7YTCiu/U6hRANCAAQODdpDWI+38XlLGSHTmNU8Lqa7nkQr
-j05LCg1ujpH3zwb/hWAnVc5ee6PoIdbpOdmRtU/zC42vb34gicECzHQr
------END PRIVATE KEY-----
-"""
 OTHER_KEY = """-----BEGIN EC PRIVATE KEY-----
 MHcCAQEEII9CVx6NsmGVrya/drReNN+E4bIrTt//RCk0lDeKv5xioAoGCCqGSM49
 AwEHoUQDQgAETNAHpUXAsrRKOW5zmGVEIMVXTySjIO8bqtP9xcEHNJi7JQQOtv4L
