@@ -28,8 +28,8 @@ from rich.table import Table
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
 from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
-from balanceroute.proxy.wire.server import Reply, Server
 
 MIB = 1 << 20
 HOST = "127.0.0.1"

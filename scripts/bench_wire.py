@@ -26,10 +26,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Headers, Request, WireError
-from balanceroute.proxy.wire.server import Reply, Server
 from balanceroute.proxy.wire.sse import EventScanner
 
 HOST = "127.0.0.1"

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
     "proxy.wire": {"proxy.core.errors"},
+    "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.live.connectors": {"proxy.core", "topologies"},
     "proxy.live.openai": {"proxy.core", "proxy.wire"},
     "proxy.live.security": {"proxy.core", "proxy.wire"},

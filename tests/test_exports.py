@@ -57,10 +57,11 @@ proxy.replay: answer bodies body driver exchange faults figures fleet limits pro
 proxy.sim: decode_fleet driver experiment forecast hints loop plots prefill_fleet recorder report
     workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
-proxy.wire: addresses body_budget chunked client client_connection connection_limit fetch heads
-    http1_reply incoming_body messages reply server server_connection service sse tcp_timeout
-proxy.wire.client: Call Endpoint ResponseHandler
-proxy.wire.server: Admit Application Refuse Reply Server
+proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
+proxy.wire.http1: chunked client client_connection fetch heads incoming_body reply server
+    server_connection service
+proxy.wire.http1.client: Call Endpoint ResponseHandler
+proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry Engines Finding KvFlow MAX_RANKS PortUse
     PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill did_you_mean
     engine_commands proxy_command read_topology shipped_topologies

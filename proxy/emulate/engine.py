@@ -12,8 +12,8 @@ from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.small_routes import VERSION
+from balanceroute.proxy.wire.http1.server import Application, Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
-from balanceroute.proxy.wire.server import Application, Reply, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable

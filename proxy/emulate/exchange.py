@@ -13,8 +13,8 @@ from balanceroute.proxy.emulate.sampler import EOS
 from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.server import Reply
 
 Cancel = Callable[[bool], None]
 """Cancels a stage of a request; the argument is whether the engine crashed."""

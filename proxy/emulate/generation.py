@@ -24,8 +24,8 @@ from balanceroute.proxy.emulate.request import GenerationRequest, read_generatio
 if TYPE_CHECKING:
     from balanceroute.proxy.emulate.engine import Engine
     from balanceroute.proxy.emulate.hub import Hub
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 _KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
 

@@ -5,8 +5,8 @@ import gzip
 from collections.abc import Callable
 
 from balanceroute.proxy.emulate.faults import Faults, MalformedAnswer, MalformedStream
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers
-from balanceroute.proxy.wire.server import Reply
 
 _HUGE_BYTES = 20 << 20
 _JOINED_BYTES = 20_000

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from urllib.parse import urlsplit
 
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import WireError
 
 _LOG = logging.getLogger(__name__)

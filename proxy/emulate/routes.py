@@ -24,8 +24,8 @@ from balanceroute.proxy.emulate.small_routes import (
 if TYPE_CHECKING:
     from balanceroute.proxy.emulate.engine import Engine
     from balanceroute.proxy.emulate.hub import Hub
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
-    from balanceroute.proxy.wire.server import Reply
 
 _EMULATION = b"/emulation/"
 

@@ -32,7 +32,7 @@ from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.security.tls import engine_context
-from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
     from ssl import SSLContext

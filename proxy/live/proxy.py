@@ -24,14 +24,14 @@ from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.metrics_page import MetricsPage
-from balanceroute.proxy.wire.server import Server
+from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Snapshot
-    from balanceroute.proxy.wire.heads import RequestHead
+    from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.target import Target, first_model, parse_target
 from balanceroute.proxy.replay.workload import PlannedRequest, due_s
-from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers
 
 _PROGRESS_INTERVAL_S = 0.2

@@ -7,7 +7,7 @@ from balanceroute.proxy.replay.answer import AnswerReader
 from balanceroute.proxy.replay.faults import TIMEOUT, Fault, from_status, from_wire
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
-from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError
 
 # The part of an error's body that is kept for the message.

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.replay.faults import from_status
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Headers
 
 _FETCH_TIMEOUT_S = 30.0

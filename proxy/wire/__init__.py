@@ -1,1 +1,1 @@
-"""HTTP/1.1 on both sides of the proxy: strict server, keep-alive client, SSE scanner."""
+"""What does not depend on the version of HTTP: messages, limits, addresses, the SSE scanner."""

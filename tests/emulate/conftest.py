@@ -11,7 +11,7 @@ import pytest
 from balanceroute.proxy.emulate import EmulatedFleet, EmulationSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.emulate import DpMode
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 
 if TYPE_CHECKING:
     from tests.emulate.conftest import Exchanged, Lab, Play

@@ -15,10 +15,10 @@ from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
-from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, Request, WireError, first_value
-from balanceroute.proxy.wire.server import Reply
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

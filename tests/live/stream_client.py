@@ -14,7 +14,7 @@ from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.server import Reply
+    from balanceroute.proxy.wire.http1.server import Reply
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 DONE = b"data: [DONE]\n\n"

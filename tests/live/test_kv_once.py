@@ -12,8 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 COMPLETIONS = "/v1/completions"
 STREAM = [(b"content-type", b"text/event-stream")]

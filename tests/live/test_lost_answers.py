@@ -9,8 +9,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 CHAT = "/v1/chat/completions"
 

@@ -23,8 +23,8 @@ from balanceroute.predictors.logged import read_log
 from balanceroute.proxy.emulate import engine as emulated_engine
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.server import Server
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, MakeExchanged

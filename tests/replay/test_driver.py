@@ -20,8 +20,8 @@ from balanceroute.proxy.replay.target import TargetError
 from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.runner import run
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, WireError
-from balanceroute.proxy.wire.server import Reply, Server
 
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream")]

@@ -23,7 +23,7 @@ from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.server_connection import ServerConnection
+from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 
 MS = 1_000_000
 # The longest is beyond the least limit, which then cuts it.

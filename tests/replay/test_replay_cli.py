@@ -18,8 +18,8 @@ from balanceroute.proxy.replay.body import Api
 from balanceroute.proxy.replay.fleet import FleetFigures
 from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
-from balanceroute.proxy.wire.server import Reply, Server
 from balanceroute.traces import TraceRequest, write_native
 
 TRACE = "trace.jsonl"

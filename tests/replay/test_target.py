@@ -7,8 +7,8 @@ import pytest
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.replay.target import Target, first_model, parse_target
 from balanceroute.proxy.testing.virtual.runner import run
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
-from balanceroute.proxy.wire.server import Reply, Server
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 import uvloop
 from tests.certificate import CERT, KEY
 
-from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.server import Application, Server
 from balanceroute.proxy.wire.messages import ServerLimits
-from balanceroute.proxy.wire.server import Application, Server
 
 HOST = "127.0.0.1"
 PATIENCE_S = 10.0  # Only ever waited for by a test that fails.

@@ -15,10 +15,10 @@ from balanceroute.proxy.live.engines.health import Health, HealthSettings
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import WireError, WireFault
-from balanceroute.proxy.wire.server import Server
 
 PORT = 8000
 TTL_S = 5.0

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Request
-from balanceroute.proxy.wire.server import Reply
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Connect, Run, Serving

@@ -9,8 +9,8 @@ import pytest
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
-from balanceroute.proxy.wire.server import Reply, Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.tcp_timeout import end_if_silent
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
-    from balanceroute.proxy.wire.client import Endpoint
+    from balanceroute.proxy.wire.http1.client import Endpoint
 
 _log = logging.getLogger(__name__)
 # Between two questions for the ranks of a decode server that does not answer yet.

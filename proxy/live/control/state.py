@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.shadow import PredictorScores
-    from balanceroute.proxy.wire.server import Server
+    from balanceroute.proxy.wire.http1.server import Server
 
 
 def take_snapshot(

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from balanceroute import __version__
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError, fault_of
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Headers, Response, WireError
 
 # A health page says nothing beyond its status.

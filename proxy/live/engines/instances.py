@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import BootstrapIdentity
-    from balanceroute.proxy.wire.client import Endpoint
+    from balanceroute.proxy.wire.http1.client import Endpoint
 
 
 class Role(Enum):

@@ -7,10 +7,10 @@ come from the page itself.
 
 from collections.abc import Collection
 
-from balanceroute.proxy.wire.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.http1.service import Admit
 from balanceroute.proxy.wire.messages import Headers, Rejection, Request, first_value
 from balanceroute.proxy.wire.reply import Application, Reply
-from balanceroute.proxy.wire.service import Admit
 
 ANY = "*"
 _METHODS = b"DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.heads import RequestHead
+    from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
-    from balanceroute.proxy.wire.server import Reply
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
-    from balanceroute.proxy.wire.server import Reply
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.wire.client import Call
+    from balanceroute.proxy.wire.http1.client import Call
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
-    from balanceroute.proxy.wire.server import Reply
 
 # An answer that is longer is relayed as it comes.
 _WHOLE_BYTES = 65_536

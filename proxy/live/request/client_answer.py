@@ -9,8 +9,8 @@ from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.server import Reply
 
 # Not every engine has these routes.
 _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})

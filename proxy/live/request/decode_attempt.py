@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.wire.client import ResponseHandler
+    from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
 _log = logging.getLogger(__name__)

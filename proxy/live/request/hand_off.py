@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api
     from balanceroute.proxy.live.request.session_host import Host
-    from balanceroute.proxy.wire.client import Call
+    from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.telemetry.record import Leg
-    from balanceroute.proxy.wire.client import Call, ResponseHandler
+    from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
 

@@ -14,8 +14,8 @@ from balanceroute.proxy.wire.sse import EventScanner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.server import Reply
 
 # Of an answer to a stream's request that is no stream.
 _ANSWER_BYTES = 64 << 20

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank
     from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.server import Reply
 
 _CRASHED = "internal error; the proxy's log says more"
 

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.server import Reply
 
 _log = logging.getLogger(__name__)
 # How often deadlines are looked at and progress is taken, in seconds.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
-from balanceroute.proxy.wire.heads import parse_response_head
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.heads import parse_response_head
 from balanceroute.proxy.wire.messages import Headers
 
 

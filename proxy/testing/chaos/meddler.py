@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 
 if TYPE_CHECKING:
     from balanceroute.proxy.testing.virtual.loop import VirtualLoop

@@ -14,8 +14,8 @@ from dataclasses import replace
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Response
 
 _TIMEOUT_S = 3_600.0

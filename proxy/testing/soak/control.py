@@ -7,8 +7,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 
 _TIMEOUT_S = 10.0
 _PAGE_BYTES = 1 << 24

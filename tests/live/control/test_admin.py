@@ -24,10 +24,10 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     RequestState,
     Snapshot,
 )
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Headers, Request, Response
-from balanceroute.proxy.wire.server import Server
 
 TOKEN = as_secret(b"admin-token")
 GOOD = [(b"authorization", b"Bearer admin-token")]

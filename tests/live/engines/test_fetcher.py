@@ -17,7 +17,7 @@ from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint
 
 T = TypeVar("T")
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]

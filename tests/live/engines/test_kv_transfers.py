@@ -18,7 +18,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
-    from balanceroute.proxy.wire.client import Endpoint
+    from balanceroute.proxy.wire.http1.client import Endpoint
 
 COMPLETIONS = "/v1/completions"
 NOWHERE = cast("Endpoint", None)

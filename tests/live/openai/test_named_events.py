@@ -12,8 +12,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"

@@ -12,8 +12,8 @@ from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, find
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 RESPONSES = "/v1/responses"

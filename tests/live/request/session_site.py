@@ -21,8 +21,8 @@ from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.request.session_host import Host
-    from balanceroute.proxy.wire.client import Endpoint, ResponseHandler
-    from balanceroute.proxy.wire.server import Reply
+    from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
+    from balanceroute.proxy.wire.http1.server import Reply
 
 SSE = [(b"content-type", b"text/event-stream")]
 DONE = b"data: [DONE]\n\n"

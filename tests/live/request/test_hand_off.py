@@ -17,7 +17,7 @@ from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session_host import Host
-    from balanceroute.proxy.wire.client import Endpoint, ResponseHandler
+    from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
 PARAMS = {"do_remote_decode": True, "remote_engine_id": "d0", "remote_block_ids": [[1, 2]]}

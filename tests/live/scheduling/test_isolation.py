@@ -23,8 +23,8 @@ from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
-    from balanceroute.proxy.wire.server import Reply
 
 COMPLETIONS = "/v1/completions"
 POISON = "x-poison"

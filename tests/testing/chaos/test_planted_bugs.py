@@ -22,7 +22,7 @@ from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.driver import Driver
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.testing.chaos.trial import run_seed
-from balanceroute.proxy.wire.client import Call
+from balanceroute.proxy.wire.http1.client import Call
 from balanceroute.proxy.wire.messages import Headers
 
 REQUESTS = 30

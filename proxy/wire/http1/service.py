@@ -6,7 +6,7 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
-from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Headers, Rejection, Request, UnsafeHeaderError
-from balanceroute.proxy.wire.server import Reply, Server
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Connect, Run, Serving

@@ -3,7 +3,7 @@
 import asyncio
 from io import BytesIO
 
-from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from balanceroute.proxy.wire.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
+from balanceroute.proxy.wire.http1.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
 from balanceroute.proxy.wire.messages import Headers
 
 _LAST_CHUNK = b"0\r\n\r\n"

@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.wire.test_client import (
+from tests.wire.http1.test_client import (
     OK,
     answer_and_close,
     answering,
@@ -16,7 +16,7 @@ from tests.wire.test_client import (
     until,
 )
 
-from balanceroute.proxy.wire.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:

@@ -18,17 +18,17 @@ from enum import Enum, auto
 from typing import cast
 
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.heads import (
+from balanceroute.proxy.wire.http1.heads import (
     STATUS_LINES,
     RequestHead,
     check_partial_head,
     encode_fields,
     parse_request_head,
 )
-from balanceroute.proxy.wire.http1_reply import Http1Reply
-from balanceroute.proxy.wire.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.reply import Http1Reply
+from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
-from balanceroute.proxy.wire.service import Service
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.client_connection import ClientConnection
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.client_connection import ClientConnection
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.heads import (
+from balanceroute.proxy.wire.http1.heads import (
     RequestHead,
     check_partial_head,
     encode_fields,

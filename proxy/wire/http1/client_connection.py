@@ -16,8 +16,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
 
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
-from balanceroute.proxy.wire.heads import (
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.heads import (
     WITHOUT_BODY,
     ResponseHead,
     check_partial_head,

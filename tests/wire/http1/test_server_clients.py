@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
-from balanceroute.proxy.wire.server import Reply, Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext

@@ -3,8 +3,8 @@
 from io import BytesIO
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
-from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.messages import MalformedError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import MalformedError
 
 END = b"0\r\n\r\n"

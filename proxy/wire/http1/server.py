@@ -6,11 +6,11 @@ from ssl import SSLContext
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
-from balanceroute.proxy.wire.heads import RequestHead
+from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.server_connection import ServerConnection
+from balanceroute.proxy.wire.http1.service import Admit, Common, Refuse, Service
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application, Reply
-from balanceroute.proxy.wire.server_connection import ServerConnection
-from balanceroute.proxy.wire.service import Admit, Common, Refuse, Service
 
 __all__ = ["Admit", "Application", "Refuse", "Reply", "Server"]
 

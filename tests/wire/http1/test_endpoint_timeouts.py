@@ -7,10 +7,10 @@ import pytest
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.client import Endpoint
-from balanceroute.proxy.wire.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, Response, WireError, WireFault
-from balanceroute.proxy.wire.server import Reply, Server
 
 
 def answer(request: Request, reply: Reply) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from balanceroute.proxy.wire.client import Call, Endpoint
+from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, UnsafeHeaderError, WireError, WireFault
 
 if TYPE_CHECKING:
