@@ -53,11 +53,7 @@ def identity(engine: Any, *, started_ns: int, argv: Sequence[str]) -> dict[str, 
 
 
 def http_port(argv: Sequence[str]) -> int | None:
-    """Return the port of vLLM's API server from its command line; None if that does not determine it.
-
-    Args:
-        argv: The arguments, the program's name first.
-    """
+    """Return the port of vLLM's API server from its command line; None if that does not determine it."""
     port: str | None = None
     for place, word in enumerate(argv):
         if word == "--port":

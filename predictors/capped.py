@@ -13,9 +13,6 @@ class Capped:
     """Says that a request is gone once it has emitted `max_tokens`; else what another says.
 
     A request that has emitted them all and yet runs is taken to end with its next token.
-
-    Args:
-        predictor: The other.
     """
 
     def __init__(self, predictor: Predictor) -> None:

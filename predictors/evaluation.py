@@ -23,7 +23,6 @@ class Scores:
     """How good a predictor's answers were. Paper: §C.2.2.
 
     Attributes:
-        rows: Questions asked.
         base_rate: Share of them whose request ended within the horizon.
         auc: ROC-AUC of `p_finish`.
         brier: Brier score of `p_finish`.

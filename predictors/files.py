@@ -36,12 +36,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class PredictorFileError(BalanceRouteError):
-    """A predictor that cannot be read or written.
-
-    Attributes:
-        path: The file at fault.
-        reason: What is wrong with it.
-    """
+    """A predictor that cannot be read or written."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(path, reason)
@@ -67,10 +62,6 @@ def save(path: str | PathLike[str], predictor: Savable) -> None:
 
 def write_state(path: str | PathLike[str], state: State) -> list[Path]:
     """Write a state, whole or not at all; `save` in two halves, for a thread that may wait for disks.
-
-    Args:
-        path: The document to create or replace; the texts go into the same folder.
-        state: What to write.
 
     Returns:
         The document and its texts: they belong together.
@@ -107,10 +98,7 @@ def write_state(path: str | PathLike[str], state: State) -> list[Path]:
 
 
 def load(path: str | PathLike[str]) -> Savable:
-    """Read a predictor.
-
-    Args:
-        path: A document that `save` wrote, its texts beside it.
+    """Read a predictor that `save` wrote.
 
     Raises:
         PredictorFileError: It cannot be read, is damaged, or is no predictor of this version.
@@ -128,9 +116,6 @@ def load(path: str | PathLike[str]) -> Savable:
 
 def read_state(path: str | PathLike[str]) -> State:
     """Read a state without restoring the predictor.
-
-    Args:
-        path: A document that `save` wrote, its texts beside it.
 
     Raises:
         PredictorFileError: It cannot be read, is damaged, or is no state of this version.

@@ -73,11 +73,7 @@ _ALLOWED = NAMES.index("tokens_allowed")
 
 
 class Features:
-    """What has ended, as far as it tells about what begins.
-
-    Args:
-        horizon_steps: H, at least 1.
-    """
+    """What has ended, as far as it tells about what begins."""
 
     def __init__(self, horizon_steps: int) -> None:
         self.marginal = Marginal(horizon_steps)

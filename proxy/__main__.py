@@ -44,11 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for a fault of the user's input.
-
-    Args:
-        arguments: The words after the program's name; those of the process if None.
-    """
+    """Run the command line and return its exit status: 2 for a fault of the user's input."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that knows no ± gets a question mark, not a traceback.

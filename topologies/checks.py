@@ -42,8 +42,6 @@ class PortUse:
     """Ports that a process listens on.
 
     Attributes:
-        host: The host.
-        ports: The ports.
         key: The key that determines them.
         owner: The process, as in `decode-3's API`.
     """

@@ -32,9 +32,7 @@ class Command:
     Attributes:
         name: As in `decode-3`, or `proxy`.
         role: "prefill", "decode" or "proxy".
-        host: The host to start it on.
         about: Its description, one line.
-        environment: Variables to add to the environment.
         words: The command line. A flag and its values are one item.
     """
 

@@ -25,7 +25,6 @@ class ConnectorFacts:
     Attributes:
         vllm_class: Its name in `--kv-transfer-config`.
         flow: The order of its legs.
-        devices: Those that it runs on.
         lease_s: How long a prefiller keeps blocks that no decoder has claimed, by default; None if it
             pushes them.
         lease_key: Sets another lease, as a key of `kv_connector_extra_config`.

@@ -151,7 +151,6 @@ class RoleEngines:
 
     Attributes:
         role: "prefill" or "decode".
-        hosts: The hosts.
         instances: Number of engines on all hosts.
         port: The first API server's on each host.
         tensor_parallel: Devices of a rank.
@@ -196,8 +195,6 @@ class Engines:
 
     Attributes:
         weights: The model argument of `vllm serve`.
-        connector: The topology's connector.
-        device: One of `DEVICES`.
         devices_per_host: Devices of a host; None for CPUs.
         proxy_host: The host of the proxy.
         interface: The hosts' network interface; None to leave it to the libraries.
@@ -205,8 +202,6 @@ class Engines:
             connector's default.
         max_model_len: Context length in both roles; None for the model's default.
         block_size: KV tokens of a block, in both roles; None for vLLM's default.
-        prefill: The prefillers.
-        decode: The decode engines.
     """
 
     weights: str

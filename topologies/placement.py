@@ -16,7 +16,6 @@ class EngineProcess:
         role: The engines of its role.
         instance: The index of its instance, from 0.
         slot: The index of its instance among those that begin on the same host.
-        host: Its host.
         head: The host of its instance's first rank.
         ranks: The data-parallel ranks of its instance that it hosts.
         port: The port of its API; None if another process serves it.

@@ -17,9 +17,7 @@ class TopologyError(ValueError):
     """A topology that cannot be used.
 
     Attributes:
-        path: The file.
         key: The key with the error, as in `decode[3].url`; "" if the file as a whole has it.
-        reason: What is wrong with it.
     """
 
     def __init__(self, path: Path, key: str, reason: str) -> None:

@@ -54,7 +54,6 @@ class DecodeEntry:
     """One decode server.
 
     Attributes:
-        url: Its URL.
         rank_ids: The data-parallel ranks that it hosts; None if it is one rank with its own URL.
         discover: Whether the proxy asks the server for its ranks.
     """
@@ -69,12 +68,8 @@ class Topology:
     """One layout.
 
     Attributes:
-        path: The file it was read from.
-        name: Its name.
         models: Served model names; empty for those that the engines serve.
         connector: One of `CONNECTORS`; None if the file has none.
-        prefill: The prefillers.
-        decode: The decode servers.
         proxy: The `[proxy]` table, and what follows from the engines.
         engines: How to start the engines; None if the file has no such table.
         emulation: The `[emulation]` table as it is; None if the engines are real.

@@ -35,10 +35,6 @@ def shown(value: object) -> str:
 def tokens_from_text(name: str, text: str) -> int:
     """Read a count of tokens from a CSV cell.
 
-    Args:
-        name: The column, for the reason.
-        text: The cell.
-
     Raises:
         MalformedLineError: Not an integer, negative, or over `MAX_TOKENS`.
     """
@@ -49,10 +45,6 @@ def tokens_from_text(name: str, text: str) -> int:
 
 def tokens_from_json(name: str, value: object) -> int:
     """Read a count of tokens from a JSON value.
-
-    Args:
-        name: The key, for the reason.
-        value: The decoded value.
 
     Raises:
         MalformedLineError: Not an integer (a bool or 3.0 is none), negative, or over `MAX_TOKENS`.
@@ -96,10 +88,6 @@ def nanoseconds_from_json(name: str, value: object, *, unit_ns: int) -> int:
 
 def hash_ids_from_json(name: str, value: object) -> tuple[int, ...]:
     """Read the ids of the prefix blocks from a JSON value.
-
-    Args:
-        name: The key, for the reason.
-        value: The decoded value.
 
     Raises:
         MalformedLineError: Not a list of integers.

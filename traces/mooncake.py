@@ -26,9 +26,6 @@ def recognises(first_line: str) -> bool:
 def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
     """Yield the requests, with arrivals since the trace's own zero.
 
-    Args:
-        lines: The lines of the file.
-
     Raises:
         MalformedLineError: The line last taken from `lines` does not follow the format.
     """

@@ -40,9 +40,6 @@ def is_of_the_process(entry: dict[str, object]) -> bool:
 def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
     """Yield the requests, with arrivals since the trace's own zero.
 
-    Args:
-        lines: The lines of the file.
-
     Raises:
         MalformedLineError: The line last taken from `lines` does not follow the format.
     """
@@ -65,10 +62,6 @@ def write_native(path: str | PathLike[str], requests: Iterable[TraceRequest]) ->
     """Write requests in the native format, in the order given; compressed if the name ends in `.gz`.
 
     Equal requests give equal bytes, compressed or not.
-
-    Args:
-        path: The file to create or replace.
-        requests: The requests.
 
     Raises:
         OSError: The file cannot be written.

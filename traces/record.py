@@ -15,9 +15,7 @@ class TraceError(ValueError):
     """A trace that cannot be read.
 
     Attributes:
-        path: The file.
         line: The line with the error, counted from 1; 0 if the file as a whole has it.
-        reason: What is wrong with it.
     """
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
@@ -37,7 +35,6 @@ class TraceRequest:
 
     Attributes:
         arrival_ns: When the request arrives, in nanoseconds from the start of the trace.
-        prompt_tokens: Length of the prompt.
         output_tokens: Length of the answer; 0 marks a request that failed when it was recorded.
         hash_ids: One id per prefix block of the prompt, equal ids for equal prefixes; empty if the
             trace does not record them.

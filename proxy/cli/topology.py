@@ -105,10 +105,6 @@ def run_commands(arguments: argparse.Namespace) -> int:
 def commands_of(topology: "Topology", word: str) -> tuple[Command, ...]:
     """Return the commands of all processes.
 
-    Args:
-        topology: The topology.
-        word: How the command line names it.
-
     Raises:
         ConfigError: It does not say how its engines are started.
     """

@@ -10,9 +10,6 @@ class Turnover:
     It counts departures, not admissions. In steady state they are as many, but the admissions that
     fill an empty fleet say nothing about how long requests stay.
 
-    Args:
-        ranks: G.
-
     Attributes:
         per_rank_step: The rate, in requests per rank and step; 0 before the first step.
     """

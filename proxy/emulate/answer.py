@@ -34,7 +34,6 @@ class AnswerHead:
     Attributes:
         id: "chatcmpl-…" or "cmpl-…".
         created: Unix time, seconds.
-        model: The served model.
         fingerprint: `system_fingerprint`.
         report_cached: Whether usage has the cached prompt tokens.
     """

@@ -12,9 +12,7 @@ class ApiError(BalanceRouteError):
     """A request that is answered with an error.
 
     Attributes:
-        status: HTTP status.
         kind: The `type` of the error object.
-        param: The parameter at fault, or None.
     """
 
     def __init__(

@@ -71,16 +71,7 @@ class StepCounters:
 
 
 class Barrier:
-    """The steps of all ranks together, while any sequence runs.
-
-    Args:
-        settings: The speed and size of the ranks.
-        ranks: Number of ranks.
-        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
-
-    Attributes:
-        counters: The measurements.
-    """
+    """The steps of all ranks together, while any sequence runs."""
 
     def __init__(
         self, settings: EmulationSettings, *, ranks: int, rank_kv_tokens: int | None

@@ -155,14 +155,7 @@ def lease_key(
 def metaserver_params(
     peer: KvPeer, request_id: str, *, num_blocks: int, block_tokens: int
 ) -> dict[str, object]:
-    """Return what a decode rank sends to the metaserver (layerwise).
-
-    Args:
-        peer: The decode rank.
-        request_id: The request's id as the proxy knows it.
-        num_blocks: KV blocks that wait for the prompt.
-        block_tokens: Tokens of a block.
-    """
+    """Return what a decode rank sends to the metaserver (layerwise)."""
     return {
         "token_ids": [],
         "request_id": request_id,

@@ -48,19 +48,7 @@ class _Arrival:
 
 
 class Decoder:
-    """The ranks behind one server.
-
-    Args:
-        settings: The settings of the fleet.
-        barrier: The clock of all ranks of the fleet.
-        ranks: The numbers of this server's ranks in the fleet.
-        peer: Its identity for prefillers.
-        sources: All prefillers.
-        book: Their leases.
-        poster: Reaches the metaserver.
-        counters: The counters of each of the server's ranks.
-        die: Kills the engine.
-    """
+    """The ranks behind one server."""
 
     def __init__(
         self,

@@ -71,13 +71,9 @@ class Engine:
         begin: Makes the executor behind the server; called at each start of the engine.
 
     Attributes:
-        alive: Whether it runs.
         engine_id: New with each start.
         fingerprint: `system_fingerprint` of its answers, new with each start.
-        host: The server's address.
-        port: The server's port, kept across restarts.
         bootstrap_port: The bootstrap server's; 0 if there is none.
-        faults: Its active faults.
         work: The executor behind the server.
         exchanges: Generation requests in progress.
         held: Requests that a fault keeps unprocessed.

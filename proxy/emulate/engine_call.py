@@ -12,7 +12,6 @@ class EngineCall:
     """One request in an engine.
 
     Attributes:
-        exchange: The request and its answer.
         request_id: The id of the answer, which carries the client's `X-Request-Id`.
         suffix: Makes the id unique inside the engine.
         rank: Which of the engine's ranks serves it.

@@ -36,7 +36,6 @@ class RankState:
         waiting: Sequences that wait for a slot or for blocks.
         arriving: Sequences that wait for their KV cache.
         usage: Share of the KV cache in use.
-        counters: Its counters.
     """
 
     rank: int

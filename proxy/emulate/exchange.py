@@ -24,7 +24,6 @@ class TokenSequence:
     """One choice of the answer, as a member of the batch.
 
     Attributes:
-        choice: Its tokens.
         on_end: Called when it has emitted its last token, before that is written.
         on_drop: Called if the batch's KV cache had no room for it.
         late: What is sent with the next token.
@@ -94,9 +93,6 @@ class Exchange:
         respond: Sends an answer that is not streamed: status and body.
 
     Attributes:
-        opened: Whether the first token was emitted.
-        over: Whether the request has ended.
-        streams: Whether the answer is a stream.
         sequences: All choices, prompt by prompt.
         kv_transfer_params: Those of the answer.
         stages: What has to be cancelled if the client leaves, by prompt or choice.

@@ -34,9 +34,7 @@ class EmulatedFleet:
         epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
 
     Attributes:
-        settings: As given.
         engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
-        faults: Switches their faults.
     """
 
     def __init__(

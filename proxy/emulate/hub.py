@@ -28,13 +28,9 @@ class Hub:
     """What the engines of a fleet share.
 
     Attributes:
-        settings: The deployment.
         rng: For ids and faults.
         epoch_s: Unix time at 0 of the event loop's clock.
-        barrier: The clock of the decode ranks.
-        book: The leases.
         sources: The prefillers, including dead ones.
-        poster: Reaches the metaserver.
         control: Answers requests below `/emulation`.
         lengths: The lengths of the answers to named requests.
     """

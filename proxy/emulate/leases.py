@@ -29,7 +29,6 @@ class BlockPool:
         blocks: Number of blocks; None for no limit.
 
     Attributes:
-        used: Blocks in use.
         on_free: Called when blocks were freed.
     """
 
@@ -76,8 +75,6 @@ class Lease:
     Attributes:
         prefiller: The engine id of the prefiller.
         key: Names the lease for a decode rank: an engine id and a request or transfer id.
-        prompt: The prompt.
-        blocks: Its blocks.
         end: How it ended; None while it is held.
         pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
             heartbeats renew it).

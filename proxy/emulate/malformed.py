@@ -15,12 +15,7 @@ Write = Callable[[bytes], None]
 
 
 def malformed_write(kind: MalformedStream, write: Write) -> Write:
-    """Return a function that writes malformed events.
-
-    Args:
-        kind: What is wrong with them.
-        write: Writes bytes.
-    """
+    """Return a function that writes malformed events."""
     broken: Write
     match kind:
         case MalformedStream.BYTES:

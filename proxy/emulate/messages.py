@@ -92,9 +92,6 @@ class MessagesReply:
     """A reply that translates the chat API's answer to a message.
 
     What is no answer of the chat API (an injected fault) is forwarded unchanged.
-
-    Args:
-        reply: The reply to the client.
     """
 
     def __init__(self, reply: "Reply") -> None:

@@ -17,7 +17,6 @@ class PrefillJob:
     """One prompt to compute.
 
     Attributes:
-        prompt_tokens: Its length.
         num_blocks: KV blocks that its computation takes.
         done: Called when it is computed; the caller then owns the blocks.
         blocks: Its blocks, once the computation has begun.
@@ -30,12 +29,7 @@ class PrefillJob:
 
 
 class PrefillQueue:
-    """Serves prompts in order; one that waits for free blocks holds up those behind it.
-
-    Args:
-        settings: The service time.
-        pool: Provides the blocks.
-    """
+    """Serves prompts in order; one that waits for free blocks holds up those behind it."""
 
     def __init__(self, settings: EmulationSettings, pool: BlockPool) -> None:
         self._loop = asyncio.get_running_loop()

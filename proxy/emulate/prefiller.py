@@ -23,16 +23,7 @@ from balanceroute.topologies import CONNECTORS
 
 
 class Prefiller:
-    """One prefiller.
-
-    Args:
-        settings: The settings of the fleet.
-        source: Its identity for decode ranks.
-        book: The leases of the fleet.
-
-    Attributes:
-        pool: Its KV blocks.
-    """
+    """One prefiller."""
 
     def __init__(self, settings: EmulationSettings, source: KvSource, book: LeaseBook) -> None:
         tokens = settings.prefiller_kv_tokens

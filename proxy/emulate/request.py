@@ -89,7 +89,6 @@ class GenerationRequest:
     """A valid request.
 
     Attributes:
-        chat: Whether it uses the chat API.
         prompts: One, or several for a completion.
         n: Choices for each prompt.
         max_tokens: Limit of each prompt's choices; by default the end of the context.
@@ -98,10 +97,7 @@ class GenerationRequest:
         top_logprobs: How many of these to list.
         prompt_logprobs: The same for the prompt's tokens; None for none.
         sampling: What determines the text in addition to the prompt.
-        tools: OpenAI tool definitions.
         tool_choice: "none", "auto", "required" or "named".
-        tool_name: The named function.
-        kv: `kv_transfer_params`, or None.
         reasoning_parser: Whether a reasoning parser reads the answer.
     """
 

@@ -38,7 +38,6 @@ class TokenLogprob:
     """The log-probability of a token.
 
     Attributes:
-        token: Its text.
         logprob: Natural logarithm of its probability.
         others: Ids of further candidates, most likely first, with theirs.
     """

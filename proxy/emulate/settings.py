@@ -43,12 +43,7 @@ class EmulationSettings:
         prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
         block_tokens: Tokens of a KV block.
         lease_s: How long a prefiller keeps blocks that no decode rank pulls.
-        connector: The KV connector, a name in `balanceroute.topologies.CONNECTORS`.
-        dp_mode: How ranks are addressed.
-        preemption: What happens on an overflow.
         time_scale: How many emulated seconds pass in one second of the event loop.
-        model: The served model's name.
-        adapters: Names of its LoRA adapters.
         engine_models: The names of the model and its adapters, for engines that serve another model, by
             the engine's name ("decode/3").
         max_model_len: Limit of a request's prompt and output tokens together.

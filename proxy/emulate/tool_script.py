@@ -50,14 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolScript:
-    """A whole tool call.
-
-    Attributes:
-        call_id: The call's id.
-        name: The function.
-        arguments: Its arguments as JSON.
-        pieces: The tokens.
-    """
+    """A whole tool call."""
 
     call_id: str
     name: str
@@ -66,13 +59,7 @@ class ToolScript:
 
 
 def tool_script(request: GenerationRequest, prompt: Prompt, key: bytes) -> ToolScript | None:
-    """Return the call that a choice makes, if it makes one.
-
-    Args:
-        request: The request.
-        prompt: The prompt, one of the request's.
-        key: The choice's sampling key.
-    """
+    """Return the call that a choice makes, if it makes one."""
     if request.tool_choice == "none":
         return None
     draws = unit_draws(prompt.digest + key)

@@ -52,14 +52,7 @@ _PAGE_BYTES = 4 << 20
 class Deployment:
     """The engines of one model. `start` it, run its `tasks`, and `close` it.
 
-    Args:
-        config: Of the proxy.
-        environment: What the outside world gives it.
-        metrics: Of the proxy.
-        failures: Told of exceptions.
-
     Attributes:
-        policy: The name of the policy that decides.
         fetcher: For health probes, scrapes and discovery.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.

@@ -19,7 +19,6 @@ class Environment:
     """What the outside world gives the proxy.
 
     Attributes:
-        log: Takes a line per request.
         rng: Of every random choice.
         unix_s: Wall-clock time, for logs alone.
         stopwatch: Seconds of real time, for the cost of decisions.

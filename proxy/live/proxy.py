@@ -46,7 +46,6 @@ class Proxy:
     """One proxy. `start` it, then `drain` and `close` it.
 
     Attributes:
-        deployments: By model.
         gateway: The application behind the public listener.
         pages: The one behind the admin listener; None without that.
         tls: What the public listener serves https with; None for http.

@@ -18,14 +18,6 @@ class BodyQueue:
     """Bodies in the order of the requests.
 
     They are built one at a time, each in an iteration of the loop.
-
-    Args:
-        requests: In the order in which they are taken.
-        prompts: Builds their prompts.
-        api: The endpoint.
-        model: The model's name.
-        lengths: How the engines get the answers' lengths.
-        loop: The running loop.
     """
 
     def __init__(

@@ -36,7 +36,6 @@ class Progress:
         total: Requests of the run.
         ended: Those that have finished, failed or been cancelled.
         running: Those sent and not ended.
-        errors: Those that failed.
         token_events: Token events so far.
         elapsed_s: Seconds of the target's time since the replay began.
     """
@@ -54,8 +53,6 @@ class ReplayResult:
     """What a replay measured.
 
     Attributes:
-        model: The model's name.
-        figures: The figures.
         fleet: The emulated fleet's own figures of the same window; None if there are none.
         faults: The kinds of failure, the most frequent first.
         samples: What happened to each request sent, in order, in times of the clock.

@@ -17,7 +17,6 @@ class Measured:
     """The samples of a stretch of time.
 
     Attributes:
-        duration_ns: Its length.
         sent: Requests sent in it.
         ended: Requests that ended in it.
         ttft_ns: Times to first tokens that arrived in it.

@@ -40,7 +40,6 @@ class Recorder:
     Times must not decrease from call to call: the window is then a slice of every list of samples.
 
     Attributes:
-        num_requests: Requests of the run.
         samples: Those sent, in order.
         events: Token events so far.
         errors: Failed requests so far.
@@ -105,14 +104,7 @@ class Recorder:
         prompt_tokens: int | None = None,
         completion_tokens: int | None = None,
     ) -> None:
-        """Note that a request got its whole answer.
-
-        Args:
-            sample: The sample of the request.
-            now_ns: The time.
-            prompt_tokens: The engine's count, if reported.
-            completion_tokens: The engine's count, if reported.
-        """
+        """Note that a request got its whole answer."""
         sample.prompt_tokens = prompt_tokens
         sample.output_tokens = sample.events if completion_tokens is None else completion_tokens
         self._end(sample, now_ns)

@@ -11,9 +11,6 @@ class Sample:
     """What happened to one request; times are of the replay's clock.
 
     Attributes:
-        request: The planned request.
-        due_ns: When it should have been sent.
-        sent_ns: When it was sent.
         first_ns: When its first token arrived.
         last_ns: When its latest token arrived.
         end_ns: When it ended; None while it runs.

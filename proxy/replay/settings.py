@@ -25,8 +25,7 @@ class ReplaySettings:
 
     Attributes:
         target: URL of the OpenAI-compatible endpoint.
-        model: The model's name; None for the first that the target lists.
-        api: Which endpoint.
+        model: Its name; None for the first that the target lists.
         rate: Open loop: the trace's times are divided by this.
         concurrency: Closed loop: this many requests are always outstanding; None for open loop.
         time_scale: Seconds of the target's time that pass in one real second: more than 1 for an

@@ -25,9 +25,7 @@ class Target:
     """An HTTP server.
 
     Attributes:
-        url: As given.
         host: A name or an address, without brackets.
-        port: The port.
         tls: Whether to use TLS, verified with the system's authorities.
         prefix: Comes before every path, without the last slash.
     """

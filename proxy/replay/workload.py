@@ -49,13 +49,6 @@ def plan(
     Requests without output, which failed when they were recorded, are left out; a prompt of no
     tokens is taken as one token. Longer prompts and answers than the limits are cut.
 
-    Args:
-        trace: The whole trace.
-        skip: Requests of the trace to skip first.
-        count: Requests of the trace to take then; None for all.
-        max_prompt_tokens: Cut longer prompts to this; None for no limit.
-        max_output_tokens: Cut longer answers to this; None for no limit.
-
     Raises:
         ConfigError: Nothing is left to send.
     """

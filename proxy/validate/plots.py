@@ -32,11 +32,6 @@ _FIT = "#0067a5"
 def write_plots(validation: Validation, directory: Path, *, title: str) -> list[Path]:
     """Write `mirror.png`, `mirror_error.png` and `step_time.png`.
 
-    Args:
-        validation: The results to draw.
-        directory: Where to write; it must exist.
-        title: The run, for the top of every picture.
-
     Returns:
         The files.
 

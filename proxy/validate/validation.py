@@ -20,8 +20,6 @@ class RankResult:
     """One rank.
 
     Attributes:
-        name: Its name in the proxy.
-        file: The name of its trace.
         steps: Steps with a batch within the time of the log.
         started: Errors of the load that the proxy counted in the batch; None if no sample counts.
         bound: Errors of the load that it had sent there, including transfers.
@@ -66,7 +64,6 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        ranks: By rank, in the proxy's order.
         unmatched: Ranks without a trace.
         started: Errors over all ranks.
         bound: Likewise.

@@ -13,13 +13,7 @@ from balanceroute.proxy.core.events import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is rejected, as its client is answered.
-
-    Attributes:
-        status: The status of the HTTP answer.
-        reason: The message of the HTTP answer.
-        retry_after_s: Seconds until the client may try again.
-    """
+    """Why a request is rejected, as its client is answered."""
 
     status: int
     reason: str
@@ -56,13 +50,7 @@ class Admission(Protocol):
     """Decides whether a request is accepted."""
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
-        """Return why a request that arrives now is rejected, or None to accept it.
-
-        Args:
-            ticket: The request.
-            load: The load without it.
-            now_ns: The driver's clock.
-        """
+        """Return why a request that arrives now is rejected, or None to accept it."""
         ...
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:

@@ -10,10 +10,6 @@ _TOO_MANY_REQUESTS = 429
 class BoundedQueue:
     """Accepts requests until `limit` of them wait.
 
-    Args:
-        limit: Requests that may wait, at least 1.
-        retry_after_s: Seconds in a rejected client's `Retry-After`, at least 1.
-
     Raises:
         ConfigError: A bound is below 1.
     """

@@ -20,11 +20,6 @@ _BY_FLOW: dict[KvFlow, type[Connector]] = {
 
 
 def make_connector(name: str, *, callback: str = "") -> Connector:
-    """Return a connector.
-
-    Args:
-        name: One of `CONNECTORS`.
-        callback: URL under which the decode engines reach this proxy, if the connector needs one.
-    """
+    """Return a connector."""
     facts = CONNECTORS[name]
     return _BY_FLOW[facts.flow](facts, callback)

@@ -36,7 +36,6 @@ class Connector(ABC):
     """One KV connector's side of the PD protocol.
 
     Attributes:
-        facts: What its engines do.
         callback: URL under which the decode engines reach this proxy; "" if they need not.
     """
 

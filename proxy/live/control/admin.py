@@ -74,14 +74,7 @@ class Orders(Protocol):
     """Who adds and removes engines; raises as `Control` does."""
 
     async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
-        """Add an instance.
-
-        Args:
-            role: What it does.
-            url: Its address.
-            ranks: The number of a decode server's ranks; None to find out.
-            bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
-        """
+        """Add an instance."""
         ...
 
     def drain(self, role: Role, url: str) -> None:
@@ -115,11 +108,7 @@ class _Refusal(Exception):  # noqa: N818
 
 
 class Admin:
-    """The application of the admin listener: call it with a request and where its answer goes.
-
-    Attributes:
-        token: What a request must present; None to ask for nothing.
-    """
+    """The application of the admin listener: call it with a request and where its answer goes."""
 
     def __init__(
         self,

@@ -33,7 +33,6 @@ class Target:
     """An instance as health checks and scrapes know it: ranks that share a server are one target.
 
     Attributes:
-        role: What it does.
         url: Its base URL, as in `http://10.0.0.1:8000`.
     """
 
@@ -47,9 +46,7 @@ class Prefiller:
 
     Attributes:
         id: Its place in the scheduler.
-        name: Its URL.
         target: What health checks watch.
-        endpoint: Its connections.
         bootstrap: URL of its bootstrap server, for connectors that have one. Without what that
             tells nobody can use its KV caches, so until then it takes no probes.
         identity: What the bootstrap server told.
@@ -92,7 +89,6 @@ class Rank:
         id: Its place in the scheduler.
         name: URL, with "@rank" behind it if several ranks share it.
         target: What health checks watch: its server.
-        endpoint: Connections to that server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
         counts_dear: Whether its engine pays for its token counts with the length of an answer.
     """

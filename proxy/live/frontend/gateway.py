@@ -68,7 +68,6 @@ class GatewaySettings:
     """How clients are served.
 
     Attributes:
-        api_keys: Bearer tokens that are accepted; empty for no check.
         engine_key: Bearer token for the engines; None for none.
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
@@ -83,21 +82,7 @@ class GatewaySettings:
 
 
 class Gateway:
-    """The application behind the public listener.
-
-    Args:
-        driver: Takes the generation requests.
-        instances: Serve the rest.
-        models: Which models are served.
-        served: What is known of the engines' models.
-        routes: Which engines serve a model.
-        pass_through: Serves what one engine answers alone.
-        metrics: Told of refused requests.
-        page_of_metrics: What /metrics shows.
-        log: Told of refused requests.
-        settings: See there.
-        unix_s: Wall-clock time, for the log.
-    """
+    """The application behind the public listener."""
 
     def __init__(
         self,

@@ -22,11 +22,7 @@ class AnyModel:
 
 
 class ListedModels:
-    """Serves the models on a list.
-
-    Args:
-        models: Their names, at least one.
-    """
+    """Serves the models on a list."""
 
     def __init__(self, models: Collection[str]) -> None:
         self._models = list(models)

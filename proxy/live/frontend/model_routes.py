@@ -25,9 +25,6 @@ _Models = tuple[ServedModel, ...]
 class ModelRoutes:
     """The engines of each model.
 
-    Args:
-        instances: The engines.
-
     Attributes:
         differ: Whether the engines serve different models.
     """
@@ -85,13 +82,7 @@ class ModelRoutes:
     def refuse(
         self, model: str, eligible: Eligible | None, *, decode: bool = True
     ) -> tuple[int, str] | None:
-        """Return the status and the reason of a request that nobody can serve now, else None.
-
-        Args:
-            model: Its `model`.
-            eligible: What `eligible` told of that.
-            decode: Whether it needs a decode rank as well.
-        """
+        """Return the status and the reason of a request that nobody can serve now, else None."""
         if eligible is None:
             return None
         missing, name = self._instances.missing_for(eligible), f"`{model[:128]}`"

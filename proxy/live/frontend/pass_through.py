@@ -38,15 +38,7 @@ class PassThroughLimits:
 
 
 class PassThrough:
-    """Sends each request to the prefiller that works on the fewest.
-
-    Args:
-        instances: The engines.
-        driver: Knows the time limits, and reports to the health checks.
-        metrics: Counts the requests and their retries.
-        log: Gets a line for each.
-        limits: How many requests are taken.
-    """
+    """Sends each request to the prefiller that works on the fewest."""
 
     def __init__(
         self,

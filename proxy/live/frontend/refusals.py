@@ -37,15 +37,7 @@ class Head(Protocol):
 
 
 class Refusals:
-    """Renders and notes refused requests.
-
-    Args:
-        metrics: Counts all of them.
-        log: Gets a line for each, as far as the limits of `refused_log` allow.
-        unique: Makes a request id for a client that gave none.
-        clock: The loop's time, in seconds.
-        unix_s: Wall-clock time.
-    """
+    """Renders and notes refused requests."""
 
     def __init__(
         self,

@@ -64,7 +64,6 @@ class SingleExchange:
     """One request and its answer; see `ResponseHandler`.
 
     Attributes:
-        record: What is known of the request.
         among: The only prefillers that can serve it; None for all.
     """
 

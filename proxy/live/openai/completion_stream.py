@@ -46,7 +46,6 @@ class CompletionStream:
         expensive: Called if the engine's counts cost it more the longer the answer.
 
     Attributes:
-        finished: Sequences that have finished.
         handed_back: Whether the rank hands the request back.
         over: Whether nothing that follows matters.
         error: What the engine reported to the client as an error; empty if nothing.

@@ -350,11 +350,7 @@ class JsonScanner:
 
 
 class DuplicateKeyError(ScanError):
-    """A key of the object itself stands twice.
-
-    Attributes:
-        key: Which one.
-    """
+    """A key of the object itself stands twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__("a key stands twice")

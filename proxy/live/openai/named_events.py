@@ -29,7 +29,6 @@ class Turn:
 
     Attributes:
         final: Whether the answer is complete with it.
-        error: What went wrong; empty if nothing did.
         is_answer: Whether its data is an error as an answer without a stream would have it.
         output_tokens: The engine's count of the answer's tokens; None if it tells none.
     """
@@ -73,7 +72,6 @@ class NamedEventStream:
         resumes: Whether the client's stream began on an earlier binding.
 
     Attributes:
-        complete: Whether the answer is.
         over: Whether nothing that follows matters.
         error: What the engine reported to the client as an error; empty if nothing.
         usage_tokens: Tokens of the answer by the engine's count; None if it sent none.

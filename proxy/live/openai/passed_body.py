@@ -12,10 +12,6 @@ from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, refuse_interna
 def engine_body(data: bytes, body: RequestBody) -> bytes:
     """Return what an engine that generates text gets of a client's body.
 
-    Args:
-        data: The body as it came.
-        body: The same, read.
-
     Raises:
         BodyError: An internal member stands where it cannot be cut out.
     """

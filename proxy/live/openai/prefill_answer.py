@@ -24,7 +24,6 @@ class PrefillAnswer:
         cached_tokens: Of these, found in the prefix cache; None if the engine does not say.
         complete: Whether the one token ended the answer, by a stop condition.
         kv_transfer_params: For the decoder, as returned; None if absent.
-        message: The whole answer.
     """
 
     prompt_tokens: int

@@ -74,10 +74,6 @@ _dump = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
     """Return the keys of a request, the most specific first; time is linear in its body.
 
-    Args:
-        api: The endpoint.
-        body: What the client sent.
-
     Returns:
         At least one key and at most five, each of 64 bits.
     """

@@ -33,7 +33,6 @@ class Route:
 
     Attributes:
         path: With `{id}` where the name of a resource stands, which may hold slashes.
-        methods: Those that are served. GET stands for HEAD too.
         media: Of the request's body.
         keyed: Whether it needs an API key where the proxy has any.
         generates: Whether the single engine that answers it generates text as it does for a

@@ -171,15 +171,7 @@ def _limit(values: Mapping[str, Any]) -> object:
 def _needs_one_engine(
     api: Api, body: RequestBody, sequences: int, *, member: str, limit: int | None
 ) -> str:
-    """Return the member, or the endpoint, for which one engine has to do the whole request.
-
-    Args:
-        api: The endpoint.
-        body: The request.
-        sequences: How many answers the engine decodes at a time.
-        member: That holds the prompt.
-        limit: Of the answer; None without a good one.
-    """
+    """Return the member, or the endpoint, for which one engine has to do the whole request."""
     values = body.values
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return str(api.value)

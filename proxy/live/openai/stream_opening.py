@@ -14,7 +14,6 @@ class StreamOpening:
             client's, whenever it comes.
 
     Attributes:
-        resumes: See above.
         error: The first event, if it is an error and not the client's.
     """
 

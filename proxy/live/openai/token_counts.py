@@ -74,14 +74,7 @@ def ask_for_counts(
 
 
 class TokenCounts:
-    """Reads the counts of one stream of one sequence.
-
-    Args:
-        asked: What is asked for beyond the client.
-
-    Attributes:
-        asked: See above.
-    """
+    """Reads the counts of one stream of one sequence."""
 
     __slots__ = ("_counted", "_hide_each", "_tokens", "asked")
 

@@ -36,8 +36,6 @@ class NamedPredictor:
     """One predictor.
 
     Attributes:
-        name: For metrics and logs.
-        predictor: Who answers.
         uses_keys: Whether it learns by the keys of requests.
         failed: Whether it raised an exception; of the one in use, at its last question.
     """
@@ -51,16 +49,7 @@ class NamedPredictor:
 class PredictorSet:
     """One predictor for the core to ask, see `Predictor`, and its shadows.
 
-    Args:
-        active: The one that is asked.
-        shadows: The others.
-        horizon_steps: H, at least 1.
-        metrics: Told of refreshes, errors and costs.
-        on_failure: Told of exceptions of the one in use.
-        stopwatch: Seconds of real time.
-
     Attributes:
-        active: The one that is asked.
         uses_keys: Whether anybody learns by the keys of requests.
         observed: Outputs learned from since the start.
     """

@@ -10,13 +10,7 @@ if TYPE_CHECKING:
 
 
 class BufferedLeg:
-    """Collects one response; see `ResponseHandler`.
-
-    Args:
-        answered: Told the status, the headers and the body.
-        broken: Told why there is no complete answer.
-        max_bytes: The largest body taken.
-    """
+    """Collects one response; see `ResponseHandler`."""
 
     __slots__ = ("_answered", "_broken", "_headers", "_left", "_pieces", "_status")
 

@@ -27,8 +27,6 @@ class ClientAnswer:
         resumed: Called when it reads again.
 
     Attributes:
-        reply: For the stream's hot path.
-        opened: Whether a stream has begun, after which no other status can be sent.
         is_paused: Whether the client reads too slowly at present.
     """
 

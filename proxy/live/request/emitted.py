@@ -16,7 +16,6 @@ class Emitted:
     """All that the client has of an answer whose rank handed the request back.
 
     Attributes:
-        tokens: How many.
         members: Of the client's body, those that change therefore.
     """
 

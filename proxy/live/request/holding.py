@@ -64,17 +64,7 @@ NOTHING = Holding()
 
 
 class Attempt(Holding):
-    """One exchange with one engine, which is a part of its session.
-
-    Args:
-        session: Told what becomes of it.
-        leg: What the engine is asked for.
-        engine: Who is asked.
-
-    Attributes:
-        leg: As given.
-        engine: As given.
-    """
+    """One exchange with one engine, which is a part of its session."""
 
     __slots__ = ("_call", "_deadline_s", "_session", "engine", "leg")
 

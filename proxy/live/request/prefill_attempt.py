@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 class PrefillAttempt(Attempt):
     """One prefill leg.
 
-    Args:
-        session: Told what becomes of it.
-        prefiller: Who is asked.
-
     Attributes:
-        prefiller: As given.
         sent_s: When it was asked: its lease cannot have begun before.
     """
 

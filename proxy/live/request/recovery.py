@@ -29,12 +29,7 @@ class Retry:
 
 
 class Recovery:
-    """What one request has been through.
-
-    Args:
-        number: The request.
-        host: The driver.
-    """
+    """What one request has been through."""
 
     __slots__ = ("_deaths", "_host", "_number", "_tries")
 

@@ -102,7 +102,6 @@ class Relay:
         resumes: Whether the client's stream began on an earlier binding.
 
     Attributes:
-        reader: See above.
         started: Whether anything of this leg went to the client.
         last_s: When events came last.
         gap_max_s: The longest gap between two arrivals of events, in seconds.

@@ -15,12 +15,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class Isolation:
-    """Runs what may fail.
-
-    Args:
-        driver: Whose requests they are.
-        failures: Told of every exception.
-    """
+    """Runs what may fail."""
 
     def __init__(self, driver: "Driver", failures: "DecisionFailures") -> None:
         self._driver = driver

@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 
 class TickTimer:
-    """Calls for one decision at a time, at once or a moment later.
-
-    Args:
-        loop: The event loop.
-        tick: Decides.
-    """
+    """Calls for one decision at a time, at once or a moment later."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tick: Callable[[], None]) -> None:
         self._loop = loop

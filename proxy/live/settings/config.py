@@ -41,8 +41,6 @@ class ProxyConfig:
     """Everything the live proxy is told: the settings, and what follows from them.
 
     Attributes:
-        topology: The topology's name, if there is one.
-        prefillers: The prefillers.
         decoders: The decode servers; their ranks in order are the scheduler's.
         credentials: Keys, and the certificate's files.
         direct: Which engines serve what cannot be split between the roles.

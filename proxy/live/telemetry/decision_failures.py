@@ -23,10 +23,6 @@ _log = logging.getLogger(__name__)
 class DecisionFailures:
     """Takes note of failures.
 
-    Args:
-        metrics: Counts them.
-        clock: Seconds.
-
     Attributes:
         rounds_failed: How often a policy or a projection failed.
     """

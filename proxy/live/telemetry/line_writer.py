@@ -101,9 +101,6 @@ class LineWriter:
     def close(self, *, timeout_s: float) -> bool:
         """Write what waits and close the file.
 
-        Args:
-            timeout_s: How long to wait for that.
-
         Returns:
             Whether it was done in time; if not, the thread dies with the process.
         """

@@ -6,12 +6,7 @@ _KEPT_S = 1.0
 
 
 class MetricsPage:
-    """Called for the page, it renders at most once a second.
-
-    Args:
-        render: Renders it.
-        clock: The loop's time, in seconds.
-    """
+    """Called for the page, it renders at most once a second."""
 
     def __init__(self, render: Callable[[], bytes], clock: Callable[[], float]) -> None:
         self._render = render

@@ -30,11 +30,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as a line of JSON, without the secrets it is told."""
 
     def __init__(self, secrets: Iterable[Secret] = ()) -> None:
-        """Format lines.
-
-        Args:
-            secrets: Keys to black out wherever they appear.
-        """
+        """Format lines."""
         super().__init__()
         self._secrets: list[str] = []
         self.redact_too(secrets)

@@ -36,13 +36,11 @@ class RequestRecord:
         request_id: The client's X-Request-Id, or ours.
         endpoint: The path, for example /v1/chat/completions; empty if none could be read.
         model: The `model` of the body, cut to 128 characters.
-        stream: Whether the client asked for a stream.
         arrived_unix_s: Wall-clock time of arrival, for the log alone.
         prompt_tokens: As the engine counted them; 0 while unknown.
         cached_tokens: Those of them that the prefiller had cached; None if it did not say.
         output_tokens: Tokens that reached the client.
         choices: n, sequences of the answer.
-        status: HTTP status sent to the client; 0 if none was.
         retries: Legs sent again, of both kinds.
         lease_lapses: Prefills repeated because the KV lease ran out.
         recomputes: Times a rank gave the request back to be prefilled again.

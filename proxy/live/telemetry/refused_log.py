@@ -23,11 +23,7 @@ class RefusedLog:
     """Passes the records of refused requests on to the log, as many as the limits allow."""
 
     def __init__(self, write: Callable[[RequestRecord], None]) -> None:
-        """Write to a log.
-
-        Args:
-            write: Writes the line of one request.
-        """
+        """Write to a log."""
         self._write = write
         self._loop = asyncio.get_running_loop()
         self._allowed = float(BURST)

@@ -64,11 +64,7 @@ class RequestLog:
     """Writes one line for every request that has ended."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """Log to a sink.
-
-        Args:
-            write: Takes one line with its newline, and does not block.
-        """
+        """Log to a sink: `write` takes a line with its newline, and does not block."""
         self._write = write
 
     def request_ended(self, record: RequestRecord) -> None:

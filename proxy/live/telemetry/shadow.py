@@ -25,7 +25,6 @@ class PredictorScores:
     """How good one predictor was on the latest rows. None where they leave a score undefined.
 
     Attributes:
-        name: The predictor's.
         active: Whether it is the one in use; the others are shadows.
         failed: Whether it raised an exception, since when it is not asked any more.
         rows: Rows that the scores are of.

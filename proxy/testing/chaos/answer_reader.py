@@ -23,8 +23,6 @@ class Received:
 
     Attributes:
         status: 0 until the head came.
-        headers: Its head.
-        body: Without its framing.
         ending: How it ended.
         was_reset: Whether the connection ended with a reset.
         left: Whether the client had gone by itself.
@@ -46,9 +44,6 @@ class Received:
 
 class AnswerReader:
     """Reads one answer.
-
-    Args:
-        received: Where to put it.
 
     Attributes:
         rest: What came after the answer, once it is complete.

@@ -195,14 +195,7 @@ async def audit_answers(
     ended: "Sequence[RequestRecord]",
     endings: Counter[str],
 ) -> list[str]:
-    """Return what is wrong with what the clients got, and with the proxy's word on it.
-
-    Args:
-        judge: Knows what may be.
-        clients: All of them.
-        ended: The proxy's word on each request.
-        endings: Counts how the clients saw their requests end.
-    """
+    """Return what is wrong with what the clients got, and with the proxy's word on it."""
     records: dict[str, list[RequestRecord]] = {}
     for record in ended:
         if record.endpoint.startswith(_CALL_BACK):

@@ -43,8 +43,6 @@ class Departure:
     """When and how a client leaves.
 
     Attributes:
-        phase: When.
-        how: How.
         delay_s: So much later.
         num_bytes: For `STREAMING`.
     """
@@ -83,13 +81,7 @@ class Visit:
 class Client(asyncio.Protocol):
     """One connection.
 
-    Args:
-        visit: What to do.
-        on_left: Told when it leaves by itself.
-
     Attributes:
-        answers: By request, in order.
-        sent: How many requests were sent.
         over: Set when nothing more can come.
         left: Whether it has left.
     """

@@ -129,12 +129,7 @@ class DecisionFaults:
 
 
 class FaultyPolicy:
-    """Another policy, whose answers are spoilt when a fault is due.
-
-    Args:
-        inner: The other.
-        faults: Says when.
-    """
+    """Another policy, whose answers are spoilt when a fault is due."""
 
     def __init__(self, inner: Policy, faults: DecisionFaults) -> None:
         self._inner = inner
@@ -223,12 +218,7 @@ def _too_many(
 
 
 class FaultyPredictor:
-    """Another predictor, which fails when a fault is due; what it is told it learns all the same.
-
-    Args:
-        inner: The other.
-        faults: Says when.
-    """
+    """Another predictor, which fails when a fault is due; what it is told it learns all the same."""
 
     def __init__(self, inner: "Predictor", faults: DecisionFaults) -> None:
         self._inner = inner

@@ -28,7 +28,6 @@ class Comparison:
     """What came of many requests.
 
     Attributes:
-        requests: How many.
         statuses: How many had which status.
         identical: Whose answers were the same bytes.
         interleaved: Whose answers were the same for each choice, and in another order among them.
@@ -49,12 +48,6 @@ def compare(
 
     Ids are made to agree. Times and the engines' fingerprints are left out of the comparison. Choices
     that share a stream are compared one by one: their order among each other is a matter of time.
-
-    Args:
-        seed: Draws the requests.
-        requests: How many.
-        connector: How the engines move KV caches.
-        policy: How the proxy chooses ranks.
     """
     engines = EmulationSettings(
         ranks=4,

@@ -61,9 +61,6 @@ class Expectation:
         spoilt: In which ways engines may have spoilt a stream.
         reworded: Whether only what is said counts, not how it is written or cut into events.
         cached_known: Whether the proxy knows how many prompt tokens the prefiller had cached.
-
-    Attributes:
-        status: Its status.
     """
 
     def __init__(

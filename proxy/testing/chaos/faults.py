@@ -49,17 +49,9 @@ class Injection:
     """One fault of one engine.
 
     Attributes:
-        kind: In words.
-        act: What is done.
         role: Of the engine.
-        engine: Its number within the role.
         start_s: When it begins, from the beginning of the run.
         end_s: When it ends.
-        changes: For `Act.BOARD`.
-        link: For `Act.LINK`.
-        meddling: For `Act.MEDDLE`.
-        policy: For `Act.POLICY`.
-        lapse: For `Act.DECISION`.
     """
 
     kind: str
@@ -199,17 +191,7 @@ def draw_injections(
     policies: tuple[str, ...],
     span_s: float,
 ) -> list[Injection]:
-    """Return faults in the order of their beginnings.
-
-    Args:
-        rng: Draws them.
-        count: How many.
-        prefillers: How many prefill engines there are.
-        decoders: How many decode servers.
-        connector: Decides what its engines can do wrong.
-        policies: Names of routing policies that may be switched to.
-        span_s: All begin within this time.
-    """
+    """Return faults in the order of their beginnings."""
     injections = []
     for _ in range(count):
         role = Role.PREFILL if rng.random() < 0.45 else Role.DECODE

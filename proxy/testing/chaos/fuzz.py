@@ -40,9 +40,6 @@ class FuzzReport:
     """What came of the cases of one seed.
 
     Attributes:
-        seed: Whose.
-        cases: How many.
-        kinds: In how many ways they were spoiled.
         statuses: What they were answered; 0 if nothing.
         violations: What must not be.
     """

@@ -5,11 +5,7 @@ from collections.abc import Callable
 
 
 class Journal:
-    """Lines with the time in virtual seconds.
-
-    Args:
-        clock: The loop's time.
-    """
+    """Lines with the time in virtual seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lines: list[str] = []

@@ -15,8 +15,6 @@ class LogKeeper(logging.Handler):
     """Keeps what is logged, and writes it into a journal if there is one.
 
     Attributes:
-        records: All of it.
-        journal: Of the run.
         explains: Tells whether a record was to be expected.
     """
 

@@ -47,11 +47,6 @@ HARMLESS = (Meddling.EXTENSIONS, Meddling.TRAILERS, Meddling.TINY_CHUNKS, Meddli
 class Meddler:
     """Listens in place of one engine.
 
-    Args:
-        loop: The loop.
-        host: The engine's address.
-        port: Its port.
-
     Attributes:
         meddling: What to do to exchanges that begin from now on; None to pass bytes on.
         hits: To how many exchanges it was done.

@@ -26,11 +26,7 @@ _FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-[^"]*"')
 
 
 class Oracle:
-    """A reference engine.
-
-    Args:
-        settings: Those of the fleet whose answers are compared.
-    """
+    """A reference engine."""
 
     def __init__(self, settings: EmulationSettings) -> None:
         self._fleet = EmulatedFleet(

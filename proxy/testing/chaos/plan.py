@@ -51,7 +51,6 @@ class Plan:
     Attributes:
         seed: Decides everything.
         weather: How much goes wrong.
-        world: The proxy and its engines.
         visits: The clients' connections, in the order of their coming.
         injections: The faults, in the order of their beginnings.
         storm_s: When half of the clients that are there leave; None for never.
@@ -75,12 +74,7 @@ class Plan:
 
 
 def draw_plan(seed: int, *, requests: int) -> Plan:
-    """Return the plan of a seed.
-
-    Args:
-        seed: Any integer.
-        requests: How many requests the clients send.
-    """
+    """Return the plan of a seed."""
     rng = random.Random(seed)
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng)

@@ -54,9 +54,7 @@ class ClientRequest:
 
     Attributes:
         number: Counts the requests of a run.
-        path: The endpoint.
         values: The members of the body.
-        body: The JSON, in whatever spelling.
         request_id: `X-Request-Id`.
         forbidden: Whether the proxy refuses it in its own words.
     """

@@ -15,10 +15,6 @@ from balanceroute.proxy.testing.chaos.world import World
 class Saboteur:
     """Works on one world, whose engines run.
 
-    Args:
-        world: The world.
-        injections: What is to happen.
-
     Attributes:
         done: How many faults of each kind there were.
         front: URLs under which the proxy is to know engines, by their own.

@@ -12,16 +12,11 @@ class Summary:
     """The sum of many runs.
 
     Attributes:
-        seeds: How many runs.
-        requests: What all clients sent.
         virtual_s: How long the runs took by their own clocks.
-        weathers: How many runs of which kind.
-        faults: How many of each kind.
         outcomes: How the proxy's requests ended.
         endings: How the clients saw them end.
         cancelled: In which state requests were that clients left.
         counters: Retries and other sums.
-        violations: By seed.
     """
 
     seeds: int = 0

@@ -59,18 +59,13 @@ class Report:
     """What came of one run.
 
     Attributes:
-        seed: Whose.
         weather: How much went wrong.
-        requests: What clients sent.
-        faults: How many of each kind.
         outcomes: How the proxy's requests ended.
         endings: How the clients saw them end.
         cancelled: In which state requests were that clients left.
         counters: Retries and other sums.
         virtual_s: How long it took.
         violations: What must not be; empty if all is well.
-        digest: Identifies what happened.
-        lines: What happened.
     """
 
     seed: int
@@ -88,12 +83,7 @@ class Report:
 
 
 def run_seed(seed: int, *, requests: int) -> Report:
-    """Carry a seed's plan out and return what came of it.
-
-    Args:
-        seed: Any integer.
-        requests: How many requests the clients send.
-    """
+    """Carry a seed's plan out and return what came of it."""
     return run_plan(draw_plan(seed, requests=requests))
 
 
@@ -107,14 +97,7 @@ def run_plan(plan: Plan) -> Report:
 
 
 class Trial:
-    """One run.
-
-    Args:
-        plan: What is to happen.
-        loop: The running loop.
-        report: Filled in.
-        log: What the package logs goes here.
-    """
+    """One run."""
 
     def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
         self._plan = plan

@@ -40,17 +40,8 @@ class WorldSettings:
 class World:
     """One proxy before one fleet.
 
-    Args:
-        settings: The fleet, and the proxy's flags.
-        loop: The running loop.
-        rng: Of the fleet's and the proxy's draws.
-        watch: Told of every step of the scheduler.
-
     Attributes:
-        fleet: The engines.
-        proxy: The proxy.
         decision_faults: Of the policy and the predictor.
-        journal: What happened.
         ended: The requests that ended, in order.
     """
 

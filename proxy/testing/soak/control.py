@@ -19,11 +19,7 @@ class ControlError(BalanceRouteError):
 
 
 class Control:
-    """The pages of one server. Their methods raise ControlError, and WireError if no answer came.
-
-    Args:
-        url: The server's URL.
-    """
+    """The pages of one server. Their methods raise ControlError, and WireError if no answer came."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

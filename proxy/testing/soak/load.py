@@ -15,14 +15,7 @@ _LATER_S = 0.3
 class Load:
     """One plan's visits, one after the other, whenever a client is free.
 
-    Args:
-        plan: What to send.
-        host: The proxy's address.
-        port: Its port.
-
     Attributes:
-        plan: What was to happen.
-        clients: One for each connection.
         lost: Requests that had no end in time, or no connection.
     """
 

@@ -26,14 +26,7 @@ _ACTS = frozenset({Act.BOARD, Act.KILL, Act.DRAIN})
 
 
 def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) -> Plan:
-    """Return a plan.
-
-    Args:
-        seed: Decides it, with the numbers.
-        numbers: Of the requests.
-        world: The engines, and the proxy's flags.
-        calm: Whether nothing goes wrong and nobody leaves.
-    """
+    """Return a plan."""
     rng = random.Random(f"soak {seed} {numbers.start}")
     span_s = len(numbers) * S_PER_REQUEST
     visits = draw_visits(rng, numbers, span_s, _MIX, leaving=0.0 if calm else LEAVING)

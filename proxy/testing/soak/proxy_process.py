@@ -32,7 +32,6 @@ class Footprint:
 
     Attributes:
         files: Open descriptors by what they are; sockets by whom they lead to.
-        threads: Threads.
         rss_mib: Resident memory.
     """
 
@@ -46,12 +45,9 @@ class ProxyProcess:
     """The proxy as it runs.
 
     Attributes:
-        pid: Its process.
-        host: Where it listens.
         port: For clients.
         admin_port: For administrators.
         engine_ports: Of its engines.
-        log: Where it logs.
         stderr: What it says beside that.
     """
 
@@ -103,11 +99,6 @@ def running_proxy(
     flags: Sequence[str], *, engines: Sequence[str], folder: Path
 ) -> Iterator[ProxyProcess]:
     """Run `balanceroute serve`, and end it.
-
-    Args:
-        flags: Its flags.
-        engines: URLs of its engines.
-        folder: Where it logs.
 
     Raises:
         ProxyProcessError: It did not start.

@@ -83,10 +83,6 @@ class SoakSettings:
 def soak(settings: SoakSettings, folder: Path) -> Report:
     """Start everything, run once, and end everything.
 
-    Args:
-        settings: How.
-        folder: For the proxy's logs.
-
     Raises:
         ProxyProcessError: The proxy did not start.
         EngineProcessError: The engines did not start.

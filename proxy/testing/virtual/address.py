@@ -26,13 +26,7 @@ def resolve(host: str | None) -> str:
 
 
 class VirtualSocket:
-    """The socket of a transport or listener, as far as it can be asked: it knows its names.
-
-    Attributes:
-        family: AF_INET or AF_INET6.
-        type: SOCK_STREAM.
-        proto: IPPROTO_TCP.
-    """
+    """The socket of a transport or listener, as far as it can be asked: it knows its names."""
 
     __slots__ = ("_own", "_peer")
 

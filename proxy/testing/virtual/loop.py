@@ -57,13 +57,7 @@ class VirtualTimeLimit(VirtualTimeError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class UnhandledError:
-    """What the loop's exception handler was given.
-
-    Attributes:
-        time_s: Virtual time.
-        message: asyncio's words, with the callback or task concerned.
-        exception: The exception, if any.
-    """
+    """What the loop's exception handler was given."""
 
     time_s: float
     message: str

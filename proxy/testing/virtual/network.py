@@ -56,7 +56,6 @@ class Network:
     """The network of one loop.
 
     Attributes:
-        loop: The loop.
         rng: Draws delays, splits and losses; nothing else does.
         abort_resets: Whether abort() sends a reset, as with SO_LINGER 0. False is what Linux does
             by default: a FIN, unless bytes that arrived were not read.

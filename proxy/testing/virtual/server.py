@@ -16,10 +16,6 @@ class VirtualServer(asyncio.Server):
 
     wait_closed() waits for the connections too, as in Python 3.12 and later; Python 3.11 returns
     at once, so code that relies on either is wrong on the other, and a wait shows here.
-
-    Attributes:
-        addresses: What is bound.
-        factory: Makes the protocol of an accepted connection.
     """
 
     def __init__(
