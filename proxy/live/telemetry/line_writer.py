@@ -1,6 +1,8 @@
 """A log file, or a standard stream, behind a thread: the event loop never waits for a disk or a pipe.
 
-Lines go into a bounded queue that one daemon thread empties; it alone touches the file. A line that
+Lines go into a bounded queue that one daemon thread empties; it alone touches the file. It gathers
+lines for `_GATHER_S` before it writes: waking it for every line costs system calls and makes it
+compete with the event loop for the interpreter. A process that is killed loses those lines. A line that
 finds the queue full, or that the file does not take, is dropped and counted. Only whole lines are
 dropped: when a full disk cuts one, its rest is the first thing written when there is room again.
 """
@@ -16,6 +18,7 @@ from queue import Empty, SimpleQueue
 from balanceroute.proxy.core.errors import ConfigError
 
 _BATCH_LINES = 1024
+_GATHER_S = 0.05
 _COMPLAINT_S = 60.0
 _FILE_MODE = 0o640
 
@@ -62,6 +65,7 @@ class LineWriter:
         self._refused = 0  # Counted by the caller.
         self._lost = 0  # Counted by the thread.
         self._cut = b""  # The rest of a line that is already in the file in part.
+        self._hurry = threading.Event()  # Nothing more is to be gathered.
         self._closing = False
         self._complain = complain
         self._clock = clock
@@ -85,10 +89,13 @@ class LineWriter:
         Args:
             line: The line; dropped and counted if too many wait already.
         """
-        if self._closing or self._queue.qsize() >= self._capacity:
+        waiting = self._queue.qsize()
+        if self._closing or waiting >= self._capacity:
             self._refused += 1
-        else:
-            self._queue.put(line)
+            return
+        self._queue.put(line)
+        if waiting == _BATCH_LINES:
+            self._hurry.set()
 
     def reopen(self) -> None:
         """Open the file anew after it was moved away; lines already taken go to the old one.
@@ -96,7 +103,7 @@ class LineWriter:
         If that fails, the thread goes on with the old file.
         """
         if not self._closing:
-            self._queue.put(_REOPEN)
+            self._give(_REOPEN)
 
     def close(self, *, timeout_s: float) -> bool:
         """Write what waits and close the file.
@@ -106,9 +113,13 @@ class LineWriter:
         """
         if not self._closing:
             self._closing = True
-            self._queue.put(_CLOSE)
+            self._give(_CLOSE)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _give(self, order: _Order) -> None:
+        self._queue.put(order)
+        self._hurry.set()
 
     def _run(self) -> None:
         order: _Order | None = None
@@ -138,6 +149,10 @@ class LineWriter:
         """Wait for lines; return them, and the order that stands behind them, if any."""
         lines: list[bytes] = []
         item = self._queue.get()
+        if self._queue.qsize() < _BATCH_LINES:
+            self._hurry.wait(_GATHER_S)
+        # Before the queue is emptied: whoever sets it later has put something that is still in it.
+        self._hurry.clear()
         while isinstance(item, bytes):
             lines.append(item)
             if len(lines) == _BATCH_LINES:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.telemetry import line_writer
 from balanceroute.proxy.live.telemetry.line_writer import LineWriter
 
 LONG_S = 10.0  # Never waited for: what is tested ends long before.
@@ -139,6 +140,26 @@ def test_a_cut_line_that_is_never_mended_is_counted(
     writer.write(b"line\n")
     assert writer.close(timeout_s=LONG_S)
     assert writer.dropped == 1
+
+
+def test_lines_that_come_one_by_one_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=1 << 20)
+    sizes: list[int] = []
+
+    def write(file: int, text: memoryview) -> int:
+        sizes.append(len(text))
+        return disk.write(file, text)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(line_writer, "_GATHER_S", LONG_S)
+    writer = LineWriter(tmp_path / "log")
+    for number in range(100):
+        writer.write(b"line %2d\n" % number)
+    # It also ends the gathering.
+    assert writer.close(timeout_s=LONG_S)
+    assert sizes == [800]
 
 
 def test_after_rotation_lines_go_to_the_new_file(tmp_path: Path) -> None:
