@@ -3,43 +3,39 @@
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 
 from balanceroute import __version__
-from balanceroute.proxy.cli import (
-    emulate,
-    evaluate,
-    replay,
-    serve,
-    simulate,
-    topology,
-    train,
-    up,
-    validate,
-)
 from balanceroute.proxy.cli.parser import Parser
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
 
+# Each is a module of `balanceroute.proxy.cli` with an `add_parser`; in the order of the help.
+COMMANDS = (
+    "simulate",
+    "replay",
+    "serve",
+    "up",
+    "topology",
+    "emulate",
+    "train",
+    "evaluate",
+    "validate",
+)
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+
+def make_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line, or of some of its commands."""
     parser: argparse.ArgumentParser = Parser(
         prog="balanceroute",
         description="Barrier-aware routing for prefill-decode disaggregated LLM serving.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    simulate.add_parser(commands)
-    replay.add_parser(commands)
-    serve.add_parser(commands)
-    up.add_parser(commands)
-    topology.add_parser(commands)
-    emulate.add_parser(commands)
-    train.add_parser(commands)
-    evaluate.add_parser(commands)
-    validate.add_parser(commands)
+    choices = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in commands:
+        import_module(f"balanceroute.proxy.cli.{command}").add_parser(choices)
     return parser
 
 
@@ -49,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that knows no ± gets a question mark, not a traceback.
             stream.reconfigure(errors="replace")
-    chosen = make_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    # Only what the command needs is imported: the proxy starts without the emulator.
+    wanted = words[:1] if words and words[0] in COMMANDS else COMMANDS
+    chosen = make_parser(wanted).parse_args(words)
     try:
         status: int = chosen.run(chosen)
     except (BalanceRouteError, TopologyError, TraceError, OSError) as error:

@@ -447,6 +447,23 @@ def test_a_process_whose_output_is_piped_prints_plain_text_and_no_progress() -> 
     assert "br-0" in result.stdout.decode()
 
 
+def test_the_proxy_starts_without_what_it_does_not_run() -> None:
+    program = """
+import contextlib, sys
+from balanceroute.proxy.__main__ import main
+with contextlib.suppress(SystemExit):
+    main(["serve", "--help"])
+print(*sys.modules, file=sys.stderr)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True
+    )
+    loaded = set(result.stderr.split())
+    assert "balanceroute.proxy.live.settings.declared" in loaded
+    for package in ("emulate", "sim", "replay", "validate"):
+        assert f"balanceroute.proxy.{package}" not in loaded
+
+
 def test_a_process_with_a_bad_setting_exits_with_2() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "balanceroute.proxy", *SMALL, "--ranks", "0"],
