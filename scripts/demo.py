@@ -50,6 +50,7 @@ from balanceroute.traces import TraceRequest, read_trace
 FIGURES = (
     ("idle %", "idle_fraction", 100.0, 1),
     ("output tokens/s", "output_tokens_per_s", 1.0, 0),
+    ("TTFT p99 s", "ttft_s_p99", 1.0, 1),
 )
 # Runs like these are chaotic: a moment's difference moves everything that comes after it. So each
 # simulated run has prefills longer by this than the one before, and the prediction is their mean.
@@ -151,6 +152,7 @@ class Live:
         names = ("mean_imbalance_tokens", "idle_fraction")
         mean = {name: float(self.figures[name]) for name in names}
         mean["output_tokens_per_s"] = float(self.figures["tokens_per_s"])
+        mean["ttft_s_p99"] = float(self.figures["ttft_ms_p99"]) / 1e3
         return PolicyResult(policy, mean, dict.fromkeys(mean, 0.0), self.picture)
 
 
@@ -225,6 +227,8 @@ def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
         transfer_ns_per_token=engines.transfer_ns_per_token,
         deadline_ns=None if deadline_ns is None else round(deadline_ns * setup.time_scale),
         pool_limit=scheduler.pool_limit,
+        lease_ns=round(1e9 * engines.lease_s),
+        lease_margin_ns=round(scheduler.lease_margin_ns * setup.time_scale),
     )
 
 

@@ -305,7 +305,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
         "--prefill-us-per-token 4 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
-        "--pool-limit 9 --deadline 2.5 --policy fifo,br-h --predictor oracle "
+        "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 --policy fifo,br-h --predictor oracle "
         "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
         "--patience 11 --paper"
     )
@@ -322,6 +322,8 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         transfer_ns_per_token=250.0,
         pool_limit=9,
         deadline_ns=2_500_000_000,
+        lease_ns=1_500_000_000,
+        lease_margin_ns=250_000_000,
     )
     assert policies == ["fifo", "br-h"]
     assert settings == PolicySettings(

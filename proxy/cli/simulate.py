@@ -97,6 +97,18 @@ class Machines:
         10**9,
         shown_default="no limit",
     )
+    lease_s: float | None = number(
+        None,
+        "how long a prefiller keeps a KV cache that no rank has asked for, from the start of its "
+        "prefill",
+        0.001,
+        1e6,
+        shown_default="for ever",
+        metavar="S",
+    )
+    lease_margin_s: float = number(
+        5.0, "how long before the end of its lease a KV cache counts as lost", 0, 1e6, metavar="S"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +246,8 @@ def _deployment(machines: Machines, deadline_s: float | None) -> Deployment:
         transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,
+        lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
+        lease_margin_ns=round(1e9 * machines.lease_margin_s),
     )
 
 

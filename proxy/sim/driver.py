@@ -20,6 +20,7 @@ from balanceroute.proxy.core.events import (
     Event,
     PrefillDone,
     RankId,
+    ReleasePrefill,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -55,6 +56,9 @@ class Deployment:
         transfer_ns_per_token: f.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
+        lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
+            counts from the start of the prefill, the earliest moment at which it can have begun.
+        lease_margin_ns: See `SchedulerConfig`.
     """
 
     ranks: int
@@ -67,6 +71,8 @@ class Deployment:
     transfer_ns_per_token: float = 0.0
     deadline_ns: int | None = None
     pool_limit: int | None = None
+    lease_ns: int | None = None
+    lease_margin_ns: int = 5_000_000_000
 
     def transfer_ns(self, kv_tokens: int) -> int:
         """Return the duration of a KV transfer."""
@@ -107,6 +113,7 @@ class Simulation:
                 probe_limit=None if prefill is None else 1,
                 deadline_ns=deployment.deadline_ns,
                 pool_limit=deployment.pool_limit,
+                lease_margin_ns=deployment.lease_margin_ns,
             ),
             policy,
             observer=observer,
@@ -131,6 +138,7 @@ class Simulation:
         self._first_tokens: list[RequestId] = []
         self._stepping = False
         self._undecided = False
+        self._woken_ns = -1  # The latest time at which the scheduler asked for a tick.
         self._idle_since_ns = 0
 
     def run(self) -> Recorder:
@@ -156,11 +164,17 @@ class Simulation:
         match action:
             case StartPrefill(request, _, prompt_tokens):
                 service = 0 if self._prefill is None else self._prefill.service_ns(prompt_tokens)
+                lease_ns = self._deployment.lease_ns
+                lease_end_ns = None if lease_ns is None else now_ns + lease_ns
                 self._loop.call_at(
-                    now_ns + service, lambda: self._prefilled(request, prompt_tokens)
+                    now_ns + service,
+                    lambda: self._prefilled(request, prompt_tokens, lease_end_ns),
                 )
             case Admit(request, rank):
                 self._transfer(request, rank)
+            case ReleasePrefill():
+                # No request leaves the pool otherwise: its lease has ended.
+                self.recorder.lapsed()
             case _:
                 raise AssertionError(f"nothing in a simulation leads to {action}")
 
@@ -186,6 +200,7 @@ class Simulation:
         self._arrived += 1
         traced = self._workload.requests[request]
         self._predictor.begin(request, features_of(traced))
+        self.recorder.arrived(request, self._loop.now_ns)
         self._feed(RequestArrived(request, Ticket(traced.prompt_tokens)))
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival()
@@ -198,10 +213,23 @@ class Simulation:
         if self._arrived < len(self._workload.requests):
             self._arrive()
 
-    def _prefilled(self, request: RequestId, prompt_tokens: int) -> None:
+    def _prefilled(self, request: RequestId, prompt_tokens: int, lease_end_ns: int | None) -> None:
         self.recorder.prefilled(request, self._loop.now_ns)
-        self._feed(PrefillDone(request, prompt_tokens))
+        self._feed(PrefillDone(request, prompt_tokens, lease_end_ns))
         self._undecided = True
+
+    def _wake(self) -> None:
+        """See that the scheduler gets a tick when it needs one without an event."""
+        end_ns = self.scheduler.next_deadline_ns()
+        if end_ns is None or end_ns == self._woken_ns:
+            return
+        self._woken_ns = max(end_ns, self._loop.now_ns)
+        self._loop.call_at(self._woken_ns, self._wake_up)
+
+    def _wake_up(self) -> None:
+        # What was due may have left in the meantime.
+        end_ns = self.scheduler.next_deadline_ns()
+        self._undecided |= end_ns is not None and end_ns <= self._loop.now_ns
 
     def _settle(self) -> None:
         if self._undecided:
@@ -210,6 +238,7 @@ class Simulation:
             actions = self._feed(Tick())
             if actions:
                 self.recorder.dispatched(self._clock_ns() - begin)
+        self._wake()
         if self._stepping:
             return
         for request in self._fleet.join():

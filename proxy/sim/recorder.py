@@ -30,9 +30,13 @@ class RunMetrics:
     pool_wait_s_p50: float
     pool_wait_s_p99: float
     pool_wait_s_max: float
+    ttft_s_p50: float
+    ttft_s_p99: float
+    ttft_s_max: float
     steps: float
     requests: float
     recomputes: float
+    lease_lapses: float
     dispatch_us_p50: float
     dispatch_us_p99: float
     mean_running: float
@@ -59,12 +63,19 @@ class Recorder:
     _steps: int = 0
     _requests: int = 0
     _recomputes: int = 0
+    _lapses: int = 0
     _time_ns: int = 0
     _tpot_ns: list[float] = field(default_factory=list)
     _waits_ns: list[int] = field(default_factory=list)
+    _ttft_ns: list[int] = field(default_factory=list)
     _dispatch_ns: list[int] = field(default_factory=list)
+    _arrived_ns: dict[RequestId, int] = field(default_factory=dict)
     _prefilled_ns: dict[RequestId, int] = field(default_factory=dict)
     _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
+
+    def arrived(self, request: RequestId, now_ns: int) -> None:
+        """Note the arrival of a request."""
+        self._arrived_ns[request] = now_ns
 
     def last_arrival(self) -> None:
         """Close the window."""
@@ -75,8 +86,8 @@ class Recorder:
         self._dispatch_ns.append(cost_ns)
 
     def prefilled(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request can be decoded from now on."""
-        self._prefilled_ns[request] = now_ns
+        """Note that a request can be decoded from now on; if its lease lapses, from then on."""
+        self._prefilled_ns.setdefault(request, now_ns)
 
     def joined(self, request: RequestId, now_ns: int) -> None:
         """Note that a request joined a batch."""
@@ -99,7 +110,12 @@ class Recorder:
 
     def first_token(self, request: RequestId, now_ns: int) -> None:
         """Note the first token of a binding; after a recompute the request's own first one stays."""
-        self._first_token_ns.setdefault(request, now_ns)
+        if request in self._first_token_ns:
+            return
+        self._first_token_ns[request] = now_ns
+        ttft_ns = now_ns - self._arrived_ns.pop(request)
+        if self._steady:
+            self._ttft_ns.append(ttft_ns)
 
     def finish(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
         """Note that a request emitted its last token."""
@@ -112,8 +128,12 @@ class Recorder:
             self._open = True
 
     def recomputed(self) -> None:
-        """Note that a request lost its KV cache."""
+        """Note that a rank dropped a request's KV cache."""
         self._recomputes += self._steady
+
+    def lapsed(self) -> None:
+        """Note that the lease of a request's KV cache ended in the pool."""
+        self._lapses += self._steady
 
     def idle_time(self, duration_ns: int) -> None:
         """Note a time without anything to decode."""
@@ -126,13 +146,14 @@ class Recorder:
         Raises:
             ConfigError: The window is empty.
         """
-        if not self._steps or not self._tpot_ns or not self._waits_ns:
+        if not (self._steps and self._tpot_ns and self._waits_ns and self._ttft_ns):
             raise ConfigError(
                 f"a segment of {self.num_requests} requests never reached a steady state: "
                 "use more requests, fewer segments or a smaller backlog"
             )
         tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
         waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9
+        ttft = np.percentile(self._ttft_ns, [50, 99, 100]) / 1e9
         dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
         return RunMetrics(
             mean_imbalance_tokens=self._imbalance / self._steps,
@@ -143,9 +164,13 @@ class Recorder:
             pool_wait_s_p50=float(waits[0]),
             pool_wait_s_p99=float(waits[1]),
             pool_wait_s_max=float(waits[2]),
+            ttft_s_p50=float(ttft[0]),
+            ttft_s_p99=float(ttft[1]),
+            ttft_s_max=float(ttft[2]),
             steps=self._steps,
             requests=self._requests,
             recomputes=self._recomputes,
+            lease_lapses=self._lapses,
             dispatch_us_p50=float(dispatch[0]),
             dispatch_us_p99=float(dispatch[1]),
             mean_running=self._tokens / self._steps,

@@ -21,6 +21,7 @@ from balanceroute.proxy.core.events import (
     PrefillDone,
     PrefillerId,
     RankId,
+    ReleasePrefill,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -56,6 +57,7 @@ DEPLOYMENTS = {
     "little memory": replace(SMALL, rank_kv_tokens=130),
     "little memory and prefill servers": replace(SMALL, rank_kv_tokens=130, prefill=PREFILL),
     "deadlines": replace(SMALL, deadline_ns=20_000),
+    "leases": replace(SMALL, prefill=PREFILL, lease_ns=4_000, lease_margin_ns=1_000),
     "transfers": replace(SMALL, transfer_base_ns=300, transfer_ns_per_token=50.0),
     "little memory and transfers": replace(SMALL, rank_kv_tokens=130, transfer_ns_per_token=50.0),
 }
@@ -200,6 +202,8 @@ def test_every_holding_is_accounted_for_after_every_event(
     assert not scheduler.ledger.started.any()
     assert not any(scheduler.prefillers.held_tokens)
     assert not any(scheduler.prefillers.prefills)
+    late = policy_of(name, deployment, NoPrediction()).slots_beyond_batch is not None
+    assert (seen[ReleasePrefill] > 5) == (late and deployment.lease_ns is not None)
     if deployment.rank_kv_tokens is None:
         assert seen[RequestRecomputed] == 0
     else:
@@ -610,6 +614,44 @@ def saturated_mooncake(name: str) -> RunMetrics:
     kind = FORECASTS["survival"]
     run = make_simulation(deployment, workload, name, PolicySettings(), kind, seed="0").run()
     return run.metrics()
+
+
+def test_a_request_whose_lease_ends_in_the_pool_is_prefilled_again() -> None:
+    # Prefills take 100 ns + 2 ns a token; a lease ends 1,000 ns after the start of its prefill.
+    deployment = replace(
+        TWO_RANKS, ranks=1, prefill=PrefillModel(2, 100, 2.0), lease_ns=1_000, lease_margin_ns=300
+    )
+    workload = Workload([TraceRequest(0, 100, 1), TraceRequest(50, 50, 1)], history=[])
+    assert record("fifo", deployment, workload) == [
+        (0, RequestArrived(R0, Ticket(100))),
+        (0, StartPrefill(R0, P0, 100)),
+        (50, RequestArrived(R1, Ticket(50))),
+        (50, StartPrefill(R1, PrefillerId(1), 50)),
+        (250, PrefillDone(R1, 50, 1_050)),
+        (250, Tick()),
+        (250, Admit(R1, G0)),
+        (250, DecodeStarted(R1)),  # 1,500 ns.
+        (300, PrefillDone(R0, 100, 1_000)),
+        (300, Tick()),
+        (700, Tick()),  # The lease counts as ended.
+        (700, ReleasePrefill(R0, P0)),
+        (700, StartPrefill(R0, P0, 100)),
+        (1_000, PrefillDone(R0, 100, 1_700)),
+        (1_000, Tick()),
+        (1_400, Tick()),
+        (1_400, ReleasePrefill(R0, P0)),
+        (1_400, StartPrefill(R0, PrefillerId(1), 100)),
+        (1_700, PrefillDone(R0, 100, 2_400)),
+        (1_700, Tick()),
+        (1_750, StepCompleted()),
+        (1_750, RequestFinished(R1)),
+        (1_750, Tick()),
+        (1_750, Admit(R0, G0)),
+        (1_750, DecodeStarted(R0)),  # 2,000 ns.
+        (3_750, StepCompleted()),
+        (3_750, RequestFinished(R0)),
+        (3_750, Tick()),
+    ]
 
 
 @pytest.mark.parametrize("name", ["br-0", "br-h"])

@@ -15,6 +15,7 @@ def serve(
     recorder: Recorder,
     request: int,
     *,
+    arrived_s: float = 0.0,
     prefilled_s: float = 0.0,
     joined_s: float = 0.0,
     first_s: float = 0.0,
@@ -23,6 +24,7 @@ def serve(
 ) -> None:
     """Tell the recorder of the whole life of one request."""
     number = RequestId(request)
+    recorder.arrived(number, round(arrived_s * SECOND))
     recorder.prefilled(number, round(prefilled_s * SECOND))
     recorder.joined(number, round(joined_s * SECOND))
     recorder.first_token(number, round(first_s * SECOND))
@@ -93,6 +95,28 @@ def test_waits_run_from_the_end_of_prefill_to_the_batch() -> None:
     assert metrics.pool_wait_s_max == pytest.approx(3.0)
 
 
+def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
+    recorder = opened()
+    recorder.step([1], 1, SECOND)
+    for request, first_s in enumerate((4.0, 2.0, 3.0), start=1):
+        serve(recorder, request, arrived_s=1.0, first_s=first_s, end_s=9.0, tokens=2)
+    metrics = recorder.metrics()
+    assert metrics.ttft_s_p50 == pytest.approx(2.0)
+    assert metrics.ttft_s_p99 == pytest.approx(2.98)
+    assert metrics.ttft_s_max == pytest.approx(3.0)
+
+
+def test_after_a_lapse_a_request_waits_on() -> None:
+    recorder = opened()
+    recorder.step([1], 1, SECOND)
+    recorder.prefilled(RequestId(1), 0)
+    recorder.lapsed()
+    serve(recorder, 1, prefilled_s=4.0, joined_s=5.0, tokens=2)
+    metrics = recorder.metrics()
+    assert metrics.lease_lapses == 1
+    assert metrics.pool_wait_s_max == pytest.approx(5.0)
+
+
 def test_dispatch_cost_is_in_microseconds() -> None:
     recorder = opened()  # Which noted 1 us.
     recorder.step([1], 1, SECOND)
@@ -107,6 +131,7 @@ def test_a_recomputed_request_waits_twice_and_keeps_its_first_token() -> None:
     recorder = opened()
     recorder.step([1], 1, SECOND)
     number = RequestId(1)
+    recorder.arrived(number, 0)
     for prefilled_s, joined_s, first_s in ((0, 1, 2), (10, 13, 14)):
         recorder.prefilled(number, prefilled_s * SECOND)
         recorder.joined(number, joined_s * SECOND)
@@ -128,11 +153,12 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     for request in range(opening):
         recorder.step([9, 1], 1, SECOND)
         recorder.recomputed()
+        recorder.lapsed()
         recorder.idle_time(SECOND)
         # Waits and gaps of 100 s must not be seen, those of 1 s must.
-        serve(recorder, request, joined_s=100.0, end_s=100.0, tokens=2)
+        serve(recorder, request, joined_s=100.0, first_s=100.0, end_s=200.0, tokens=2)
     recorder.step([5, 3], 4, SECOND)
-    serve(recorder, opening, joined_s=1.0, end_s=1.0, tokens=2)
+    serve(recorder, opening, joined_s=1.0, first_s=1.0, end_s=2.0, tokens=2)
     metrics = recorder.metrics()
     assert dataclasses.asdict(metrics) == {
         "mean_imbalance_tokens": 2.0,
@@ -144,9 +170,13 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "pool_wait_s_p50": 1.0,
         "pool_wait_s_p99": 1.0,
         "pool_wait_s_max": 1.0,
+        "ttft_s_p50": 1.0,
+        "ttft_s_p99": 1.0,
+        "ttft_s_max": 1.0,
         "steps": 1,
         "requests": 1,
         "recomputes": 0,
+        "lease_lapses": 0,
         "dispatch_us_p50": 0.001,
         "dispatch_us_p99": 0.001,
     }
@@ -161,6 +191,7 @@ def test_the_window_closes_with_the_last_arrival() -> None:
     recorder.step([90, 1], 1, SECOND)
     recorder.idle_time(SECOND)
     recorder.recomputed()
+    recorder.lapsed()
     serve(recorder, 2, joined_s=50.0, end_s=50.0, tokens=2)
     assert recorder.metrics() == before
     assert recorder.finished == 3
@@ -184,6 +215,7 @@ def test_an_empty_window_is_an_error_with_advice() -> None:
     no_finish.prefilled(number, 0)
     no_finish.joined(number, 0)
     no_join = Recorder(40)
+    no_join.arrived(number, 0)
     no_join.prefilled(number, 0)
     no_join.joined(number, 0)
     no_join.first_token(number, 0)
