@@ -12,7 +12,7 @@ right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVarTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVarTuple
 
 import numpy as np
 
@@ -26,11 +26,32 @@ if TYPE_CHECKING:
 _Arguments = TypeVarTuple("_Arguments")
 
 
+class BoundRequest(NamedTuple):
+    """A request that is bound to a rank.
+
+    Attributes:
+        request: Its id.
+        rank: Its rank.
+        kv_tokens: KV tokens that it holds.
+        slots: Its sequences.
+        age: Tokens that each sequence has emitted, on this rank and before.
+        started: Whether it is in the rank's batch.
+    """
+
+    request: RequestId
+    rank: RankId
+    kv_tokens: int
+    slots: int
+    age: int
+    started: bool
+
+
 @dataclass(slots=True)
 class _Binding:
     rank: RankId
     slots: int
     kv_tokens: int  # At `since_step` if started, else now.
+    base: int  # KV tokens at age 0.
     since_step: int | None = None
 
 
@@ -71,7 +92,7 @@ class Ledger:
         assert request not in self._bindings, f"request {request} is bound twice"
         # Counted from its dispatch and not from its first step: the next decision has to see
         # requests whose KV cache is still in transfer.
-        self._bindings[request] = _Binding(rank, slots, kv_tokens)
+        self._bindings[request] = _Binding(rank, slots, kv_tokens, kv_tokens - age * slots)
         self.loads[rank] += kv_tokens
         self.bound[rank] += slots
         if self.projection is not None:
@@ -120,6 +141,15 @@ class Ledger:
         if self.projection is not None:
             self._notify(self.projection.unbind, request)
         return tokens
+
+    def requests(self) -> list[BoundRequest]:
+        """Return the bound requests, in the order of their binding. O(requests)."""
+        found: list[BoundRequest] = []
+        for request, binding in self._bindings.items():
+            tokens, slots = self._tokens(binding), binding.slots
+            age, started = (tokens - binding.base) // slots, binding.since_step is not None
+            found.append(BoundRequest(request, binding.rank, tokens, slots, age, started))
+        return found
 
     def check(self) -> None:
         """Recount everything from the bindings and assert that nothing drifted. O(requests)."""

@@ -49,7 +49,12 @@ class Ranks:
             free_kv_tokens = config.rank_kv_tokens - ledger.loads
         # Copies: the policy may write to them while it decides.
         return Fleet(
-            self.is_open, ledger.loads.copy(), ledger.bound.copy(), free_slots, free_kv_tokens
+            self.is_open,
+            ledger.loads.copy(),
+            ledger.bound.copy(),
+            free_slots,
+            free_kv_tokens,
+            ledger.requests,
         )
 
 

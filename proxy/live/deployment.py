@@ -228,6 +228,7 @@ class Deployment:
                 random.Random(scheduling.seed),
                 self.predictors,
                 self._on_stage,
+                scheduling.rank_kv_tokens,
             ),
         )
         return self._environment.policy(policy)

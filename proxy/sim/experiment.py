@@ -98,7 +98,12 @@ def make_simulation(
     asked = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(
-        deployment.ranks, deployment.batch_limit, settings, random.Random(seed), predictor
+        deployment.ranks,
+        deployment.batch_limit,
+        settings,
+        random.Random(seed),
+        predictor,
+        rank_kv_tokens=deployment.rank_kv_tokens,
     )
     return Simulation(
         deployment,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger
+from balanceroute.proxy.core.ledger import BoundRequest, Ledger
 
 RANKS = 3
 OPERATIONS = st.lists(
@@ -133,6 +133,22 @@ def test_a_request_counts_once_per_slot() -> None:
     assert ledger.kv_tokens(RequestId(5)) == 306
     assert ledger.unbind(RequestId(5)) == 306
     assert (ledger.bound.tolist(), ledger.started.tolist()) == ([0] * 3, [0] * 3)
+
+
+def test_the_bound_requests_are_listed_with_their_ages_in_order_of_binding() -> None:
+    ledger = Ledger(RANKS)
+    ledger.bind(RequestId(5), RankId(1), 300, slots=3)
+    ledger.bind(RequestId(4), RankId(0), 70, age=20)
+    ledger.start(RequestId(5))
+    ledger.step()
+    ledger.step()
+    ledger.emit(RequestId(4), 5)
+    assert ledger.requests() == [
+        BoundRequest(RequestId(5), RankId(1), 306, slots=3, age=2, started=True),
+        BoundRequest(RequestId(4), RankId(0), 75, slots=1, age=25, started=False),
+    ]
+    ledger.unbind(RequestId(5))
+    assert [bound.request for bound in ledger.requests()] == [4]
 
 
 def test_a_request_may_be_bound_again_after_it_left() -> None:

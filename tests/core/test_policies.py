@@ -28,7 +28,8 @@ from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Arrival
 
-EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv"]
+RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
+EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv", *RIVALS]
 LATE = ["fifo", "br-0", "br-h"]
 BOUNDED = [*LATE, "br-0-bypass"]
 # Requests that decode already have numbers from here on.

@@ -709,6 +709,7 @@ POLICIES_DRIVEN = [
     "br-0-bypass",
     "br-h",
     "br-h --paper",
+    "dynamo-kv",
 ]
 
 

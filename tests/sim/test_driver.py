@@ -591,7 +591,8 @@ def test_the_same_seed_gives_the_same_log_in_every_process() -> None:
     assert (first_error, second_error) == ("", "")
     assert first == second
     digests = [line.split()[-1] for line in first.splitlines()]
-    assert len(digests) == len(set(digests)) == 2 * len(POLICIES)
+    # All requests here expect the same output, which makes llmd-token-load the same as jsq.
+    assert len(digests) == 2 * len(POLICIES) == len(set(digests)) + 2
 
 
 @pytest.mark.parametrize(

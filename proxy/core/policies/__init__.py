@@ -11,6 +11,9 @@
 | `br-0` | late | two-stage rule on the present step |
 | `br-0-bypass` | early, bounded | BR-0's score, one request at a time |
 | `br-h` | late | two-stage rule over a horizon, with predictions |
+| `dynamo-kv` | early | fewest KV blocks, decayed towards the expected end (Dynamo) |
+| `smg-least-load` | early | shortest queue in seconds, plus KV pressure (SMG) |
+| `llmd-token-load` | early | fewest expected output tokens, in three buckets (llm-d) |
 """
 
 from collections.abc import Callable
@@ -25,12 +28,16 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.fscore import discounts
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
 from balanceroute.proxy.core.policies.bypass import best_score
+from balanceroute.proxy.core.policies.dynamo_kv import decayed_blocks
 from balanceroute.proxy.core.policies.fifo import least_kv_with_room
 from balanceroute.proxy.core.policies.jsq import shortest_queue
+from balanceroute.proxy.core.policies.least_charged import LeastCharged
 from balanceroute.proxy.core.policies.least_kv import least_kv
+from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
+from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.projection import Form, Projection
@@ -135,8 +142,9 @@ class PolicyInputs:
         batch_limit: B.
         settings: The parameters.
         rng: Seeded generator for the randomised baselines.
-        predictor: The predictor of BR-H.
+        predictor: The predictor of the policies in `PREDICTING`.
         on_stage: Called with the name of each dispatch stage as it ends.
+        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
     """
 
     ranks: int
@@ -145,6 +153,7 @@ class PolicyInputs:
     rng: "random.Random"
     predictor: "Predictor"
     on_stage: Callable[[str], None] = ignore_stage
+    rank_kv_tokens: int | None = None
 
 
 def _two_stage(
@@ -211,10 +220,15 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
         best_score, slots_beyond_batch=inputs.settings.bypass_slots
     ),
     "br-h": _br_h,
+    "dynamo-kv": lambda inputs: LeastCharged(decayed_blocks, predictor=inputs.predictor),
+    "smg-least-load": lambda inputs: LeastCharged(
+        queued_s, pressure=kv_pressure(inputs.rank_kv_tokens)
+    ),
+    "llmd-token-load": lambda inputs: LeastCharged(bucket_tokens, predictor=inputs.predictor),
 }
 
 # The policies that use the predictor.
-PREDICTING = frozenset({"br-h"})
+PREDICTING = frozenset({"br-h", "dynamo-kv", "llmd-token-load"})
 
 
 def make_policy(name: str, inputs: PolicyInputs) -> Policy:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.ledger import BoundRequest
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 
@@ -33,6 +34,7 @@ class Fleet:
         bound: int64[G], slots of the bound requests.
         free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
         free_kv_tokens: int64[G], KV tokens that still fit.
+        requests: Returns the bound requests, in O(requests); without those of this round.
     """
 
     is_open: NDArray[np.bool_]
@@ -40,6 +42,7 @@ class Fleet:
     bound: NDArray[np.int64]
     free_slots: NDArray[np.int64]
     free_kv_tokens: NDArray[np.int64]
+    requests: Callable[[], list[BoundRequest]] = list
 
     def room(self, rank: int) -> int:
         """Return the KV tokens of the largest request that fits on `rank`; slots do not count.
@@ -91,7 +94,7 @@ class Fleet:
         self.free_kv_tokens[rank] -= entry.kv_tokens
 
 
-def lowest(values: NDArray[np.int64], among: NDArray[np.bool_]) -> int | None:
+def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bool_]) -> int | None:
     """Return the rank in `among` with the lowest value; on a tie the lowest rank. None if empty."""
     # The usual case needs no copy; `argmin` returns the first of equal values.
     if among.all():
