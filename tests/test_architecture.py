@@ -44,7 +44,6 @@ LARGE_CLASSES = {
     "MemoryTransport": (350, 21),
     "Projection": (350, 24),
     "Scheduler": (354, 20),
-    "ServerConnection": (427, 22),
 }
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 

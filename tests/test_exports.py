@@ -58,8 +58,9 @@ proxy.sim: decode_fleet driver experiment forecast hints loop plots prefill_flee
     workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
-proxy.wire.http1: chunked client client_connection fetch heads incoming_body reply server
-    server_connection service
+    write_progress
+proxy.wire.http1: chunked client client_connection fetch heads incoming_body
+    incoming_request reply server server_connection service
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry Engines Finding KvFlow MAX_RANKS PortUse

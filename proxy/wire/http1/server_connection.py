@@ -18,25 +18,18 @@ from enum import Enum, auto
 from typing import cast
 
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.http1.heads import (
-    STATUS_LINES,
-    RequestHead,
-    check_partial_head,
-    encode_fields,
-    parse_request_head,
-)
-from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
+from balanceroute.proxy.wire.write_progress import WriteProgress
 
 _LOG = logging.getLogger(__name__)
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Bounds what an attacker can hold; a usual client closes as soon as it has read its answer.
 _LINGER_S = 2.0
-# The request line without the target: method, spaces and version.
-_REQUEST_LINE_SLACK = 64
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -50,34 +43,21 @@ class _Stage(Enum):
 
 
 class ServerConnection(asyncio.Protocol):
-    """One connection of a client.
-
-    Attributes:
-        deadline_s: When the sweep calls `expire`, on the loop's clock.
-        paused: The write buffer is above its limit.
-        closes_after_answer: The present answer is the last.
-    """
+    """One connection of a client; see `SweptConnection` and `ReplyTransport` for its attributes."""
 
     __slots__ = (
         "_advancing",
-        "_body",
-        "_body_since_s",
-        "_buffer",
-        "_checked",
-        "_drained",
         "_eof",
-        "_head",
         "_idle_since_s",
-        "_in_head",
+        "_incoming",
         "_is_served",
         "_peer",
-        "_progress_s",
         "_reading",
         "_reply",
         "_service",
-        "_skip_blank",
         "_stage",
         "_transport",
+        "_writes",
         "closes_after_answer",
         "deadline_s",
         "paused",
@@ -91,25 +71,17 @@ class ServerConnection(asyncio.Protocol):
         self._peer = ""
         self._is_served = True
         self._stage = _Stage.HEAD
-        self._buffer = b""  # Not parsed yet.
+        self._incoming = IncomingRequest(service.limits, service.bodies, clock=service.loop.time)
         self._eof = False
         self._reading = True
         self._advancing = False
         self.paused = False
         self.closes_after_answer = False
         self.deadline_s = 0.0
-        # The wait for the present head, and the head.
         self._idle_since_s = 0.0
-        self._in_head = True  # At first too: a new connection has the time of a head to send one.
-        self._checked = 0
-        self._skip_blank = True
-        self._head: RequestHead | None = None
-        self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
-        self._body_since_s = 0.0
         # The present answer.
         self._reply: Http1Reply | None = None
-        self._drained = 0
-        self._progress_s = 0.0
+        self._writes = WriteProgress(service.limits.write_timeout_s)
 
     # Called by the transport.
 
@@ -135,19 +107,23 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process the next bytes from the client."""
+        incoming = self._incoming
         match self._stage:
             case _Stage.HEAD:
-                self._buffer = self._buffer + data if self._buffer else data
+                incoming.buffer = incoming.buffer + data if incoming.buffer else data
                 self._advance()
             case _Stage.BODY:
                 try:
-                    self._read_body(data)
+                    body = incoming.feed_body(data)
                 except MalformedError as error:
                     self._refuse(error.rejection)
+                else:
+                    if body is not None:
+                        self._dispatch(body)
                 self._advance()
             case _Stage.ANSWER:
-                self._buffer += data
-                if len(self._buffer) > self._service.limits.header_limit_bytes:
+                incoming.buffer += data
+                if len(incoming.buffer) > self._service.limits.header_limit_bytes:
                     self._transport.pause_reading()
                     self._reading = False
             case _Stage.REJECTED:
@@ -172,8 +148,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection holds."""
         self._stage = _Stage.CLOSING
-        self._buffer = b""
-        self._body.drop()
+        self._incoming.drop()
         self._service.remove(self, served=self._is_served)
         self._lose_client()
 
@@ -195,37 +170,30 @@ class ServerConnection(asyncio.Protocol):
     def answered(self) -> None:
         """Continue with the next request, or close."""
         self._reply = None
-        self._body.release()
+        self._incoming.finish()
         if self.closes_after_answer:
-            if self._buffer and not self._eof:
+            if self._incoming.buffer and not self._eof:
                 self._linger()
             else:
                 self._close()
             return
         self._stage = _Stage.HEAD
-        self._in_head = False
         self._idle_since_s = self._service.loop.time()
         self.deadline_s = self._idle_since_s + min(
-            self._service.limits.keep_alive_timeout_s, self._service.limits.write_timeout_s / 4
+            self._service.limits.keep_alive_timeout_s, self._writes.check_s
         )
         # Not at once: this runs within a call of the application, which must not be re-entered.
-        if (self._buffer or self._eof) and not self._advancing:
+        if (self._incoming.buffer or self._eof) and not self._advancing:
             self._service.loop.call_soon(self._advance)
 
     def release_body(self) -> None:
         """Release the request's body from the budget."""
-        self._body.release()
+        self._incoming.release_body()
 
     def cut(self, *, reset: bool, flush: bool) -> None:
-        """Close in the middle of an answer.
-
-        Args:
-            reset: Close with a reset: without framing only that shows the client that the body is
-                incomplete.
-            flush: Send what was written before closing.
-        """
+        """See `ReplyTransport`."""
         self._reply = None
-        self._body.release()
+        self._incoming.release_body()
         if reset:
             raw = self._transport.get_extra_info("socket")
             if raw is not None:
@@ -239,7 +207,7 @@ class ServerConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
-        if self._stage is _Stage.HEAD and not self._buffer:
+        if self._stage is _Stage.HEAD and not self._incoming.buffer:
             self._close()
         else:
             self.closes_after_answer = True
@@ -247,7 +215,7 @@ class ServerConnection(asyncio.Protocol):
     @property
     def idle_since_s(self) -> float | None:
         """See `Evictable`."""
-        if self._stage is not _Stage.HEAD or self._buffer:
+        if self._stage is not _Stage.HEAD or self._incoming.buffer:
             return None
         return None if self._transport.get_write_buffer_size() else self._idle_since_s
 
@@ -270,18 +238,17 @@ class ServerConnection(asyncio.Protocol):
         """Act on a deadline that has passed."""
         limits = self._service.limits
         match self._stage:
-            case _Stage.HEAD if self._buffer and self._in_head:
+            case _Stage.HEAD if self._incoming.buffer and self._incoming.begun:
                 self._refuse(Rejection(408, "the request's head did not arrive in time"))
             case _Stage.HEAD if self._transport.get_write_buffer_size():
                 self._idle_since_s = now_s
                 self._check_stall(now_s)
             case _Stage.HEAD:
                 self.deadline_s = self._idle_since_s + limits.keep_alive_timeout_s
-                if self._in_head or self.deadline_s <= now_s:
+                if self._incoming.begun or self.deadline_s <= now_s:
                     self._close()
             case _Stage.BODY:
-                earned_s = self._body.size / limits.body_bytes_per_s
-                self.deadline_s = self._body_since_s + limits.body_timeout_s + earned_s
+                self.deadline_s = self._incoming.body_deadline_s
                 if self.deadline_s <= now_s:
                     self._refuse(Rejection(408, "the request's body did not arrive in time"))
             case _Stage.REJECTED:
@@ -298,93 +265,50 @@ class ServerConnection(asyncio.Protocol):
         if self._advancing:
             return
         self._advancing = True
+        service, incoming = self._service, self._incoming
         try:
-            while self._buffer and self._stage is _Stage.HEAD and not self.paused:
-                if not self._in_head:
-                    self._in_head = True
-                    self._checked = 0
-                    self._skip_blank = True
-                    self._head = None
-                    limits = self._service.limits
-                    self.deadline_s = self._service.loop.time() + limits.header_timeout_s
-                if not self._read_head():
+            while incoming.buffer and self._stage is _Stage.HEAD and not self.paused:
+                if not incoming.begun:
+                    incoming.begin()
+                    self.deadline_s = service.loop.time() + service.limits.header_timeout_s
+                head = incoming.take_head()
+                if head is None:
                     break
+                self._begin_body(head)
         except MalformedError as error:
             self._refuse(error.rejection)
         finally:
             self._advancing = False
         if self._eof and self._stage in (_Stage.HEAD, _Stage.BODY) and not self.paused:
             self._close()
-        elif not self._reading and len(self._buffer) <= self._service.limits.header_limit_bytes:
+        elif not self._reading and len(incoming.buffer) <= service.limits.header_limit_bytes:
             self._resume_reading()
 
-    def _read_head(self) -> bool:
-        """Parse a head if it is complete, and start its body; return whether it was."""
-        limits = self._service.limits
-        buffer = self._buffer
-        if self._skip_blank and buffer.startswith(b"\r\n"):  # RFC 9112 §2.2: ignore at least one.
-            self._skip_blank = False
-            buffer = self._buffer = buffer[2:]
-        end = buffer.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
-        if end < 4:
-            check_partial_head(buffer, self._checked)
-            if (
-                len(buffer) > limits.target_limit_bytes + _REQUEST_LINE_SLACK
-                and b"\r\n" not in buffer
-            ):
-                raise MalformedError("the request target is too long", 414)
-            if len(buffer) > limits.header_limit_bytes:
-                raise MalformedError("the request's head is too long", 431)
-            self._checked = len(buffer)
-            return False
-        if end > limits.header_limit_bytes:
-            raise MalformedError("the request's head is too long", 431)
-        self._head = head = parse_request_head(
-            buffer[:end],
-            max_target_bytes=limits.target_limit_bytes,
-            max_headers=limits.header_limit,
-        )
-        self._buffer = b""
-        self._begin_body(head, buffer[end:])
-        return True
-
-    def _begin_body(self, head: RequestHead, rest: bytes) -> None:
-        service = self._service
-        length = head.content_length or 0
-        is_whole = not head.chunked and len(rest) >= length
+    def _begin_body(self, head: RequestHead) -> None:
+        service, incoming = self._service, self._incoming
         if service.admit is not None:
             rejection = service.admit(head, self._peer)
             if rejection is not None:
-                if is_whole:  # Nothing of it is still to arrive, so the connection stays usable.
-                    self._buffer = rest[length:]
+                # If nothing of it is still to arrive, the connection stays usable.
+                if incoming.skip_body():
                     headers, body = service.refuse(rejection, head, self._peer)
                     self._begin_answer(head).send(rejection.status, headers, body)
                 else:
                     self._refuse(rejection)
                 return
-        self._body.check_length(length)
-        if is_whole:
-            self._buffer = rest[length:]
-            self._body.hold(length)
-            self._dispatch(head, rest[:length])
+        has_arrived = bool(incoming.buffer)
+        complete = incoming.begin_body()
+        if complete is not None:
+            self._dispatch(complete)
             return
         self._stage = _Stage.BODY
-        self._body.begin(head)
-        self._body_since_s = service.loop.time()
-        self.deadline_s = self._body_since_s + service.limits.body_timeout_s
-        if head.expects_continue and not rest:
+        self.deadline_s = incoming.body_deadline_s
+        if head.expects_continue and not has_arrived:
             self._transport.write(_CONTINUE)
-        if rest:
-            self._read_body(rest)
 
-    def _read_body(self, data: bytes) -> None:
-        rest = self._body.feed(data)
-        if rest is not None:
-            self._buffer = rest
-            assert self._head is not None
-            self._dispatch(self._head, self._body.take())
-
-    def _dispatch(self, head: RequestHead, body: bytes) -> None:
+    def _dispatch(self, body: bytes) -> None:
+        head = self._incoming.head
+        assert head is not None
         request = Request(head.method, head.path, head.query, head.headers, body, self._peer)
         reply = self._begin_answer(head)
         try:
@@ -418,18 +342,14 @@ class ServerConnection(asyncio.Protocol):
             reply.abort()
             return
         rejection = Rejection(500, "internal error")
-        headers, body = self._service.refuse(rejection, self._head, self._peer)
+        headers, body = self._service.refuse(rejection, self._incoming.head, self._peer)
         reply.send(500, headers, body)
 
     # Ending.
 
     def _refuse(self, rejection: Rejection) -> None:
-        headers, body = self._service.refuse(rejection, self._head, self._peer)
-        fields = encode_fields(headers) + self._service.common_fields(self._head)
-        self._transport.write(
-            b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (STATUS_LINES[rejection.status], fields, len(body), body)
-        )
+        head = self._incoming.head
+        self._transport.write(self._service.last_answer(rejection, head, self._peer))
         self._linger()
 
     def _refuse_connection(self) -> None:
@@ -439,8 +359,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         self._stage = _Stage.LINGER
-        self._buffer = b""
-        self._body.drop()
+        self._incoming.drop()
         self.deadline_s = self._service.loop.time() + _LINGER_S
         self._resume_reading()
         if self._transport.can_write_eof():
@@ -449,13 +368,13 @@ class ServerConnection(asyncio.Protocol):
     def _close(self) -> None:
         """Close after flushing."""
         self._stage = _Stage.CLOSING
-        self._buffer = b""
+        self._incoming.buffer = b""
         self._watch_writes()
         self._transport.close()
 
     def _abort(self) -> None:
         self._stage = _Stage.CLOSING
-        self._buffer = b""
+        self._incoming.buffer = b""
         self._transport.abort()
 
     def _lose_client(self) -> None:
@@ -470,18 +389,14 @@ class ServerConnection(asyncio.Protocol):
 
     def _watch_writes(self) -> None:
         now_s = self._service.loop.time()
-        self._progress_s = now_s
-        self._drained = -1
-        self.deadline_s = now_s + self._service.limits.write_timeout_s / 4
+        self._writes.begin(now_s)
+        self.deadline_s = now_s + self._writes.check_s
 
     def _check_stall(self, now_s: float) -> None:
         """Disconnect a client that has read nothing for `write_timeout_s` while data waits."""
+        written = 0 if self._reply is None else self._reply.written
         waiting = self._transport.get_write_buffer_size()
-        drained = (self._reply.written if self._reply is not None else 0) - waiting
-        if not waiting or drained != self._drained:
-            self._drained = drained
-            self._progress_s = now_s
-        elif now_s - self._progress_s >= self._service.limits.write_timeout_s:
+        if self._writes.has_stalled(now_s, written=written, waiting=waiting):
             self.drop()
-            return
-        self.deadline_s = now_s + self._service.limits.write_timeout_s / 4
+        else:
+            self.deadline_s = now_s + self._writes.check_s

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
-from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.heads import STATUS_LINES, RequestHead, encode_fields
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 
@@ -110,6 +110,23 @@ class Service:
     def common_fields(self, head: RequestHead | None) -> bytes:
         """Return the common header lines of an answer; empty if the head could not be parsed."""
         return b"" if self._common is None or head is None else self._common(head)
+
+    def last_answer(self, rejection: Rejection, head: RequestHead | None, peer: str) -> bytes:
+        """Return the whole answer to a request that is not served, after which the connection ends.
+
+        Args:
+            rejection: Why it is not served.
+            head: Its head if it could be parsed.
+            peer: The client's address.
+        """
+        headers, body = self.refuse(rejection, head, peer)
+        fields = encode_fields(headers) + self.common_fields(head)
+        return b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+            STATUS_LINES[rejection.status],
+            fields,
+            len(body),
+            body,
+        )
 
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(self._sweep_s, self._sweep)

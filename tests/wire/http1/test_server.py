@@ -448,7 +448,7 @@ def test_what_is_pipelined_waits_outside_past_a_bound(
             for _ in range(100):
                 await asyncio.sleep(0)
             connection: Any = next(iter(server._service.connections))  # type: ignore[union-attr]
-            assert 0 < len(connection._buffer) <= bound
+            assert 0 < len(connection._incoming.buffer) <= bound
             answered = 0
 
             def answer() -> None:
