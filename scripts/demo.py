@@ -214,7 +214,7 @@ def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> boo
 def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
     """Return what the simulator has to know of the engines and of the proxy's configuration."""
     engines = setup.emulation()
-    scheduler = config.scheduler_config(engines.ranks)
+    scheduler = config.scheduler_config(engines.ranks, engines.prefillers)
     deadline_ns = scheduler.deadline_ns
     return Deployment(
         ranks=engines.ranks,

@@ -20,8 +20,8 @@ proxy: __main__ cli core emulate live pictures replay sim validate wire
 proxy.cli: emulate evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission avoidance balance config decision errors events fscore holdings ledger
-    lifecycle observer policies pool prediction prefill prefill_queue projection queueing ranks recount
-    scheduler subset time_limits timers turnover turns
+    lifecycle policies pool prediction prefill prefill_queue projection queueing ranks recount
+    scheduler subset time_limits timers turnover
 proxy.core.admission: ADMISSIONS Admission BoundedQueue Ending Load Refusal
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
@@ -36,12 +36,11 @@ proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
     scrape served_models
-proxy.live.frontend: body_queue cors gateway model_choice model_routes pass_through refusals
+proxy.live.frontend: body_queue cors gateway model_routes pass_through refusals
     request_head single_exchange
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan leg_body
-    named_events numeric_members passed_body prefill_answer prompt_keys prompt_summary
-    responses_state resume routes shape stream_event stream_opening token_counts token_estimate
-    transcript usage
+    named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
+    stream_event stream_opening token_counts token_estimate transcript usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay retry_budget
@@ -49,9 +48,9 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
 proxy.live.scheduling: driver isolation progress step_clock stranded tick_timer
 proxy.live.security: credentials host_check tls
 proxy.live.settings: checks config configure declared engines reader setting
-proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition histogram
-    json_line leg_metrics line_writer metrics metrics_of_state metrics_page predictor_metrics
-    process_log record refused_log registry request_log request_metrics shadow snapshot
+proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line
+    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log record registry
+    request_log request_metrics shadow snapshot
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
 proxy.sim: decode_fleet driver experiment forecast hints loop plots prefill_fleet recorder report

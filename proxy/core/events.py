@@ -14,6 +14,7 @@ Times are integer nanoseconds of the driver's clock. A request id is its arrival
 order of arrival, and every tie between requests is broken by the lower id.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -276,3 +277,5 @@ class Expire:
 
 
 Action = StartPrefill | AbortPrefill | ReleasePrefill | Admit | AbortDecode | Expire
+Observer = Callable[[Event, Sequence[Action], int], None]
+"""Called with each event, its actions in order and the time in ns, before any action is performed."""

@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    Observer,
     PrefillDone,
     PrefillerClosed,
     PrefillerOpened,
@@ -43,7 +44,6 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.holdings import Holdings
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
-from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies.base import UNLIMITED, Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers

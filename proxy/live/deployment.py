@@ -4,7 +4,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -214,8 +213,8 @@ class Deployment:
         self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())
 
     def _scheduler_config(self) -> "SchedulerConfig":
-        config = self.config.scheduler_config(len(self.instances.ranks))
-        return replace(config, prefillers=len(self.instances.prefillers))
+        instances = self.instances
+        return self.config.scheduler_config(len(instances.ranks), len(instances.prefillers))
 
     def _make_policy(self) -> Policy:
         scheduling = self.config.scheduling

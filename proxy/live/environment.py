@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from balanceroute.proxy.core.observer import Observer
+from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.telemetry.record import Log

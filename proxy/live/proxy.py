@@ -17,13 +17,11 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
-from balanceroute.proxy.live.frontend.model_choice import AnyModel, ListedModels
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
-from balanceroute.proxy.live.telemetry.metrics import Metrics
-from balanceroute.proxy.live.telemetry.metrics_page import MetricsPage
+from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
@@ -38,8 +36,6 @@ _log = logging.getLogger(__name__)
 # Until a task that failed is begun again.
 _RESTART_S = 1.0
 _ADMIN_CONNECTIONS = 16
-# The name of the only deployment.
-DEFAULT = ""
 
 
 class Proxy:
@@ -60,20 +56,13 @@ class Proxy:
             descriptor_shortages=environment.descriptor_shortages,
         )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
-        self.deployments = {
-            DEFAULT: Deployment(config, environment, self.metrics, self.failures),
-        }
+        self.deployment = Deployment(config, environment, self.metrics, self.failures)
         self._tasks: list[asyncio.Task[None]] = []
         self.server: Server
         self.gateway: Gateway
         self.tls: SSLContext | None = None
         self.admin: Server | None = None
         self.pages: Admin | None = None
-
-    @property
-    def deployment(self) -> Deployment:
-        """The one deployment that there is."""
-        return self.deployments[DEFAULT]
 
     async def start(self) -> None:
         """Find the engines and listen.
@@ -192,7 +181,6 @@ class Proxy:
         gateway = self.gateway = Gateway(
             deployment.driver,
             deployment.instances,
-            ListedModels(config.engines.model) if config.engines.model else AnyModel(),
             served=deployment.served_models,
             routes=deployment.model_routes,
             pass_through=deployment.pass_through,
@@ -204,6 +192,7 @@ class Proxy:
                 engine_key=config.credentials.engine_key,
                 pass_authorization=config.pass_authorization,
                 public_metrics=config.listening.public_metrics,
+                models=config.engines.model,
             ),
             unix_s=self._environment.unix_s,
         )

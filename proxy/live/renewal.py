@@ -41,7 +41,6 @@ def renew(proxy: "Proxy", read: Callable[[], Credentials]) -> None:
     if proxy.pages is not None:
         proxy.pages.token = credentials.admin_token
     if credentials.engine_key is not None:
-        for deployment in proxy.deployments.values():
-            deployment.fetcher.use_key(credentials.engine_key.value)
+        proxy.deployment.fetcher.use_key(credentials.engine_key.value)
     fields = {"api_keys": len(credentials.api_keys)}
     _log.info("certificates and keys were read again", extra={"fields": fields})

@@ -18,6 +18,7 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
     Event,
+    Observer,
     PrefillDone,
     RankId,
     ReleasePrefill,
@@ -30,7 +31,6 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.observer import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillView
-from balanceroute.proxy.core.turns import Turns
 
 
 class FewestTokens:
-    """The candidate that holds the fewest KV tokens; equal ones take turns."""
+    """The candidate that holds the fewest KV tokens.
+
+    Equal ones take turns, so that no one of several idle ones gets every request.
+    """
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._choices = 0
+        self._last_choice: dict[PrefillerId, int] = {}
 
     def choose(
         self,
@@ -20,8 +23,12 @@ class FewestTokens:
         candidates: Sequence[PrefillerId],
         view: PrefillView,
     ) -> PrefillerId:
-        """Return the candidate with the fewest tokens."""
+        """Return the candidate with the fewest tokens; of equal ones that chosen least recently."""
         del ticket, prompt_tokens
         held = view.held_tokens
         fewest = min([held[prefiller] for prefiller in candidates])
-        return self._turns.take([p for p in candidates if held[p] == fewest])
+        equals = [prefiller for prefiller in candidates if held[prefiller] == fewest]
+        chosen = min(equals, key=lambda prefiller: self._last_choice.get(prefiller, 0))
+        self._choices += 1
+        self._last_choice[chosen] = self._choices
+        return chosen

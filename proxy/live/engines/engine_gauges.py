@@ -15,13 +15,10 @@ MAX_PAGE_BYTES = 4 * 1024 * 1024
 
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
-_RUNNING = b"vllm:num_requests_running"
-_WAITING = b"vllm:num_requests_waiting"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
 _MAX_ENGINE_BYTES = 64
-_MAX_REQUESTS = 1e9
 _MAX_COUNT = 1e15
 # Possessive quantifiers: there is one way to read a line, and no other is tried.
 _LABEL = re.compile(
@@ -41,8 +38,6 @@ class EngineGauges:
 
     Attributes:
         kv_cache_usage: 0 to 1; that of the fullest engine.
-        running: Requests that run, on all engines; None if the page does not say.
-        waiting: Requests that wait inside the engines; None if the page does not say.
         late_pulls: KV caches that were pulled after their lease had ended, since the engine started;
             None if the page does not say.
         engines: The values of the label `engine`, one for each data-parallel rank; "0" stands for a
@@ -50,8 +45,6 @@ class EngineGauges:
     """
 
     kv_cache_usage: float
-    running: int | None
-    waiting: int | None
     late_pulls: int | None
     engines: frozenset[str]
 
@@ -73,15 +66,13 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         raise MetricsPageError(f"{_KV_CACHE_USAGE[0].decode()} is missing")
     return EngineGauges(
         kv_cache_usage=max(value for _, value in usages),
-        running=_total(page, _RUNNING),
-        waiting=_total(page, _WAITING),
-        late_pulls=_total(page, _LATE_PULLS, largest=_MAX_COUNT),
+        late_pulls=_late_pulls(page),
         engines=frozenset(engine for engine, _ in usages),
     )
 
 
-def _total(page: bytes, name: bytes, *, largest: float = _MAX_REQUESTS) -> int | None:
-    values = [value for _, value in _samples(page, name, largest=largest)]
+def _late_pulls(page: bytes) -> int | None:
+    values = [value for _, value in _samples(page, _LATE_PULLS, largest=_MAX_COUNT)]
     return int(sum(values)) if values else None
 
 

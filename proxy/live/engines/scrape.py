@@ -6,8 +6,7 @@ Rules:
 - Nobody knows a new instance yet. It counts as empty until three intervals have passed, so that the
   start is not held up.
 - If no instance of a role can be scraped, the fault is the scraping's. They then count as
-  `blind_utilisation`, by default empty: the proxy's own books go on limiting what it sends, where
-  three times 1.0 would stop all service. Whether an engine lives is for its health to say.
+  empty: the proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an engine lives is for its health to say.
 - A value that does not change is as good as any.
 
 Times are float seconds of the clock given.
@@ -15,7 +14,7 @@ Times are float seconds of the clock given.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from balanceroute.proxy.live.engines.engine_gauges import (
@@ -24,7 +23,7 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     parse_engine_gauges,
 )
 from balanceroute.proxy.live.engines.faults import FetchError
-from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.engines.instances import Target
 
 STALE_INTERVALS = 3
 """A scrape older than this many intervals says nothing any more."""
@@ -40,15 +39,12 @@ class ScrapeSettings:
     """How instances are scraped.
 
     Attributes:
-        scrape_interval_s: Time between two scrapes of an instance, by role. A role that is not named
-            is not scraped.
+        scrape_interval_s: Time between two scrapes of an instance.
         scrape_timeout_s: Limit of one scrape.
-        blind_utilisation: What every instance of a role counts as if none can be scraped.
     """
 
-    scrape_interval_s: Mapping[Role, float]
+    scrape_interval_s: float
     scrape_timeout_s: float
-    blind_utilisation: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +52,6 @@ class _Watch:
     """One instance. `known_s` is when something was last known, `gauges` what, if it still holds."""
 
     target: Target
-    interval_s: float
     next_scrape_s: float
     known_s: float
     gauges: EngineGauges | None = None
@@ -106,21 +101,14 @@ class Scraper:
         self._ticked_s: float | None = None  # None until `run` ticks.
 
     def add(self, target: Target) -> None:
-        """Scrape an instance from now on, if its role is scraped."""
+        """Scrape an instance from now on."""
         assert target not in self._watches
-        interval_s = self._settings.scrape_interval_s.get(target.role)
-        if interval_s is not None:
-            now_s = self._clock()
-            self._watches[target] = _Watch(target, interval_s, now_s, known_s=now_s)
+        now_s = self._clock()
+        self._watches[target] = _Watch(target, now_s, known_s=now_s)
 
     def remove(self, target: Target) -> None:
         """Forget an instance."""
         self._watches.pop(target, None)
-
-    def gauges(self, target: Target) -> EngineGauges | None:
-        """Return the last good scrape of an instance; None if there is none or a later one failed."""
-        watch = self._watches.get(target)
-        return None if watch is None else watch.gauges
 
     async def run(self) -> None:
         """Scrape until cancelled."""
@@ -146,7 +134,7 @@ class Scraper:
         self._ticked_s = now_s
         due = []
         for watch in self._watches.values():
-            if now_s - watch.known_s > STALE_INTERVALS * watch.interval_s:
+            if now_s - watch.known_s > STALE_INTERVALS * self._settings.scrape_interval_s:
                 watch.new = False
                 watch.gauges = None
             if not watch.scraping and watch.next_scrape_s <= now_s:
@@ -214,7 +202,7 @@ class Scraper:
     def _schedule(self, watch: _Watch) -> None:
         watch.scraping = False
         spread = self._rng.uniform(1.0 - _JITTER, 1.0 + _JITTER)
-        watch.next_scrape_s = self._clock() + watch.interval_s * spread
+        watch.next_scrape_s = self._clock() + self._settings.scrape_interval_s * spread
 
     def _report(self) -> None:
         """Tell of every utilisation that is not what was told last."""
@@ -222,12 +210,10 @@ class Scraper:
         for watch in list(self._watches.values()):
             if watch.gauges is not None:
                 value = watch.gauges.kv_cache_usage
-            elif watch.new:
+            elif watch.new or watch.target.role not in seeing:
                 value = 0.0
-            elif watch.target.role in seeing:
-                value = _UNKNOWN_UTILISATION
             else:
-                value = self._settings.blind_utilisation
+                value = _UNKNOWN_UTILISATION
             if value != watch.reported:
                 watch.reported = value
                 try:

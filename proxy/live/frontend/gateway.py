@@ -14,6 +14,7 @@ from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
+from balanceroute.proxy.live.frontend.model_routes import ModelRoutes, refuse_unlisted
 from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
 from balanceroute.proxy.live.frontend.request_head import (
     BadRequestIdError,
@@ -27,10 +28,9 @@ from balanceroute.proxy.live.frontend.request_head import (
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody, is_deep
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
-from balanceroute.proxy.live.openai.passed_body import engine_body
-from balanceroute.proxy.live.openai.responses_state import refuse_state
+from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
-from balanceroute.proxy.live.openai.shape import Api, read_shape
+from balanceroute.proxy.live.openai.shape import Api, read_shape, refuse_state
 from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
@@ -40,8 +40,6 @@ from balanceroute.proxy.wire.messages import Rejection
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.live.engines.served_models import ServedModels
-    from balanceroute.proxy.live.frontend.model_choice import ModelChoice
-    from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -72,6 +70,7 @@ class GatewaySettings:
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
         public_metrics: Whether clients may read the metrics.
+        models: The names that are served; empty to leave names and adapters to the engines.
     """
 
     api_keys: tuple[Secret, ...] = ()
@@ -79,6 +78,7 @@ class GatewaySettings:
     pass_authorization: bool = True
     max_sequences: int = 128
     public_metrics: bool = True
+    models: tuple[str, ...] = ()
 
 
 class Gateway:
@@ -88,10 +88,9 @@ class Gateway:
         self,
         driver: "Driver",
         instances: Instances,
-        models: "ModelChoice",
         *,
         served: "ServedModels",
-        routes: "ModelRoutes",
+        routes: ModelRoutes,
         pass_through: "PassThrough",
         metrics: "RequestMetrics",
         page_of_metrics: Callable[[], bytes],
@@ -101,7 +100,6 @@ class Gateway:
     ) -> None:
         self._driver = driver
         self._instances = instances
-        self._models = models
         self._served = served
         self._routes = routes
         self._metrics = metrics
@@ -250,7 +248,7 @@ class Gateway:
         record.stream = shape.stream
         record.choices = shape.sequences
         record.max_tokens = shape.max_tokens
-        no_model = self._models.refuse(shape.model)
+        no_model = refuse_unlisted(shape.model, self._settings.models)
         if no_model is not None:
             self._refuse(reply, record, 404, no_model, param="model")
             return

@@ -5,7 +5,7 @@ was never heard of may serve anything. While all known lists name the same model
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from balanceroute.proxy.core.events import Eligible
 from balanceroute.proxy.live.engines.instances import (
@@ -20,6 +20,13 @@ from balanceroute.proxy.live.engines.served_models import ServedModel
 
 _log = logging.getLogger(__name__)
 _Models = tuple[ServedModel, ...]
+
+
+def refuse_unlisted(model: str, listed: Collection[str]) -> str | None:
+    """Return why a model is not served, in vLLM's words; None if it is, or is left to the engine."""
+    if not model or not listed or model in listed:
+        return None
+    return f"The model `{model[:128]}` does not exist. Valid aliases: {', '.join(listed)}."
 
 
 class ModelRoutes:

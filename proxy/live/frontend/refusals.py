@@ -4,6 +4,8 @@ That is so wherever it is refused: by the HTTP server (malformed, too large, too
 (route, method, key, media type), or for its body.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,13 +17,20 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.live.telemetry.refused_log import RefusedLog
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
+BURST = 100
+"""Lines of refused requests that may be logged at once."""
+
+PER_S = 10.0
+"""Lines of refused requests a second that may be logged for ever."""
+
+_REPORT_S = 60.0
+_log = logging.getLogger(__name__)
 _BUSY = frozenset({429, 503})
 # What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
 _NOT_OURS = frozenset({501, 505})
@@ -34,6 +43,41 @@ class Head(Protocol):
     def path(self) -> bytes: ...  # noqa: D102
     @property
     def headers(self) -> "Headers": ...  # noqa: D102
+
+
+class RefusedLog:
+    """Logs refused requests, as many as the limits allow: a flood of them must not fill the disk."""
+
+    def __init__(self, write: Callable[[RequestRecord], None]) -> None:
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._allowed = float(BURST)
+        self._counted_s = self._loop.time()
+        self._left_out = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, record: RequestRecord) -> None:
+        """Write one line, or count it; the count is logged within a minute."""
+        now_s = self._loop.time()
+        self._allowed = min(BURST, self._allowed + (now_s - self._counted_s) * PER_S)
+        self._counted_s = now_s
+        if self._allowed >= 1.0:
+            self._allowed -= 1.0
+            self._write(record)
+            return
+        self._left_out += 1
+        if self._timer is None:
+            self._timer = self._loop.call_later(_REPORT_S, self.report)
+
+    def report(self) -> None:
+        """Log how many lines were left out since the last report, if any were."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._left_out:
+            fields = {"count": self._left_out}
+            _log.warning("refused requests were left out of the log", extra={"fields": fields})
+            self._left_out = 0
 
 
 class Refusals:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, refuse_internal
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -66,3 +66,22 @@ def decode_body(
     if params is not None:
         overrides["kv_transfer_params"] = params
     return body.encode(overrides, drop=drop)
+
+
+def engine_body(data: bytes, body: "RequestBody") -> bytes:
+    """Return a client's body as it may reach the one engine that generates text for it.
+
+    The members that steer KV transfer must not be a client's. They stand in the body, in `vllm_xargs`,
+    and for `/inference/v1/generate` in `sampling_params.extra_args` (vLLM 0.32's `SamplingParams`).
+
+    Raises:
+        BodyError: An internal member stands where it cannot be cut out.
+    """
+    values = body.values
+    refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
+    sampling = values.get("sampling_params")
+    if isinstance(sampling, dict):
+        refuse_internal(sampling.get("extra_args"), "sampling_params.extra_args")
+    if INTERNAL_FIELDS.isdisjoint(values):
+        return data
+    return body.encode({}, drop=INTERNAL_FIELDS)

@@ -214,3 +214,28 @@ def _rare_member(body: RequestBody, limit: int | None) -> str:
     if limit is not None and least_wanted is not None and least_wanted > limit:
         return "min_tokens"
     return ""
+
+
+def refuse_state(api: Api, body: RequestBody) -> None:
+    """Refuse a request that needs an earlier response, or is to be asked for later.
+
+    vLLM keeps responses in the memory of one engine (and only with VLLM_ENABLE_RESPONSES_API_STORE),
+    and the next request may reach another one. `store` passes: it is true by default, and vLLM
+    ignores it too where it keeps nothing.
+
+    Raises:
+        BodyError: It has `previous_response_id` or `background`.
+    """
+    if api is not Api.RESPONSES:
+        return
+    if body.values.get("previous_response_id") is not None:
+        raise BodyError(
+            "previous_response_id is not served: responses are not kept. "
+            "Send the whole conversation in `input`",
+            "previous_response_id",
+        )
+    if body.values.get("background"):
+        raise BodyError(
+            "background is not served: responses are not kept, so nobody could fetch the answer",
+            "background",
+        )

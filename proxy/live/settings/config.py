@@ -7,13 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
-from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
@@ -89,14 +87,14 @@ class ProxyConfig:
     @property
     def scrape(self) -> ScrapeSettings:
         """How their metrics are read."""
-        intervals_s = dict.fromkeys(Role, self.failures.scrape_interval_s)
-        return part(ScrapeSettings, self.failures, scrape_interval_s=MappingProxyType(intervals_s))
+        return part(ScrapeSettings, self.failures)
 
-    def scheduler_config(self, ranks: int) -> SchedulerConfig:
-        """Return the scheduler's configuration for G decode ranks."""
-        prefillers = len(self.prefillers)
+    def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
+        """Return the scheduler's configuration for G decode ranks and P prefillers."""
         pool_limit = max(
-            _POOL_PER_WINDOW * self.policies.window, ranks, _POOL_PER_PREFILLER * prefillers
+            _POOL_PER_WINDOW * self.policies.window,
+            ranks,
+            _POOL_PER_PREFILLER * len(self.prefillers),
         )
         return part(
             SchedulerConfig,

@@ -25,6 +25,8 @@ from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 CONTENT_TYPE = exposition.CONTENT_TYPE
 """The `content-type` of the page."""
 
+_KEPT_S = 1.0
+
 
 class Metrics:
     """Counts what happens, by subject, and renders the page."""
@@ -64,3 +66,21 @@ class Metrics:
     def render(self) -> bytes:
         """Return the page, in the text format; its type is `CONTENT_TYPE`."""
         return self._registry.render()
+
+
+class MetricsPage:
+    """Called for the page, it renders at most once a second: that takes milliseconds of the loop."""
+
+    def __init__(self, render: Callable[[], bytes], clock: Callable[[], float]) -> None:
+        self._render = render
+        self._clock = clock
+        self._page = b""
+        self._until_s = float("-inf")
+
+    def __call__(self) -> bytes:
+        """Return a page that is at most a second old."""
+        now_s = self._clock()
+        if now_s >= self._until_s:
+            self._page = self._render()
+            self._until_s = now_s + _KEPT_S
+        return self._page

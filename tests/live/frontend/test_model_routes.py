@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -24,6 +25,24 @@ ADAPTER = {"prefill/1": ("tiny", "adapter"), "decode/0": ("tiny", "adapter")}
 
 def ask(model: str, **values: object) -> dict[str, object]:
     return {"model": model, "prompt": "t1 t2", "max_tokens": 3} | values
+
+
+def test_a_model_is_left_to_the_engines_unless_models_are_listed() -> None:
+    assert refuse_unlisted("whatever", ()) is None
+    assert refuse_unlisted("", ("tiny",)) is None
+
+
+def test_a_listed_model_is_served_and_no_other() -> None:
+    assert refuse_unlisted("lora-a", ("tiny", "lora-a")) is None
+    assert refuse_unlisted("Tiny", ("tiny", "lora-a")) == (
+        "The model `Tiny` does not exist. Valid aliases: tiny, lora-a."
+    )
+
+
+def test_a_long_name_is_not_repeated_whole() -> None:
+    refusal = refuse_unlisted("x" * 10_000, ("tiny",))
+    assert refusal is not None
+    assert len(refusal) < 300
 
 
 async def known(site: "Site") -> None:

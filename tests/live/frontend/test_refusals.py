@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.live.frontend.refusals import outcome_of
+from balanceroute.proxy.live.frontend.refusals import BURST, PER_S, outcome_of
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.live.telemetry.refused_log import BURST, PER_S
 from balanceroute.proxy.live.telemetry.request_log import line_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
-from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
@@ -101,7 +100,7 @@ def test_the_defaults_are_these() -> None:
         pass_priority=False,
     )
     assert config.health == HealthSettings(2.0, 2.0, quarantine_failures=3)
-    assert config.scrape.scrape_interval_s == {Role.PREFILL: 1.0, Role.DECODE: 1.0}
+    assert config.scrape.scrape_interval_s == 1.0
     assert config.scrape.scrape_timeout_s == 1.0
     assert config.times.drain_timeout_s == 120.0
     assert config.log == LogSettings()
@@ -302,7 +301,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         bypass_slots=1,
         paper=True,
     )
-    assert config.scheduler_config(ranks=3) == SchedulerConfig(
+    assert config.scheduler_config(ranks=3, prefillers=len(config.prefillers)) == SchedulerConfig(
         ranks=3,
         batch_limit=16,
         rank_kv_tokens=100_000,
@@ -331,7 +330,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         pass_priority=True,
     )
     assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
-    assert config.scrape.scrape_interval_s == {Role.PREFILL: 4.0, Role.DECODE: 4.0}
+    assert config.scrape.scrape_interval_s == 4.0
     assert config.scrape.scrape_timeout_s == 4.25
 
 
@@ -690,11 +689,11 @@ def test_an_entry_goes_first_before_its_lease_runs_out(
 def test_the_pool_is_shallow_but_feeds_every_rank_and_prefiller(
     flags: dict[str, object], ranks: int, limit: int
 ) -> None:
-    assert of_flags(**flags).scheduler_config(ranks).pool_limit == limit
+    assert of_flags(**flags).scheduler_config(ranks, prefillers=1).pool_limit == limit
 
 
 def test_never_is_none_for_the_scheduler() -> None:
-    config = of_flags(pool_ttl_s=inf, pool_deadline_s=inf).scheduler_config(1)
+    config = of_flags(pool_ttl_s=inf, pool_deadline_s=inf).scheduler_config(1, 1)
     assert (config.ttl_ns, config.deadline_ns) == (None, None)
 
 

@@ -15,10 +15,9 @@ from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.decision_metrics import MAX_STAGES
-from balanceroute.proxy.live.telemetry.histogram import Histogram
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.live.telemetry.registry import MAX_REASONS
+from balanceroute.proxy.live.telemetry.registry import MAX_REASONS, Histogram
 from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import PrefillerState, RankState, Snapshot
