@@ -131,10 +131,7 @@ class Scheduler:
         return self._holdings.emitted(self._get(number))
 
     def free_slots(self) -> "NDArray[np.int64]":
-        """Return the free slots, int64[G], of open and closed ranks.
-
-        If the policy has no limit, these are the free slots of the batch.
-        """
+        """Return the free slots, int64[G], of open and closed ranks; without a limit, of the batch."""
         return free_slots_of(self.ledger, self.config, self.policy.slots_beyond_batch or 0)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
@@ -185,10 +182,12 @@ class Scheduler:
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
 
-        That is when a request's time to live or KV lease ends. It may be in the past. Deadlines in
-        the pool do not count: they only decide which entry goes first once there is room.
+        That is when a time to live, a KV lease or a policy's hold ends. It may be in the past.
+        Deadlines in the pool do not count: they only decide which entry goes first once there is room.
         """
-        ends_ns = self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns()
+        ends_ns = [self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns()]
+        if len(self.pool):
+            ends_ns.append(self.policy.next_decision_ns)
         return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:

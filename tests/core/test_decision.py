@@ -19,6 +19,7 @@ from balanceroute.proxy.core.events import (
     RankClosed,
     RankId,
     RequestArrived,
+    RequestCancelled,
     RequestFinished,
     RequestId,
     StepCompleted,
@@ -53,8 +54,9 @@ class Scripted:
     projection = None
     slots_beyond_batch = 0
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, next_decision_ns: int | None = None) -> None:
         self._choose = choose
+        self.next_decision_ns = next_decision_ns
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         chosen: list[Assignment] = self._choose(fleet, pool)
@@ -177,6 +179,15 @@ def test_what_a_choice_took_comes_back_with_its_timers() -> None:
     assert pool_of_one(Tick()) == []
     assert [entry.request for entry in scheduler.pool.overdue(5)] == [0, 1, 2]
     assert scheduler.next_deadline_ns() == 10
+
+
+def test_a_policy_says_when_it_decides_again() -> None:
+    seat = Seat(Scripted(lambda _fleet, _pool: [], next_decision_ns=50))
+    assert seat.scheduler.next_deadline_ns() is None
+    seat.pool(10)
+    assert seat.scheduler.next_deadline_ns() == 50
+    seat(RequestCancelled(RequestId(0)))
+    assert seat.scheduler.next_deadline_ns() is None
 
 
 def test_expiries_are_told_though_the_policy_fails() -> None:

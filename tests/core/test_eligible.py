@@ -102,6 +102,7 @@ def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
     class Wrong:
         slots_beyond_batch = 0
         projection = None
+        next_decision_ns = None
 
         def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
             pool.admit(A)

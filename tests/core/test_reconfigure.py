@@ -254,6 +254,10 @@ class Rehearsed:
     def projection(self) -> "Projection | None":
         return None if self._then is None else self._then.projection
 
+    @property
+    def next_decision_ns(self) -> int | None:
+        return None if self._then is None else self._then.next_decision_ns
+
     def dispatch(self, fleet: Fleet, pool: "Pool", now_ns: int) -> list[Assignment]:
         if self.rehearsing:
             entries = [entry for entry in pool if entry.request % 3]

@@ -186,6 +186,7 @@ class Scripted:
 
     slots_beyond_batch = 0
     projection = None
+    next_decision_ns = None
 
     def __init__(self, rank: RankId) -> None:
         self.seen: list[list[int]] = []

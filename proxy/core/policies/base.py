@@ -128,6 +128,14 @@ class Policy(Protocol):
         """The projection that the ledger keeps up to date for this policy, if it needs one."""
         ...
 
+    @property
+    def next_decision_ns(self) -> int | None:
+        """When to decide again if nothing happens before, as of the last `dispatch`; None for never.
+
+        For an entry that is held although it could be admitted: a `Tick` at this time ends its hold.
+        """
+        ...
+
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Return the admissions to make now, and take each admitted entry out of `pool`.
 
@@ -146,6 +154,7 @@ class OldestFirst:
     """
 
     projection = None
+    next_decision_ns = None
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class LeastCharged:
     """
 
     projection = None
+    next_decision_ns = None
     slots_beyond_batch = None
 
     def __init__(

@@ -76,6 +76,7 @@ class TwoStage:
     """
 
     slots_beyond_batch = 0
+    next_decision_ns = None
 
     def __init__(
         self,

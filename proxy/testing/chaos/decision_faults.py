@@ -145,6 +145,11 @@ class FaultyPolicy:
         """See `Policy`."""
         return self._inner.projection
 
+    @property
+    def next_decision_ns(self) -> int | None:
+        """See `Policy`."""
+        return self._inner.next_decision_ns
+
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Answer well or not."""
         fault = self._faults.due(predictor=False)
