@@ -274,8 +274,8 @@ class Trial:
         counters["misreads"] += stats["misreads"]
         counters["decision faults"] += world.decision_faults.made.total()
         report.virtual_s = self._loop.time() - self._begin_s
-        network = self._loop.network
-        world.journal.write("network", network.bytes_sent, network.bytes_delivered)
+        traffic = self._loop.network.traffic
+        world.journal.write("network", traffic.bytes_sent, traffic.bytes_delivered)
         world.journal.write("callbacks", self._loop.callbacks_run)
         for violation in report.violations:
             world.journal.write("VIOLATION", violation)

@@ -1,14 +1,12 @@
 """The two ends of one in-memory connection and the pipes between them."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from balanceroute.proxy.testing.virtual.address import Address
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.pipe import Pipe
+from balanceroute.proxy.testing.virtual.traffic import Traffic
 from balanceroute.proxy.testing.virtual.transport import MemoryTransport
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.testing.virtual.network import Network
 
 
 class Connection:
@@ -24,46 +22,59 @@ class Connection:
         download: From server to client.
     """
 
-    __slots__ = ("client", "dialled", "download", "listening", "number", "server", "upload")
+    __slots__ = (
+        "_forget",
+        "client",
+        "dialled",
+        "download",
+        "listening",
+        "number",
+        "server",
+        "upload",
+    )
 
     def __init__(
         self,
-        network: "Network",
+        traffic: Traffic,
         link: Link,
         *,
         number: int,
         local: Address,
         dialled: Address,
         listening: Address,
+        forget: Callable[["Connection"], None],
     ) -> None:
+        self._forget = forget  # Called once both ends are shut.
         self.number = number
         self.dialled = dialled
         self.listening = listening
         self.upload = Pipe(
-            network,
+            traffic,
             self,
             link,
             reset_after=link.reset_after_upload_bytes,
             stall_after=link.stall_after_upload_bytes,
         )
         self.download = Pipe(
-            network,
+            traffic,
             self,
             link,
             reset_after=link.reset_after_download_bytes,
             stall_after=link.stall_after_download_bytes,
         )
         self.client = MemoryTransport(
-            network,
+            traffic,
             self,
+            "client",
             incoming=self.download,
             outgoing=self.upload,
             sockname=local,
             peername=dialled,
         )
         self.server = MemoryTransport(
-            network,
+            traffic,
             self,
+            "server",
             incoming=self.upload,
             outgoing=self.download,
             sockname=dialled,
@@ -78,6 +89,11 @@ class Connection:
         """Reset both ends; of what is on its way, a tail of drawn length is lost."""
         self.upload.reset(lose=True)
         self.download.reset(lose=True)
+
+    def end_shut(self) -> None:
+        """Note that one end was shut."""
+        if self.client.is_shut and self.server.is_shut:
+            self._forget(self)
 
     def kill(self) -> None:
         """Reset both ends, the accepting one at once: its host is gone. Ends a black hole."""

@@ -18,13 +18,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.testing.virtual.address import resolve
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.testing.virtual.network import Network
-    from balanceroute.proxy.testing.virtual.server import VirtualServer
+from balanceroute.proxy.testing.virtual.network import Network
+from balanceroute.proxy.testing.virtual.server import VirtualServer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -344,15 +342,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return [(found, type or socket.SOCK_STREAM, socket.IPPROTO_TCP, "", sockaddr)]
 
     @property
-    def network(self) -> "Network":
+    def network(self) -> Network:
         """What create_server and create_connection work on."""
         if self._network is None:
-            raise RuntimeError("this virtual loop has no network: make a Network(loop, ...)")
+            raise RuntimeError("this virtual loop has no network: attach(Network(loop, ...))")
         return self._network
 
-    def attach(self, network: "Network") -> None:
-        """Take a network; Network(loop, ...) calls this."""
+    def attach(self, network: Network) -> None:
+        """Take a network, which works on this loop."""
         assert self._network is None, "the loop has a network"
+        assert network.loop is self, "the network is on another loop"
         self._network = network
 
     async def create_connection(  # type: ignore[override]
@@ -403,7 +402,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ssl_handshake_timeout: float | None = None,
         ssl_shutdown_timeout: float | None = None,
         start_serving: bool = True,
-    ) -> "VirtualServer":
+    ) -> VirtualServer:
         """Listen on the in-memory network; port 0 takes the next free port from 20000 on.
 
         Raises:

@@ -9,14 +9,14 @@ import errno
 import random
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from balanceroute.proxy.testing.virtual.address import Address, resolve
 from balanceroute.proxy.testing.virtual.connection import Connection
 from balanceroute.proxy.testing.virtual.link import Connect, Link
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.server import VirtualServer
-from balanceroute.proxy.testing.virtual.transport import MemoryTransport, streaming
+from balanceroute.proxy.testing.virtual.traffic import Traffic
+from balanceroute.proxy.testing.virtual.transport import streaming
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -34,64 +34,33 @@ class Outage(Enum):
     SILENT = "silent"
 
 
-class NetworkEvent(NamedTuple):
-    """One line of the journal.
-
-    Attributes:
-        time_s: Virtual time.
-        kind: connect, accept, refused, unreachable, bytes, eof, reset or closed.
-        connection: Its number; 0 for a connect that failed.
-        end: "client" or "server": who noticed.
-        num_bytes: Bytes delivered, or 0.
-    """
-
-    time_s: float
-    kind: str
-    connection: int
-    end: str
-    num_bytes: int
-
-
 class Network:
     """The network of one loop.
 
     Attributes:
-        rng: Draws delays, splits and losses; nothing else does.
-        abort_resets: Whether abort() sends a reset, as with SO_LINGER 0. False is what Linux does
-            by default: a FIN, unless bytes that arrived were not read.
-        open_connections: Ends of connections that have a protocol and are not lost: a connection
-            open at both ends counts two.
-        bytes_sent: Bytes taken from writers.
-        bytes_delivered: Bytes given to readers.
-        journal: What happened, if asked for.
+        traffic: What its connections share: the counters and the journal too.
     """
 
     def __init__(
         self,
-        loop: VirtualLoop,
+        loop: asyncio.AbstractEventLoop,
         rng: random.Random,
         *,
         link: Link | None = None,
         abort_resets: bool = True,
         journal: bool = False,
     ) -> None:
-        """Attach a network to a loop.
+        """Make a network; `VirtualLoop.attach` takes it.
 
         Args:
-            loop: The loop, which has none yet.
+            loop: The loop.
             rng: Seeded by the caller.
             link: Of every connection that no rule covers.
-            abort_resets: See the attribute.
+            abort_resets: See `Traffic`.
             journal: Whether to keep one.
         """
-        loop.attach(self)
         self.loop = loop
-        self.rng = rng
-        self.abort_resets = abort_resets
-        self.open_connections = 0
-        self.bytes_sent = 0
-        self.bytes_delivered = 0
-        self.journal: list[NetworkEvent] | None = [] if journal else None
+        self.traffic = Traffic(loop, rng, abort_resets=abort_resets, journal=journal)
         self._link = link or Link()
         self._listeners: dict[Address, VirtualServer] = {}
         self._rules: dict[Address, Link | Callable[[], Link]] = {}
@@ -175,15 +144,10 @@ class Network:
                     f"error while attempting to bind on address {address!r}: address already in use"
                 )
                 raise OSError(errno.EADDRINUSE, msg)
-        server = VirtualServer(self, factory, addresses)
+        server = VirtualServer(self.loop, factory, addresses, unlisten=self._unlisten)
         for address in addresses:
             self._listeners[address] = server
         return server
-
-    def unlisten(self, server: VirtualServer) -> None:
-        """Unbind."""
-        for address in server.addresses:
-            del self._listeners[address]
 
     async def connect(
         self,
@@ -208,15 +172,16 @@ class Network:
         stream = streaming(protocol)
         self._connected += 1
         connection = Connection(
-            self,
+            self.traffic,
             link,
             number=self._connected,
             local=self._local(local_addr, dialled),
             dialled=dialled,
             listening=bound,
+            forget=self._forget,
         )
         self._connections[connection.number] = connection
-        self.record("connect", connection, 0, to=connection.client)
+        self.traffic.record("connect", connection.number, "client")
         waiter: asyncio.Future[None] = self.loop.create_future()
         connection.client.start(stream, waiter=waiter)
         self.loop.call_later(link.latency_s, self._accept, connection, server)
@@ -231,7 +196,7 @@ class Network:
         """Wait for the answer to a SYN; return the bound address that gave it."""
         round_trip_s = 2 * link.latency_s
         if link.jitter_s:
-            round_trip_s += self.rng.uniform(0.0, link.jitter_s)
+            round_trip_s += self.traffic.rng.uniform(0.0, link.jitter_s)
         for wait_s in SYN_WAITS_S:
             await asyncio.sleep(round_trip_s)
             bound = self._bound(dialled)
@@ -240,12 +205,12 @@ class Network:
                 await asyncio.sleep(max(0.0, wait_s - round_trip_s))
                 continue
             if bound is None or outage is Outage.KILLED or link.connect is Connect.REFUSE:
-                self._record_failure("refused")
+                self.traffic.record("refused", 0, "client")
                 raise ConnectionRefusedError(
                     errno.ECONNREFUSED, f"Connect call failed {dialled!r} on the virtual network"
                 )
             return bound
-        self._record_failure("unreachable")
+        self.traffic.record("unreachable", 0, "client")
         raise TimeoutError(errno.ETIMEDOUT, f"no answer from {dialled!r} on the virtual network")
 
     def _accept(self, connection: Connection, server: VirtualServer) -> None:
@@ -271,7 +236,7 @@ class Network:
             connection.server.discard()
             connection.download.reset(lose=True)
             return
-        self.record("accept", connection, 0, to=connection.server)
+        self.traffic.record("accept", connection.number, "server")
         connection.server.start(protocol, server=server)
 
     def _link_to(self, dialled: Address) -> Link:
@@ -304,33 +269,9 @@ class Network:
                 return port
         raise OSError(errno.EADDRINUSE, "no listening port is free on the virtual network")
 
-    # Bookkeeping, called by the transports and pipes
+    def _unlisten(self, server: VirtualServer) -> None:
+        for address in server.addresses:
+            del self._listeners[address]
 
-    def opened(self) -> None:
-        """Count an end that was given its protocol."""
-        self.open_connections += 1
-
-    def closed(self, connection: Connection, end: MemoryTransport) -> None:
-        """Count an end that was lost."""
-        self.open_connections -= 1
-        self.record("closed", connection, 0, to=end)
-        self.forget_if_over(connection)
-
-    def forget_if_over(self, connection: Connection) -> None:
-        """Drop a connection that is closed at both ends."""
-        if connection.client.is_shut and connection.server.is_shut:
-            self._connections.pop(connection.number, None)
-
-    def record(
-        self, kind: str, connection: Connection, num_bytes: int, *, to: MemoryTransport
-    ) -> None:
-        """Write a line of the journal, if there is one."""
-        if self.journal is not None:
-            end = "client" if to is connection.client else "server"
-            self.journal.append(
-                NetworkEvent(self.loop.time(), kind, connection.number, end, num_bytes)
-            )
-
-    def _record_failure(self, kind: str) -> None:
-        if self.journal is not None:
-            self.journal.append(NetworkEvent(self.loop.time(), kind, 0, "client", 0))
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection.number, None)

@@ -6,18 +6,75 @@ returns it. A reset travels beside the queue, because it is felt by a writer who
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.traffic import Traffic
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.testing.virtual.connection import Connection
-    from balanceroute.proxy.testing.virtual.link import Link
-    from balanceroute.proxy.testing.virtual.network import Network
-    from balanceroute.proxy.testing.virtual.transport import MemoryTransport
-
 READ_BYTES = 256 * 1024  # The most that asyncio reads at once.
 FIN = b""
+
+
+class Source(Protocol):
+    """The end that writes to a pipe."""
+
+    def get_write_buffer_size(self) -> int:
+        """Return how many bytes wait for the window."""
+
+    def flush(self) -> None:
+        """Write from the buffer what the window now takes."""
+
+
+class Target(Protocol):
+    """The end that reads from a pipe.
+
+    Attributes:
+        name: "client" or "server".
+        is_shut: The socket is closed.
+        was_reset: The peer's reset has arrived.
+    """
+
+    name: str
+    is_shut: bool
+    was_reset: bool
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether a read is wanted."""
+
+    def look(self) -> None:
+        """Read what has arrived, or notice a reset behind it."""
+
+    def receive(self, segment: bytes) -> None:
+        """Give the protocol bytes."""
+
+    def receive_eof(self) -> None:
+        """Tell the protocol of the peer's FIN."""
+
+    def receive_reset(self) -> None:
+        """Take the peer's reset."""
+
+
+class Duplex(Protocol):
+    """The connection that a pipe is one direction of.
+
+    Attributes:
+        number: Counts connections from 1.
+    """
+
+    number: int
+
+    def opposite(self, pipe: "Pipe") -> "Pipe":
+        """Return the other direction."""
+
+    def reset(self) -> None:
+        """Reset both ends."""
+
+    def end_shut(self) -> None:
+        """Note that one end was shut."""
 
 
 class Pipe:
@@ -35,7 +92,6 @@ class Pipe:
         "_line_free_s",
         "_link",
         "_loop",
-        "_network",
         "_newest_due_s",
         "_outstanding",
         "_queue",
@@ -45,6 +101,7 @@ class Pipe:
         "_stall_after",
         "_stalled_until_s",
         "_timer",
+        "_traffic",
         "_window_timer",
         "delivered",
         "is_reset",
@@ -52,20 +109,20 @@ class Pipe:
         "target",
     )
 
-    source: "MemoryTransport"
-    target: "MemoryTransport"
+    source: Source
+    target: Target
 
     def __init__(
         self,
-        network: "Network",
-        connection: "Connection",
-        link: "Link",
+        traffic: Traffic,
+        connection: Duplex,
+        link: Link,
         *,
         reset_after: int | None,
         stall_after: int | None,
     ) -> None:
-        self._network = network
-        self._loop = network.loop
+        self._traffic = traffic
+        self._loop = traffic.loop
         self._connection = connection
         self._link = link
         self._reset_after = reset_after
@@ -97,7 +154,7 @@ class Pipe:
                 return 0
             segment = segment[:room]
         size = len(segment)
-        self._network.bytes_sent += size
+        self._traffic.bytes_sent += size
         if self.is_reset:
             return size
         self._outstanding += size
@@ -111,7 +168,7 @@ class Pipe:
     def _send_split(self, segment: bytes, most: int) -> None:
         at = 0
         while at < len(segment):
-            piece = segment[at : at + self._network.rng.randint(1, most)]
+            piece = segment[at : at + self._traffic.rng.randint(1, most)]
             self._queue.append((self._due(len(piece)), piece))
             at += len(piece)
 
@@ -127,7 +184,7 @@ class Pipe:
             return
         self.is_reset = True
         if lose:
-            self._keep(self._network.rng.randint(0, len(self._queue)))
+            self._keep(self._traffic.rng.randint(0, len(self._queue)))
         self._reset_due_s = self._due(0)
         self._loop.call_at(self._reset_due_s, self._reset_arrives)
 
@@ -149,7 +206,7 @@ class Pipe:
             self._line_free_s = leaves_s
         due_s = leaves_s + link.latency_s
         if link.jitter_s:
-            due_s += self._network.rng.uniform(0.0, link.jitter_s)
+            due_s += self._traffic.rng.uniform(0.0, link.jitter_s)
         if link.coalesce_s:
             due_s = math.ceil(due_s / link.coalesce_s) * link.coalesce_s
         self._newest_due_s = due_s = max(due_s, self._newest_due_s)
@@ -221,13 +278,13 @@ class Pipe:
             return
         if self._queue[0][1] == FIN:
             self._queue.popleft()
-            self._network.record("eof", self._connection, 0, to=self.target)
+            self._record("eof")
             self.target.receive_eof()
         else:
             segment = self._take()
             self.arm()
             self._open_window()
-            self._network.record("bytes", self._connection, len(segment), to=self.target)
+            self._record("bytes", len(segment))
             self.target.receive(segment)
             self._fault()
         if not self._queue and self.target.was_reset:
@@ -251,7 +308,7 @@ class Pipe:
         segment = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._outstanding -= len(segment)
         self.delivered += len(segment)
-        self._network.bytes_delivered += len(segment)
+        self._traffic.bytes_delivered += len(segment)
         return segment
 
     def _fault(self) -> bool:
@@ -276,7 +333,7 @@ class Pipe:
         if self._blocked or self._reset_due_s is None:
             return
         self._reset_due_s = None
-        self._network.record("reset", self._connection, 0, to=self.target)
+        self._record("reset")
         self.target.receive_reset()
 
     def _open_window(self) -> None:
@@ -288,3 +345,6 @@ class Pipe:
         self._window_timer = None
         if not self._silent:
             self.source.flush()
+
+    def _record(self, kind: str, num_bytes: int = 0) -> None:
+        self._traffic.record(kind, self._connection.number, self.target.name, num_bytes)

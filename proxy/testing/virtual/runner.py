@@ -42,7 +42,7 @@ def run(
         seed: Of the network's generator.
         link: Of every connection that no rule covers.
         abort_resets: See Network.
-        journal: Whether loop.network.journal is kept.
+        journal: Whether loop.network.traffic.journal is kept.
         start_s: See VirtualLoop.
         limit_s: See VirtualLoop; virtual seconds.
         settle_s: Virtual seconds.
@@ -63,6 +63,7 @@ def run(
         network = Network(
             loop, random.Random(seed), link=link, abort_resets=abort_resets, journal=journal
         )
+        loop.attach(network)
         try:
             try:
                 value = loop.run_until_complete(main(loop))

@@ -2,13 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-    from balanceroute.proxy.testing.virtual.network import Network
 
 
 class VirtualServer(asyncio.Server):
@@ -20,11 +16,14 @@ class VirtualServer(asyncio.Server):
 
     def __init__(
         self,
-        network: "Network",
+        loop: asyncio.AbstractEventLoop,
         factory: Callable[[], asyncio.BaseProtocol],
         addresses: list[Address],
+        *,
+        unlisten: Callable[["VirtualServer"], None],
     ) -> None:
-        self._network = network
+        self._loop = loop
+        self._unlisten = unlisten
         self.addresses = addresses
         self.factory = factory
         self._bound = True
@@ -42,9 +41,9 @@ class VirtualServer(asyncio.Server):
         self._connections -= 1
         self._wake_if_over()
 
-    def get_loop(self) -> "VirtualLoop":
+    def get_loop(self) -> asyncio.AbstractEventLoop:
         """Return the loop."""
-        return self._network.loop
+        return self._loop
 
     def is_serving(self) -> bool:
         """Return whether connections are accepted."""
@@ -69,7 +68,7 @@ class VirtualServer(asyncio.Server):
         if self._serving_forever is not None:
             raise RuntimeError(f"server {self!r} is already being awaited on serve_forever()")
         await self.start_serving()
-        self._serving_forever = self.get_loop().create_future()
+        self._serving_forever = self._loop.create_future()
         try:
             await self._serving_forever
         except asyncio.CancelledError:
@@ -84,7 +83,7 @@ class VirtualServer(asyncio.Server):
         if not self._bound:
             return
         self._bound = self._accepting = False
-        self._network.unlisten(self)
+        self._unlisten(self)
         if self._serving_forever is not None and not self._serving_forever.done():
             self._serving_forever.cancel()
         self._wake_if_over()
@@ -92,7 +91,7 @@ class VirtualServer(asyncio.Server):
     async def wait_closed(self) -> None:
         """Wait until close() was called and the last accepted connection is lost."""
         if self._bound or self._connections:
-            waiter = self.get_loop().create_future()
+            waiter = self._loop.create_future()
             self._closed.append(waiter)
             await waiter
 

@@ -6,17 +6,14 @@ pair of pipes.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
-from balanceroute.proxy.testing.virtual.pipe import Pipe
+from balanceroute.proxy.testing.virtual.pipe import Duplex, Pipe
+from balanceroute.proxy.testing.virtual.server import VirtualServer
+from balanceroute.proxy.testing.virtual.traffic import Traffic
+from balanceroute.proxy.testing.virtual.write_buffer import WriteBuffer
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.testing.virtual.connection import Connection
-    from balanceroute.proxy.testing.virtual.network import Network
-    from balanceroute.proxy.testing.virtual.server import VirtualServer
-
-HIGH_WATER_BYTES = 64 * 1024  # asyncio's default; the low one is a quarter of the high one.
 DETACHED = asyncio.Protocol()  # The protocol of a transport before its start and after its end.
 
 
@@ -35,6 +32,7 @@ class MemoryTransport(asyncio.Transport):
     """See asyncio.Transport for the public methods.
 
     Attributes:
+        name: "client" or "server".
         is_shut: The socket is closed: connection_lost was called.
         was_reset: The peer's reset has arrived.
     """
@@ -47,26 +45,25 @@ class MemoryTransport(asyncio.Transport):
         "_eof_received",
         "_eof_written",
         "_fin_sent",
-        "_high",
         "_incoming",
         "_loop",
         "_losing",
-        "_low",
-        "_network",
         "_outgoing",
         "_paused",
         "_protocol",
         "_reading",
         "_server",
-        "_writing_paused",
+        "_traffic",
         "is_shut",
+        "name",
         "was_reset",
     )
 
     def __init__(
         self,
-        network: "Network",
-        connection: "Connection",
+        traffic: Traffic,
+        connection: Duplex,
+        name: str,
         *,
         incoming: Pipe,
         outgoing: Pipe,
@@ -80,8 +77,9 @@ class MemoryTransport(asyncio.Transport):
                 "socket": VirtualSocket(sockname, peername),
             }
         )
-        self._network = network
-        self._loop = network.loop
+        self.name = name
+        self._traffic = traffic
+        self._loop = traffic.loop
         self._connection = connection
         self._incoming = incoming
         self._outgoing = outgoing
@@ -89,10 +87,7 @@ class MemoryTransport(asyncio.Transport):
         outgoing.source = self
         self._protocol: asyncio.Protocol = DETACHED
         self._server: VirtualServer | None = None
-        self._buffer = bytearray()
-        self._high = HIGH_WATER_BYTES
-        self._low = HIGH_WATER_BYTES // 4
-        self._writing_paused = False
+        self._buffer = WriteBuffer()
         self._reading = False  # connection_made was called.
         self._paused = False
         self._closing = False
@@ -116,7 +111,7 @@ class MemoryTransport(asyncio.Transport):
         self,
         protocol: asyncio.Protocol,
         *,
-        server: "VirtualServer | None" = None,
+        server: VirtualServer | None = None,
         waiter: asyncio.Future[None] | None = None,
     ) -> None:
         """Hand the connection to its protocol, then to the one who waits for that."""
@@ -124,7 +119,7 @@ class MemoryTransport(asyncio.Transport):
         self._server = server
         if server is not None:
             server.attach()
-        self._network.opened()
+        self._traffic.open_connections += 1
         self._loop.call_soon(self._protocol.connection_made, self)
         self._loop.call_soon(self._begin_reading)
         if waiter is not None:
@@ -134,7 +129,7 @@ class MemoryTransport(asyncio.Transport):
         """Shut an end that no protocol was ever given."""
         self._closing = self._losing = self.is_shut = True
         self._incoming.shut()
-        self._network.forget_if_over(self._connection)
+        self._connection.end_shut()
 
     # Protocol and state
 
@@ -249,15 +244,14 @@ class MemoryTransport(asyncio.Transport):
             if sent == len(segment):
                 return
             segment = segment[sent:]
-        self._buffer += segment
+        self._buffer.add(segment)
         self._maybe_pause()
 
     def flush(self) -> None:
         """Write from the buffer what the window now takes."""
         if self._losing or not self._buffer:
             return
-        piece = bytes(memoryview(self._buffer)[: max(self._outgoing.room, 0)])
-        del self._buffer[: self._outgoing.send(piece)]
+        self._buffer.drop(self._outgoing.send(self._buffer.first(self._outgoing.room)))
         self._maybe_resume()  # May write, close or abort.
         if self._buffer or self._losing:
             return
@@ -290,27 +284,19 @@ class MemoryTransport(asyncio.Transport):
 
     def get_write_buffer_limits(self) -> tuple[int, int]:
         """Return (low, high), in bytes."""
-        return self._low, self._high
+        return self._buffer.low, self._buffer.high
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Set when the protocol is told to pause and to resume writing, in bytes."""
-        if high is None:
-            high = HIGH_WATER_BYTES if low is None else 4 * low
-        if low is None:
-            low = high // 4
-        if not high >= low >= 0:
-            raise ValueError(f"high ({high!r}) must be >= low ({low!r}) must be >= 0")
-        self._high, self._low = high, low
+        self._buffer.set_limits(high, low)
         self._maybe_pause()
 
     def _maybe_pause(self) -> None:
-        if len(self._buffer) > self._high and not self._writing_paused:
-            self._writing_paused = True
+        if self._buffer.pauses():
             self._tell(self._protocol.pause_writing)
 
     def _maybe_resume(self) -> None:
-        if self._writing_paused and len(self._buffer) <= self._low:
-            self._writing_paused = False
+        if self._buffer.resumes():
             self._tell(self._protocol.resume_writing)
 
     def _tell(self, callback: Any) -> None:
@@ -333,7 +319,7 @@ class MemoryTransport(asyncio.Transport):
             self._loop.call_soon(self._lose, None)
 
     def abort(self) -> None:
-        """Close at once and drop the buffer; see Network.abort_resets for what the peer sees."""
+        """Close at once and drop the buffer; see Traffic.abort_resets for what the peer sees."""
         self._aborted = self._aborted or not self._losing
         self._force_close(None)
 
@@ -370,13 +356,15 @@ class MemoryTransport(asyncio.Transport):
             if self._server is not None:
                 self._server.detach()
                 self._server = None
-            self._network.closed(self._connection, self)
+            self._traffic.open_connections -= 1
+            self._traffic.record("closed", self._connection.number, self.name)
+            self._connection.end_shut()
 
     def _close_socket(self) -> None:
         """Tell the peer, as Linux's close() would."""
         self.is_shut = True
         if not self.was_reset:
-            if self._aborted and self._network.abort_resets:
+            if self._aborted and self._traffic.abort_resets:
                 self._outgoing.reset(lose=True)
             elif self._incoming.has_unread:
                 # RFC 2525 section 2.17: closing with unread bytes resets.

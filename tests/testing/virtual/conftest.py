@@ -29,7 +29,7 @@ def on_a_pair() -> Callable[..., None]:
             await body(loop, client, server)
             listener.close()
             await listener.wait_closed()
-            assert loop.network.open_connections == 0
+            assert loop.network.traffic.open_connections == 0
             assert loop.network.connections() == []
 
         run(main, seed=seed, link=link, **options)

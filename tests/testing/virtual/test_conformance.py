@@ -1,7 +1,7 @@
 """The same scenarios on asyncio over loopback sockets and on the virtual loop: equal callbacks.
 
-Each scenario returns what both ends' protocols were called with. `network.abort_resets` is off,
-since a real abort() does not set SO_LINGER.
+Each scenario returns what both ends' protocols were called with. `Traffic.abort_resets` is off, since
+a real abort() does not set SO_LINGER.
 """
 
 import asyncio

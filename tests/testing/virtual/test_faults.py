@@ -172,7 +172,7 @@ def test_a_half_open_connection_stays_so_for_ever(listen: Listen) -> None:
         client.transport.write(b"to whom?")
         await asyncio.sleep(86_400.0)
         assert client.calls == ["made"]
-        assert loop.network.open_connections == 1
+        assert loop.network.traffic.open_connections == 1
         await client.until_lost()
 
     with pytest.raises(VirtualDeadlock, match="until_lost"):

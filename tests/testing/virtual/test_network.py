@@ -146,7 +146,7 @@ def test_the_window_bounds_what_a_paused_reader_is_owed(on_a_pair: OnAPair) -> N
         assert client.transport.get_write_buffer_size() == 501
         await asyncio.sleep(100.0)
         assert server.received == b""
-        assert loop.network.bytes_sent == 1000
+        assert loop.network.traffic.bytes_sent == 1000
         server.transport.resume_reading()
         await client.until_called("resume")
         await server.until(lambda end: len(end.received) == 1501)
@@ -365,14 +365,14 @@ def test_wait_closed_waits_for_the_accepted_connections() -> None:
 def test_connections_and_bytes_are_counted(on_a_pair: OnAPair) -> None:
     async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
         network = loop.network
-        assert network.open_connections == 2
+        assert network.traffic.open_connections == 2
         client.transport.write(b"12345")
-        assert (network.bytes_sent, network.bytes_delivered) == (5, 0)
+        assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 0)
         await server.until_called("data")
-        assert (network.bytes_sent, network.bytes_delivered) == (5, 5)
+        assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 5)
         client.transport.close()
         await server.until_called("eof")
-        assert network.open_connections == 1
+        assert network.traffic.open_connections == 1
         server.transport.close()
 
     on_a_pair(body)
@@ -386,7 +386,7 @@ def test_the_journal_tells_what_happened(on_a_pair: OnAPair) -> None:
         await server.until_called("eof")
         server.transport.close()
         await server.until_lost()
-        journal = loop.network.journal
+        journal = loop.network.traffic.journal
         assert journal is not None
         assert [event[1:] for event in journal] == [
             ("connect", 1, "client", 0),
@@ -417,6 +417,6 @@ def test_an_impossible_link_is_refused() -> None:
 def test_a_loop_has_one_network() -> None:
     async def main(loop: VirtualLoop) -> None:
         with pytest.raises(AssertionError, match="has a network"):
-            Network(loop, random.Random(1))
+            loop.attach(Network(loop, random.Random(1)))
 
     run(main, seed=1)

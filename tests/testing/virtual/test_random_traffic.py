@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.network import NetworkEvent
 from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
+from balanceroute.proxy.testing.virtual.traffic import NetworkEvent
 
 HOST = "10.0.0.1"
 PORTS = (8000, 8001)
@@ -167,7 +167,7 @@ def test_callbacks_keep_their_order_and_bytes_theirs_under_any_fault(seed: int) 
             check_calls(server)
             assert client.wrote.startswith(server.received)
             assert server.wrote.startswith(client.received)
-        assert loop.network.bytes_delivered <= loop.network.bytes_sent
+        assert loop.network.traffic.bytes_delivered <= loop.network.traffic.bytes_sent
 
     run(main, seed=seed)
 
@@ -215,8 +215,8 @@ def events(seed: int) -> list[NetworkEvent]:
 
     async def main(loop: VirtualLoop) -> list[NetworkEvent]:
         await traffic(loop, seed)
-        assert loop.network.journal is not None
-        return loop.network.journal
+        assert loop.network.traffic.journal is not None
+        return loop.network.traffic.journal
 
     return run(main, seed=seed, journal=True)
 
@@ -263,8 +263,8 @@ async def churn(loop: VirtualLoop, count: int) -> None:
 
     await asyncio.gather(*(exchange() for _ in range(100)))
     await asyncio.sleep(1.0)
-    assert loop.network.bytes_delivered == 2 * len(b"question") * count
-    assert loop.network.open_connections == 0
+    assert loop.network.traffic.bytes_delivered == 2 * len(b"question") * count
+    assert loop.network.traffic.open_connections == 0
     assert loop.network.connections() == []
     listener.close()
 
