@@ -16,20 +16,51 @@ import json
 import logging
 from dataclasses import asdict
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.emulate.engine import Engine
+from balanceroute.proxy.emulate.fault_board import FaultBoard
+from balanceroute.proxy.emulate.lengths import Lengths
 
 _LOG = logging.getLogger(__name__)
+
+
+class Fleet(Protocol):
+    """What the endpoints use of the fleet; see `EmulatedFleet`."""
+
+    faults: FaultBoard
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of the answers to named requests."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return the measurements."""
+        ...
+
+    def picture(self) -> list[list[int]]:
+        """Return the loads of the first steps."""
+        ...
+
+    def reset_stats(self) -> None:
+        """Reset all measurements."""
+        ...
+
+    def engine(self, name: object) -> Engine:
+        """Return an engine."""
+        ...
+
+    async def restore(self, engine: str | int) -> None:
+        """Restart a killed engine."""
+        ...
 
 
 class FleetControl:
     """Answers requests under `/emulation`."""
 
-    def __init__(self, fleet: "EmulatedFleet") -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -10,7 +10,6 @@ from balanceroute.proxy.emulate.engine_metrics import RankCounters, RankState
 from balanceroute.proxy.emulate.exchange import Exchange
 from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.hub import Hub
-from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.small_routes import VERSION
 from balanceroute.proxy.wire.http1.server import Application, Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
@@ -69,6 +68,7 @@ class Engine:
         role: Its identity and size.
         hub: What it shares with the others.
         begin: Makes the executor behind the server; called at each start of the engine.
+        routes: Makes what answers the server's requests; called once.
 
     Attributes:
         engine_id: New with each start.
@@ -79,7 +79,14 @@ class Engine:
         held: Requests that a fault keeps unprocessed.
     """
 
-    def __init__(self, role: EngineRole, hub: Hub, begin: "Callable[[Engine], Work]") -> None:
+    def __init__(
+        self,
+        role: EngineRole,
+        hub: Hub,
+        *,
+        begin: "Callable[[Engine], Work]",
+        routes: "Callable[[Engine], Application]",
+    ) -> None:
         self.role = role
         self.alive = False
         self.engine_id = ""
@@ -96,7 +103,7 @@ class Engine:
         self._begin = begin
         self._servers: list[Server] = []
         self._main: Server
-        self._routes = Routes(self, hub)
+        self._answer = routes(self)
 
     @property
     def name(self) -> str:
@@ -160,7 +167,7 @@ class Engine:
         Raises:
             OSError: The address cannot be bound.
         """
-        self._main = await self._serve(self._routes.answer, port)
+        self._main = await self._serve(self._answer, port)
         self.port = self._main.port
 
     def refuse(self) -> None:

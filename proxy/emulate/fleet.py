@@ -16,6 +16,7 @@ from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefiller import Prefiller
+from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
 from balanceroute.topologies import CONNECTORS
 
@@ -70,7 +71,7 @@ class EmulatedFleet:
             poster=self._poster,
             control=FleetControl(self),
         )
-        self.engines = [Engine(role, self._hub_of(role), self._begin) for role in self._roles()]
+        self.engines = [self._engine(role) for role in self._roles()]
         self._hub.sources.extend(self.engines[: settings.prefillers])
         self.faults = FaultBoard(self.engines)
         try:
@@ -208,6 +209,12 @@ class EmulatedFleet:
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()
         self._hub.book.misreads.clear()
+
+    def _engine(self, role: EngineRole) -> Engine:
+        hub = self._hub_of(role)
+        return Engine(
+            role, hub, begin=self._begin, routes=lambda engine: Routes(engine, hub).answer
+        )
 
     def _hub_of(self, role: EngineRole) -> Hub:
         """Return the hub for an engine, which may serve another model than the rest."""

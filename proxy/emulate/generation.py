@@ -14,6 +14,7 @@ from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice
 from balanceroute.proxy.emulate.completion_format import CompletionFormat
+from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import Exchange
 from balanceroute.proxy.emulate.faults import STATUSES
@@ -22,7 +23,6 @@ from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_erro
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.emulate.engine import Engine
     from balanceroute.proxy.emulate.hub import Hub
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
@@ -33,7 +33,7 @@ _KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
 class Generation:
     """Accepts generation requests for an engine, with its faults."""
 
-    def __init__(self, engine: "Engine", hub: "Hub") -> None:
+    def __init__(self, engine: Engine, hub: "Hub") -> None:
         self._engine = engine
         self._hub = hub
 

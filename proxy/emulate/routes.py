@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.emulate.answer import json_headers
 from balanceroute.proxy.emulate.api_error import ApiError, compact
+from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.engine_metrics import (
     CONTENT_TYPE,
     malformed_metrics,
@@ -22,7 +23,6 @@ from balanceroute.proxy.emulate.small_routes import (
 )
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.emulate.engine import Engine
     from balanceroute.proxy.emulate.hub import Hub
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -33,7 +33,7 @@ _EMULATION = b"/emulation/"
 class Routes:
     """Answers the requests of an engine's server."""
 
-    def __init__(self, engine: "Engine", hub: "Hub") -> None:
+    def __init__(self, engine: Engine, hub: "Hub") -> None:
         self._engine = engine
         self._hub = hub
         generation = Generation(engine, hub)
