@@ -2,13 +2,14 @@
 
     scripts/house.py
 
-A room is a package, or a module, with a row in `MAY_IMPORT`.
+A room is a package, or a module, with a row in `MAY_IMPORT`. It also prints which modules of a room
+import each other.
 """
 
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -198,6 +199,38 @@ def floors(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     return found
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Return what each module imports of the others, types included."""
+    sources = {module(path): path.read_text() for path in python_files(*TOP_LEVEL)}
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        # `from a import b` imports the module a.b, or something out of the module a.
+        imported = {
+            full if full in sources else full.rpartition(".")[0] for full in own_imports(source)
+        }
+        found[name] = (imported & sources.keys()) - {name}
+    return found
+
+
+def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or by way of others."""
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        ahead = list(graph[name])
+        seen = reached[name] = set()
+        while ahead:
+            other = ahead.pop()
+            if other not in seen:
+                seen.add(other)
+                ahead += graph.get(other, ())
+    groups = {
+        tuple(sorted(other for other in seen if name in reached[other]))
+        for name, seen in reached.items()
+        if name in seen
+    }
+    return sorted(list(group) for group in groups)
+
+
 def main() -> int:
     """Print the floors from the top, and return 1 if a rule is broken."""
     files = python_files(*TOP_LEVEL)
@@ -210,7 +243,10 @@ def main() -> int:
                 print(f"{height} {name}: {', '.join(f'{to} {n}' for to, n in below) or '-'}")
     except CycleError as error:
         broken.append(f"cycle: {' -> '.join(error.args[1])}")
-    print(f"{len(MAY_IMPORT)} rooms, {len(counts)} arrows", *broken, sep="\n")
+    print(f"{len(MAY_IMPORT)} rooms, {len(counts)} arrows")
+    for group in cycles(module_imports()):
+        print(f"import each other: {' '.join(group)}")
+    print(*broken, sep="\n", end="\n" if broken else "")
     return 1 if broken else 0
 
 

@@ -44,6 +44,21 @@ LARGE_CLASSES = {
     "Projection": (350, 24),
     "Scheduler": (354, 20),
 }
+# Modules of one room that import each other, types included; a group may only shrink.
+CYCLES = (
+    {"proxy.core.recount", "proxy.core.scheduler"},
+    {
+        "proxy.live.request.decode_attempt",
+        "proxy.live.request.hand_off",
+        "proxy.live.request.holding",
+        "proxy.live.request.lost_engines",
+        "proxy.live.request.prefill_attempt",
+        "proxy.live.request.recovery",
+        "proxy.live.request.session",
+        "proxy.live.request.session_host",
+    },
+    {"proxy.live.scheduling.driver", "proxy.live.scheduling.isolation"},
+)
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
@@ -105,6 +120,28 @@ def test_a_forbidden_import_is_found(name: str, source: str) -> None:
 def test_a_cycle_of_rooms_is_found() -> None:
     with pytest.raises(CycleError):
         house.floors([*house.arrows(), ("proxy.core", "proxy.cli")])
+
+
+def test_no_further_modules_import_each_other() -> None:
+    for group in house.cycles(house.module_imports()):
+        assert any(set(group) <= known for known in CYCLES), f"a cycle of imports: {group}"
+
+
+def test_cycles_of_modules_are_found() -> None:
+    graph = {
+        "a": ["b"],
+        "b": ["c"],
+        "c": ["b", "e"],
+        "d": ["a", "e"],
+        "e": ["c"],
+        "f": ["g"],
+        "g": "f",
+    }
+    assert house.cycles(graph) == [["b", "c", "e"], ["f", "g"]]
+    imported = house.module_imports()
+    # A name out of a module, and a module out of a package.
+    assert "proxy.core.config" in imported["proxy.core.scheduler"]
+    assert "proxy.emulate.faults" in imported["proxy.emulate.engine"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=relative)
