@@ -43,9 +43,11 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     stream_event stream_opening token_counts token_estimate transcript usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
-    holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay retry_budget
+    holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports
+    retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: driver isolation progress step_clock stranded tick_timer
+proxy.live.scheduling: decisions driver feedback isolation open_instances progress session_table
+    step_clock stranded sweep tick_timer
 proxy.live.security: credentials host_check tls
 proxy.live.settings: checks config configure declared engines reader setting
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line

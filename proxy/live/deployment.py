@@ -207,7 +207,7 @@ class Deployment:
         )
 
     def _on_stage(self, stage: str) -> None:
-        self.driver.stage_ended(stage)
+        self.driver.decisions.stage_ended(stage)
 
     def _reconfigure(self) -> None:
         self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())

@@ -109,7 +109,7 @@ class Proxy:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
         driver = self.deployment.driver
         driver.draining = True
-        if not driver.connector.facts.decode_first:
+        if not driver.context.connector.facts.decode_first:
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
         try:
@@ -212,8 +212,8 @@ class Proxy:
         if not config.engines.metaserver_url:
             scheme = "http" if self.tls is None else "https"
             own = EngineUrl(scheme, config.listening.host, self.server.port)
-            deployment.driver.connector = make_connector(
-                config.engines.connector, callback=own.base
+            deployment.driver.use_connector(
+                make_connector(config.engines.connector, callback=own.base)
             )
         if config.listening.admin:
             await self._listen_for_admin(page_of_metrics)

@@ -54,7 +54,7 @@ class LoadLog:
 
     def sample(self) -> bytes:
         """Return a line, with its newline. O(ranks + live requests)."""
-        self._driver.follow()
+        self._driver.decisions.follow()
         scheduler = self._driver.scheduler
         ledger = scheduler.ledger
         # Only the whole load is kept by rank. Few requests are on their way at a time.

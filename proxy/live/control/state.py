@@ -41,7 +41,7 @@ def take_snapshot(
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
     serving = driver.instances.serving()
-    now_s = driver.clock()
+    now_s = driver.context.clock()
     return Snapshot(
         policy=policy,
         predictor=predictor,
@@ -53,10 +53,10 @@ def take_snapshot(
         decoding=states.count(State.DECODING),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
         imbalance_tokens=imbalance_tokens(scheduler.ledger.loads[serving]) if serving else 0,
-        steps=driver.progress.steps.steps,
-        step_s=driver.progress.steps.step_s,
-        idle_tokens=driver.progress.idle_tokens,
-        capacity_tokens=driver.progress.capacity_tokens,
+        steps=driver.decisions.progress.steps.steps,
+        step_s=driver.decisions.progress.steps.step_s,
+        idle_tokens=driver.decisions.progress.idle_tokens,
+        capacity_tokens=driver.decisions.progress.capacity_tokens,
         client_connections=server.connections,
         rejected_connections=server.limit.rejected,
         evicted_connections=server.limit.evicted,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
 from balanceroute import __version__
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.live.engines.served_models import ServedModels
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
@@ -108,7 +107,11 @@ class Gateway:
         self._settings = settings
         self._unix_s = unix_s
         self.refusals = Refusals(
-            metrics=metrics, log=log, unique=driver.unique, clock=driver.clock, unix_s=unix_s
+            metrics=metrics,
+            log=log,
+            unique=driver.context.unique,
+            clock=driver.context.clock,
+            unix_s=unix_s,
         )
         self._bodies = BodyQueue()
         self.pass_through = pass_through
@@ -154,9 +157,9 @@ class Gateway:
             self._reject(request, reply, _BAD_REQUEST_ID)
             return
         record = RequestRecord(
-            given_id or self._driver.unique(),
+            given_id or self._driver.context.unique(),
             route.path,
-            round(self._driver.clock() * 1e9),
+            round(self._driver.context.clock() * 1e9),
             self._unix_s(),
             peer=request.peer,
             api_key_id=api_key_id(request.headers) if self._settings.api_keys else "",
@@ -240,7 +243,7 @@ class Gateway:
                 raise body
             refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
-            check_direct(shape, driver.legs.direct)
+            check_direct(shape, driver.context.legs.direct)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
@@ -308,8 +311,9 @@ class Gateway:
             return Rejection(413, f"the hand-off is over {_HAND_OFF_BYTES} bytes")
         return None
 
-    def _awaited(self, path: bytes) -> "HandOff | None":
-        return self._driver.hand_offs.get(
+    def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
+        """Return who takes what a decode rank posts there."""
+        return self._driver.context.hand_offs.get(
             path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
         )
 
@@ -325,7 +329,7 @@ class Gateway:
         if not isinstance(params, dict) or is_deep(params):
             self._reject(request, reply, _BAD_HAND_OFF)
         else:
-            awaited.take(params)
+            awaited(params)
             reply.send(200, JSON_HEADERS, b"{}")
 
     def _headers(self, headers: "Headers", request_id: str, media: Media = Media.JSON) -> "Headers":
@@ -358,7 +362,7 @@ class Gateway:
         record.status = status
         record.outcome = outcome_of(status)
         record.reason = message
-        record.ended_ns = round(self._driver.clock() * 1e9)
+        record.ended_ns = round(self._driver.context.clock() * 1e9)
         self._metrics.ended(record)
         self._log.request_ended(record)
 
@@ -370,14 +374,14 @@ class Gateway:
             message = f"The model `{name[:128]}` does not exist."
             self._reject(request, reply, Rejection(404, message, param="model"))
             return
-        headers = [*JSON_HEADERS, (b"x-request-id", self._driver.unique().encode())]
+        headers = [*JSON_HEADERS, (b"x-request-id", self._driver.context.unique().encode())]
         reply.send(200, headers, json.dumps(model.card, separators=(",", ":")).encode())
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
         if request.path.startswith(_MODEL):
             self._answer_model(request, reply)
             return
-        request_id = (b"x-request-id", self._driver.unique().encode())
+        request_id = (b"x-request-id", self._driver.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if request.path == _MODELS:
             page = {"object": "list", "data": self._served.cards()}

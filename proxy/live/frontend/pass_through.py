@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
+from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -49,9 +50,9 @@ class PassThrough:
         log: "Log",
         limits: PassThroughLimits,
     ) -> None:
-        self.clock = driver.clock
-        self.call_later = driver.call_later
-        self.legs = driver.legs
+        self.clock = driver.context.clock
+        self.call_later = driver.context.call_later
+        self.legs = driver.context.legs
         self._instances = instances
         self._driver = driver
         self._metrics = metrics
@@ -113,11 +114,11 @@ class PassThrough:
 
     def failed(self, target: "Target", fault: "Fault", reason: str) -> None:
         """Report a failure of an engine to the health checks."""
-        self._driver.leg_failed(target, fault, reason)
+        self._driver.report(LegFailed(target, fault, reason))
 
     def succeeded(self, target: "Target") -> None:
         """Report an answer of an engine to the health checks."""
-        self._driver.leg_succeeded(target)
+        self._driver.report(LegSucceeded(target))
 
     def crashed(self, exchange: SingleExchange, error: Exception) -> None:
         """End a request whose handling failed: a 500, or a cut body, and nothing held."""

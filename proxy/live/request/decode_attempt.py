@@ -28,6 +28,7 @@ from balanceroute.proxy.live.request.failures import Failure, What, breakage, re
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay, StreamReader
+from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted, PullSucceeded
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -73,7 +74,7 @@ class DecodeAttempt(Attempt):
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
         super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
-        able = session.host.connector.facts.recomputes and self._rank is not None
+        able = session.context.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
         self.stream: Relay | None = None
         self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
@@ -111,12 +112,12 @@ class DecodeAttempt(Attempt):
 
     def send(self) -> None:
         """Ask for the answer."""
-        session, host, legs = self._session, self._session.host, self._session.host.legs
-        params = None
+        session, context = self._session, self._session.context
+        legs, params = context.legs, None
         if self._kv is not None:
             self._kv.offers += 1
             params = self._kv.params
-        elif host.connector.facts.decode_first and not session.shape.direct:
+        elif context.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
         asked, asking = None, session.body
         if legs.count_tokens == "usage":
@@ -154,7 +155,7 @@ class DecodeAttempt(Attempt):
 
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long to begin, or stands still."""
-        session, legs, stream = self._session, self._session.host.legs, self.stream
+        session, legs, stream = self._session, self._session.context.legs, self.stream
         if stream is not None and stream.started:
             if session.answer.is_paused or now_s <= stream.last_s + legs.idle_stream_timeout_s:
                 return
@@ -171,7 +172,7 @@ class DecodeAttempt(Attempt):
     def resume(self) -> None:
         """Read on. The client's pause was none of the engine's."""
         if self.stream is not None:
-            self.stream.last_s = self._session.host.clock()
+            self.stream.last_s = self._session.context.clock()
         super().resume()
 
     def close(self) -> None:
@@ -179,7 +180,7 @@ class DecodeAttempt(Attempt):
         super().close()
         if self._remote is not None:
             self._remote.abort()
-            self._session.host.hand_offs.pop(self._transfer, None)
+            self._session.context.hand_offs.pop(self._transfer, None)
             self._remote = None
         if self.stream is not None:
             self._count(self.stream)
@@ -210,8 +211,8 @@ class DecodeAttempt(Attempt):
             self,
             session.answer.reply,
             reader,
-            session.host.clock,
-            observe_gap=session.host.observe_gap,
+            session.context.clock,
+            observe_gap=session.context.observe_gap,
             resumes=resumes,
         )
 
@@ -225,10 +226,10 @@ class DecodeAttempt(Attempt):
     # The prefill that the rank calls for.
 
     def _expect_prefill(self) -> Mapping[str, Any]:
-        session, host = self._session, self._session.host
-        self._transfer = host.unique()
+        session, context = self._session, self._session.context
+        self._transfer = context.unique()
         self._remote = HandOff(
-            host,
+            session.host,
             session.shape.api,
             session.body,
             session.emitted.members,
@@ -239,8 +240,8 @@ class DecodeAttempt(Attempt):
             failed=self._not_prefilled,
             crashed=session.crashed,
         )
-        host.hand_offs[self._transfer] = self._remote
-        return host.connector.decode_params(self._transfer, None, None)
+        context.hand_offs[self._transfer] = self._remote.take
+        return context.connector.decode_params(self._transfer, None, None)
 
     def _prefilled(self, body: bytes) -> None:
         session, remote = self._session, self._remote
@@ -248,7 +249,7 @@ class DecodeAttempt(Attempt):
         assert remote.prefiller is not None
         record = session.record
         record.prefiller = remote.prefiller.name
-        record.prefilled_ns = round(session.host.clock() * 1e9)
+        record.prefilled_ns = round(session.context.clock() * 1e9)
         if session.emitted.tokens:
             return
         try:
@@ -259,7 +260,7 @@ class DecodeAttempt(Attempt):
         record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
         if answer.cached_tokens is not None:
             self._usage.correct_cached_tokens(answer.cached_tokens)
-        session.host.counted(session, answer.prompt_tokens)
+        session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 
     def _not_prefilled(self, fault: Fault) -> None:
         failure = Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}")
@@ -290,15 +291,16 @@ class DecodeAttempt(Attempt):
         self._served()
         session = self._session
         if session.record.first_token_ns is None:
-            session.record.first_token_ns = round(session.host.clock() * 1e9)
+            session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.began(self, status, headers)
 
     def _served(self) -> None:
         host, pair = self._session.host, self.pair
-        host.leg_succeeded(self.engine.target)
+        host.report(LegSucceeded(self.engine.target))
         if pair is not None:
             self._kv = None
-            host.transfers.succeeded(*pair)
+            prefiller, rank = pair
+            host.report(PullSucceeded(prefiller.id, rank.id))
 
     def stream_ended(self) -> None:
         """Finish the answer."""

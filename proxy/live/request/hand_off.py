@@ -6,11 +6,13 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +56,7 @@ class HandOff:
         "_prefilled",
         "_prefiller",
         "_tries",
+        "_turn",
     )
 
     def __init__(
@@ -83,6 +86,7 @@ class HandOff:
         self._prefiller = other_than
         self._call: Call | None = None
         self._tries = 0
+        self._turn = 0  # Of an answer that comes when another prefill was begun meanwhile.
 
     @property
     def prefiller(self) -> "Prefiller | None":
@@ -108,23 +112,28 @@ class HandOff:
 
     def abort(self) -> None:
         """Stop the prefill."""
+        self._turn += 1
         if self._call is not None:
             self._call.abort()
         self._done()
 
     def _send(self) -> None:
-        prefiller = self._host.choose_prefiller(self._number, self._prefiller)
+        before = None if self._prefiller is None else self._prefiller.id
+        self._host.ask_prefiller(self._number, before, partial(self._send_to, self._turn))
+
+    def _send_to(self, turn: int, prefiller: "Prefiller | None") -> None:
+        if turn != self._turn:
+            if prefiller is not None:
+                self._host.report(RemotePrefillEnded(prefiller.id))
+            return
         if prefiller is None:
             self._failed(Fault.CONNECT)
             return
         self._tries += 1
         self._prefiller = prefiller
-        prefiller.hand_offs += 1
-        leg = BufferedLeg(
-            self._answered, self._broken, max_bytes=self._host.legs.answer_limit_bytes
-        )
-        drop = self._host.legs.drop
-        body = prefill_body(self._body, self._members, self._params, drop=drop)
+        legs = self._host.context.legs
+        leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
+        body = prefill_body(self._body, self._members, self._params, drop=legs.drop)
         self._call = prefiller.endpoint.request(
             b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed
         )
@@ -134,22 +143,31 @@ class HandOff:
         assert self._prefiller is not None
         self._done()
         if status == 200:
-            self._host.leg_succeeded(self._prefiller.target)
+            self._host.report(LegSucceeded(self._prefiller.target))
             self._prefilled(body)
             return
         if status >= 500 and status != 503:
-            self._host.leg_failed(self._prefiller.target, Fault.SERVER_ERROR, f"status {status}")
+            target, reason = self._prefiller.target, f"status {status}"
+            self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
         self._again(Fault.SERVER_ERROR)
 
     def _broken(self, error: "WireError") -> None:
         assert self._prefiller is not None
         self._done()
         fault = fault_of(error)
-        self._host.leg_failed(self._prefiller.target, fault, str(error))
+        self._host.report(LegFailed(self._prefiller.target, fault, str(error)))
         self._again(fault)
 
     def _again(self, fault: Fault) -> None:
-        if self._tries < self._host.legs.retry_attempts and self._host.may_retry("prefill", fault):
+        if self._tries < self._host.context.legs.retry_attempts:
+            self._host.ask_retry("prefill", fault, partial(self._try_again, self._turn, fault))
+        else:
+            self._failed(fault)
+
+    def _try_again(self, turn: int, fault: Fault, may_retry: bool) -> None:
+        if turn != self._turn:
+            return
+        if may_retry:
             self._send()
         else:
             self._failed(fault)
@@ -157,5 +175,5 @@ class HandOff:
     def _done(self) -> None:
         if self._call is not None:
             assert self._prefiller is not None
-            self._prefiller.hand_offs -= 1
+            self._host.report(RemotePrefillEnded(self._prefiller.id))
             self._call = None

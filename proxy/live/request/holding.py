@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
+    from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.telemetry.record import Leg
@@ -108,7 +110,7 @@ class Attempt(Holding):
         self, headers: "Headers", body: bytes, handler: "ResponseHandler", *, timeout_s: float
     ) -> None:
         session = self._session
-        self._deadline_s = session.host.clock() + timeout_s
+        self._deadline_s = session.context.clock() + timeout_s
         target = session.shape.api.value.encode()
         self._call = self.engine.endpoint.request(
             b"POST", target, headers, body, handler, crashed=session.crashed
@@ -119,15 +121,47 @@ class Backoff(Holding):
     """The wait after an attempt that failed; until it is over the request is still bound as it was.
 
     Args:
-        failed: The attempt.
-        timer: Begins what comes next.
+        failed: The attempt, closed.
+        delay_s: How long to wait.
+        again: Begins what comes next.
+        give_up: Called if the retry budget allows no further attempt.
     """
 
-    __slots__ = ("_failed", "_timer")
+    __slots__ = ("_again", "_closed", "_delay_s", "_failed", "_give_up", "_session", "_timer")
 
-    def __init__(self, failed: Attempt, timer: "asyncio.TimerHandle") -> None:
+    def __init__(
+        self,
+        session: "Session",
+        failed: Attempt,
+        delay_s: float,
+        *,
+        again: "Callable[[], None]",
+        give_up: "Callable[[], None]",
+    ) -> None:
+        self._session = session
         self._failed = failed
-        self._timer = timer
+        self._delay_s = delay_s
+        self._again = again
+        self._give_up = give_up
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def ask(self, fault: "Fault") -> None:
+        """Ask for one more attempt, and wait if it is granted."""
+        failed = self._failed
+        pulled_from = None if failed.pair is None else failed.pair[0].id
+        self._session.host.ask_retry(
+            failed.leg.value, fault, self._answered, pulled_from=pulled_from
+        )
+
+    def _answered(self, may_retry: bool) -> None:
+        if self._closed:
+            return  # The answer came too late.
+        if not may_retry:
+            self._give_up()
+            return
+        self._session.record.retries += 1
+        self._timer = self._session.context.call_later(self._delay_s, self._again)
 
     @property
     def bound(self) -> bool:
@@ -145,4 +179,6 @@ class Backoff(Holding):
 
     def close(self) -> None:
         """Stop the timer."""
-        self._timer.cancel()
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()

@@ -16,6 +16,7 @@ from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.kv_handle import KvHandle
+from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
@@ -36,27 +37,28 @@ class PrefillAttempt(Attempt):
     def __init__(self, session: "Session", prefiller: "Prefiller") -> None:
         super().__init__(session, Leg.PREFILL, prefiller)
         self.prefiller = prefiller
-        self.sent_s = session.host.clock()
+        self.sent_s = session.context.clock()
         self._transfer = ""
 
     def send(self) -> None:
         """Ask for one token, and for the KV cache to be kept."""
-        session, host = self._session, self._session.host
-        self._transfer = f"xfer-{host.unique()}"
-        params = host.connector.prefill_params(self._transfer)
-        body = prefill_body(session.body, session.emitted.members, params, drop=host.legs.drop)
-        leg = BufferedLeg(self._answered, self._broken, max_bytes=host.legs.answer_limit_bytes)
-        self._post(session.headers, body, leg, timeout_s=host.legs.prefill_timeout_s)
+        session, context = self._session, self._session.context
+        legs = context.legs
+        self._transfer = f"xfer-{context.unique()}"
+        params = context.connector.prefill_params(self._transfer)
+        body = prefill_body(session.body, session.emitted.members, params, drop=legs.drop)
+        leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
+        self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long."""
         if now_s > self._deadline_s:
             session = self._session
-            reason = session.host.legs.overdue(prefill=True, stream=session.shape.stream)
+            reason = session.context.legs.overdue(prefill=True, stream=session.shape.stream)
             session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason))
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        session, host = self._session, self._session.host
+        session = self._session
         if status != 200:
             session.failed(self, refusal(status, headers, body))
             return
@@ -65,9 +67,9 @@ class PrefillAttempt(Attempt):
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return
-        host.leg_succeeded(self.prefiller.target)
+        session.host.report(LegSucceeded(self.prefiller.target))
         record = session.record
-        record.prefilled_ns = round(host.clock() * 1e9)
+        record.prefilled_ns = round(session.context.clock() * 1e9)
         if session.emitted.tokens == 0:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
@@ -87,23 +89,24 @@ class PrefillAttempt(Attempt):
         if answer.complete:
             # Prefillers keep the KV cache only of answers that were cut off at their one token.
             raise MissingKvError("the prefill answer is complete")
-        host, prefiller = self._session.host, self.prefiller
-        params = host.connector.decode_params(
+        session, prefiller = self._session, self.prefiller
+        params = session.context.connector.decode_params(
             self._transfer, answer.kv_transfer_params, prefiller.identity
         )
         engine_id = params.get("remote_engine_id")
         if type(engine_id) is str:
-            host.lost.engine_seen(prefiller, engine_id)
+            session.host.report(EngineSeen(prefiller.id, engine_id))
         return params
 
     def _lease_ns(self) -> int | None:
-        host = self._session.host
-        if host.lease_s is None:
+        context = self._session.context
+        if context.lease_s is None:
             return None
-        return round((max(self.sent_s, host.stalls.waiting_since_s()) + host.lease_s) * 1e9)
+        since_s = max(self.sent_s, context.stalls.waiting_since_s())
+        return round((since_s + context.lease_s) * 1e9)
 
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
-        session, legs = self._session, self._session.host.legs
+        session, legs = self._session, self._session.context.legs
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         if answer.complete and session.emitted.tokens == 0:
             session.record.output_tokens = 1

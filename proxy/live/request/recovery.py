@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.request.failures import Blame, Failure, Next, What, triage
+from balanceroute.proxy.live.request.reports import LegFailed, PullFailed
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.request.holding import Attempt
+    from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.session_host import Host
 
 
@@ -31,11 +32,12 @@ class Retry:
 class Recovery:
     """What one request has been through."""
 
-    __slots__ = ("_deaths", "_host", "_number", "_tries")
+    __slots__ = ("_deaths", "_host", "_legs", "_number", "_tries")
 
-    def __init__(self, number: "RequestId", host: "Host") -> None:
+    def __init__(self, number: "RequestId", host: "Host", legs: "LegSettings") -> None:
         self._number = number
         self._host = host
+        self._legs = legs
         self._tries: dict[Leg, int] = {}
         self._deaths = 0  # Engines that broke off under it.
 
@@ -43,13 +45,14 @@ class Recovery:
         """Count an attempt."""
         self._tries[leg] = self._tries.get(leg, 0) + 1
 
-    def may_leave(self, leg: Leg, fault: "Fault") -> bool:
-        """Return whether an attempt may be given up for another one, and count that as a retry."""
-        again = self._tries.get(leg, 0) < self._host.legs.retry_attempts
-        return again and self._host.may_retry(leg.value, fault)
+    def may_try_again(self, leg: Leg) -> bool:
+        """Return whether one more attempt is left, if the retry budget allows it too."""
+        return self._tries.get(leg, 0) < self._legs.retry_attempts
 
     def after(self, attempt: "Attempt", failure: Failure, *, stream_open: bool) -> Retry | None:
         """Blame whom the rules blame, and return how to go on; None if nothing mends it.
+
+        The retry budget is not asked yet.
 
         Args:
             attempt: What failed.
@@ -70,16 +73,16 @@ class Recovery:
         if rule.close_idle:
             engine.endpoint.close_idle()
         if rule.blame is Blame.ENGINE:
-            host.leg_failed(failure.blamed or engine.target, failure.fault, failure.reason)
+            blamed = failure.blamed or engine.target
+            host.report(LegFailed(blamed, failure.fault, failure.reason))
         elif rule.blame is Blame.PULL and pair is not None:
-            host.transfers.failed(self._number, *pair, failure.fault, failure.reason)
-        # A trial is the proxy's own doing, and what follows a verdict goes to those who are able.
-        free = pair is not None and pair[0].kv_trial
-        tried, legs = self._tries[leg], host.legs
-        if rule.then in (Next.RELAY, Next.FAIL) or tried >= legs.retry_attempts:
+            prefiller, rank = pair
+            host.report(
+                PullFailed(self._number, prefiller.id, rank.id, failure.fault, failure.reason)
+            )
+        if rule.then in (Next.RELAY, Next.FAIL) or not self.may_try_again(leg):
             return None
-        if not host.may_retry(leg.value, failure.fault, free=free):
-            return None
+        tried, legs = self._tries[leg], self._legs
         # A rank that fails again, with another prefiller, is at fault itself. One that hangs is slow to.
         same_rank = failure.what is not What.TIMED_OUT and tried == 1
         return Retry(

@@ -25,12 +25,13 @@ from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
+from balanceroute.proxy.live.request.reports import KvAbandoned, PromptCounted, SessionEnded
 from balanceroute.proxy.live.request.session_host import Host
 from balanceroute.proxy.live.request.short_answer import answer_shortly
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -65,6 +66,7 @@ class Session:
         "_pooled_s",
         "_recovery",
         "answer",
+        "context",
         "decodes",
         "emitted",
         "headers",
@@ -96,6 +98,7 @@ class Session:
         self.record = record
         self.headers = headers
         self.host = host
+        self.context = host.context
         self.offset = 0
         self.decodes = ticket.decode
         self.emitted = Emitted()
@@ -104,7 +107,7 @@ class Session:
         self.answer = ClientAnswer(
             reply,
             record,
-            left=host.guarded(self, "client left", self.client_left),
+            left=partial(_run, self, "client left", self.client_left),
             paused=lambda: self._held.pause(),  # noqa: PLW0108 - it changes.
             resumed=lambda: self._held.resume(),  # noqa: PLW0108
         )
@@ -112,7 +115,7 @@ class Session:
         self._held: Holding = NOTHING
         self._kv: KvHandle | None = None  # Until a rank has it.
         self._pooled_s = 0.0
-        self._recovery = Recovery(number, host)
+        self._recovery = Recovery(number, host, host.context.legs)
 
     @property
     def body(self) -> "RequestBody":
@@ -162,7 +165,7 @@ class Session:
         record = self.record
         record.prefiller = prefiller.name
         if record.prefill_started_ns is None:
-            record.prefill_started_ns = round(self.host.clock() * 1e9)
+            record.prefill_started_ns = round(self.context.clock() * 1e9)
         if self.decodes:
             self._try(Phase.PREFILLING, PrefillAttempt(self, prefiller))
         else:
@@ -170,7 +173,7 @@ class Session:
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
-        now_s, record = self.host.clock(), self.record
+        now_s, record = self.context.clock(), self.record
         record.rank = rank.name
         record.admitted_ns = round(now_s * 1e9)
         record.pool_wait_ns += round((now_s - self._pooled_s) * 1e9)
@@ -184,7 +187,7 @@ class Session:
     def pooled(self) -> None:
         """Note that the session waits for a rank from now on."""
         self._enter(Phase.POOLED)
-        self._pooled_s = self.host.clock()
+        self._pooled_s = self.context.clock()
 
     def drop_leg(self) -> None:
         """Stop the leg in flight, if any; nothing more comes of it."""
@@ -196,13 +199,13 @@ class Session:
         if self.phase is Phase.POOLED and self.ticket.prefill:
             self._enter(Phase.QUEUED)
 
-    def lease_ended(self) -> str:
-        """Note that the KV cache must not be used any more; return why."""
-        if self._kv is None:
-            return "lost"
-        self.record.lease_lapses += 1
-        self.prefill_again()
-        return "lapsed"
+    def lease_ended(self) -> None:
+        """Note that the KV cache must not be used any more, and report why."""
+        lapsed = self._kv is not None
+        if lapsed:
+            self.record.lease_lapses += 1
+            self.prefill_again()
+        self.host.report(KvAbandoned("lapsed" if lapsed else "lost"))
 
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
@@ -229,7 +232,7 @@ class Session:
 
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
-        self.host.crashed(self, "leg", error)
+        self.host.crashed(self.number, self.record.request_id, "leg", error)
 
     # Engines that go.
 
@@ -248,9 +251,13 @@ class Session:
         """Leave an engine that does not answer any more, unless its answer has begun."""
         leg = self._held.leg_at(target)
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
-        if leg is None or begun or self.phase is Phase.BACKOFF:
-            return  # One that waits for its next attempt leaves anyway.
-        if self._recovery.may_leave(leg, Fault.CONNECT):
+        waits = self.phase is Phase.BACKOFF  # For its next attempt, so it leaves anyway.
+        if leg is not None and not begun and not waits and self._recovery.may_try_again(leg):
+            leave = partial(self._leave, target, (self.phase, self._held))
+            self.host.ask_retry(leg.value, Fault.CONNECT, leave)
+
+    def _leave(self, target: Target, asked_in: tuple[Phase, Holding], may_retry: bool) -> None:
+        if may_retry and asked_in == (self.phase, self._held):
             self.instance_removed(target)
 
     def drop_lost_kv(self) -> None:
@@ -279,7 +286,7 @@ class Session:
         self._kv = kv
         self.pooled()
         if self.emitted.tokens == 0:
-            self.host.counted(self, prompt_tokens)
+            self.host.report(PromptCounted(self.number, prompt_tokens))
         self.host.feed(events.PrefillDone(self.number, prompt_tokens, lease_ns))
 
     def left_to_prefillers(self) -> None:
@@ -306,7 +313,6 @@ class Session:
             self.answer.reply.release_body()
         self._kv = None
         if self.decodes:
-            self.host.started(self)
             self.host.feed(events.DecodeStarted(self.number))
 
     def finished(self, error: str = "") -> None:
@@ -341,18 +347,24 @@ class Session:
         """Try again what failed, or give it up."""
         attempt.close()  # What failed may be the answer, not the connection.
         retry = self._recovery.after(attempt, failure, stream_open=self.answer.opened)
-        if retry is not None:
-            self.record.retries += 1
-            again = self.host.guarded(self, "backoff", partial(self._go_on, retry))
-            timer = self.host.call_later(retry.delay_s, again)
-            self._enter(Phase.BACKOFF, Backoff(attempt, timer))
-        elif failure.answer is None or self.answer.opened:
+        if retry is None:
+            self._give_up(attempt, failure)
+            return
+        again = partial(_run, self, "backoff", partial(self._go_on, retry))
+        give_up = partial(self._give_up, attempt, failure)
+        backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
+        self._enter(Phase.BACKOFF, backoff)
+        backoff.ask(failure.fault)
+
+    def _give_up(self, attempt: Attempt, failure: Failure) -> None:
+        """Tell the client of a failure that nothing mends."""
+        if failure.answer is None or self.answer.opened:
             self.fail(*failure.as_error(attempt.leg))
-        else:
-            self._enter(Phase.ENDED)
-            reason = self.answer.pass_on(self.shape.api, *failure.answer)
-            outcome = Outcome.CLIENT_ERROR if failure.answer[0] < 500 else Outcome.UPSTREAM_ERROR
-            self._end(events.RequestFailed(self.number), outcome, reason)
+            return
+        self._enter(Phase.ENDED)
+        reason = self.answer.pass_on(self.shape.api, *failure.answer)
+        outcome = Outcome.CLIENT_ERROR if failure.answer[0] < 500 else Outcome.UPSTREAM_ERROR
+        self._end(events.RequestFailed(self.number), outcome, reason)
 
     def _go_on(self, retry: Retry) -> None:
         if retry.then is Next.OTHER_PREFILLER:
@@ -385,7 +397,15 @@ class Session:
             self.host.feed(event)
         record = self.record
         record.outcome, record.reason = outcome, reason
-        record.ended_ns = round(self.host.clock() * 1e9)
+        record.ended_ns = round(self.context.clock() * 1e9)
         self._body = None
         self.answer.forget()
-        self.host.ended(self)
+        self.host.report(SessionEnded(self.number, record))
+
+
+def _run(session: Session, what: str, do: "Callable[[], None]") -> None:
+    """Run what ends the request if it fails."""
+    try:
+        do()
+    except Exception as error:
+        session.host.crashed(session.number, session.record.request_id, what, error)

@@ -1,89 +1,92 @@
-"""What a session needs of its surroundings: the seam between one request and the driver."""
+"""The seam between one request and the driver: a context to read, and data that goes either way.
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVarTuple
+Nothing that a session passes to its host refers to the session itself, apart from the callback for an
+answer. So the two need not be in one process.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.core.events import Event, RequestId
+    from balanceroute.proxy.core.events import Event, PrefillerId, RequestId
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.faults import Fault
-    from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-    from balanceroute.proxy.live.request.hand_off import HandOff
+    from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.live.request.lost_engines import LostEngines
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.reports import Report
     from balanceroute.proxy.live.request.stall_watch import StallWatch
 
-_Arguments = TypeVarTuple("_Arguments")
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What all sessions of a process share.
+
+    Attributes:
+        connector: Says what KV parameters each leg has.
+        legs: Time limits and retries.
+        lease_s: How long a prefiller keeps a KV cache; None for ever.
+        clock: The loop's time, in seconds.
+        call_later: The loop's.
+        unique: Returns a token that no other leg has.
+        stalls: Tells what is new from what waited while the process stood still.
+        observe_gap: Called with the seconds between two pieces of a stream.
+        hand_offs: Called with what a decode rank posts when it calls for a prefill, by transfer.
+    """
+
+    connector: "Connector"
+    legs: "LegSettings"
+    lease_s: float | None
+    clock: Callable[[], float]
+    call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"
+    unique: Callable[[], str]
+    stalls: "StallWatch"
+    observe_gap: Callable[[float], None]
+    hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
 
 
 class Host(Protocol):
-    """What a session needs of the driver."""
+    """What a session needs of the driver. Answers come at once or later."""
 
     @property
-    def connector(self) -> "Connector": ...  # noqa: D102
-    @property
-    def legs(self) -> "LegSettings": ...  # noqa: D102
-    @property
-    def transfers(self) -> "KvTransfers": ...  # noqa: D102
-    @property
-    def lost(self) -> "LostEngines": ...  # noqa: D102
-    @property
-    def lease_s(self) -> float | None: ...  # noqa: D102
-    @property
-    def stalls(self) -> "StallWatch": ...  # noqa: D102
-
-    @property
-    def hand_offs(self) -> "dict[str, HandOff]": ...  # noqa: D102
-
-    def clock(self) -> float:
-        """Return the loop's time, in seconds."""
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> "asyncio.TimerHandle":
-        """Call back after a delay."""
-
-    def guarded(
-        self, session: "Session", what: str, do: Callable[[*_Arguments], object]
-    ) -> Callable[[*_Arguments], None]:
-        """Return a callback that ends the session if it fails."""
-
-    def crashed(self, session: "Session", what: str, error: Exception) -> None:
-        """End a session whose handling failed."""
+    def context(self) -> SessionContext: ...  # noqa: D102
 
     def feed(self, event: "Event") -> None:
         """Give the scheduler an event and perform what it decides."""
 
-    def unique(self) -> str:
-        """Return a token that no other leg has."""
+    def report(self, report: "Report") -> None:
+        """Take note of something."""
 
-    def choose_prefiller(
-        self, number: "RequestId", other_than: "Prefiller | None"
-    ) -> "Prefiller | None":
-        """Return who takes a prefill that a decode rank called for; None if nobody can."""
+    def ask_retry(
+        self,
+        leg: str,
+        fault: "Fault",
+        answer: Callable[[bool], None],
+        *,
+        pulled_from: "PrefillerId | None" = None,
+    ) -> None:
+        """Answer whether the retry budget allows one more attempt, and count it.
 
-    def may_retry(self, leg: str, fault: "Fault", *, free: bool = False) -> bool:
-        """Return whether the retry budget allows one more attempt, and count it.
-
-        One that is `free` is counted, but takes nothing from the budget.
+        Args:
+            leg: What failed.
+            fault: How.
+            answer: Called with the verdict.
+            pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, the
+                attempt takes nothing from the budget.
         """
 
-    def leg_failed(self, target: "Target", fault: "Fault", reason: str) -> None:
-        """Note that a leg failed through its engine's fault."""
+    def ask_prefiller(
+        self,
+        number: "RequestId",
+        other_than: "PrefillerId | None",
+        answer: "Callable[[Prefiller | None], None]",
+    ) -> None:
+        """Answer who takes a prefill that a decode rank called for; None if nobody can.
 
-    def leg_succeeded(self, target: "Target") -> None:
-        """Note that a leg worked."""
+        Whoever it is counts as busy until a `RemotePrefillEnded`.
+        """
 
-    def counted(self, session: "Session", prompt_tokens: int) -> None:
-        """Note how many tokens its prompt really has."""
-
-    def observe_gap(self, gap_s: float) -> None:
-        """Note the time between two pieces of a stream."""
-
-    def started(self, session: "Session") -> None:
-        """Note that the session is in its rank's batch."""
-
-    def ended(self, session: "Session") -> None:
-        """Note that the session is over."""
+    def crashed(self, number: "RequestId", request_id: str, what: str, error: Exception) -> None:
+        """End a session whose handling failed."""

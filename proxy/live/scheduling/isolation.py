@@ -1,14 +1,16 @@
 """What happens to one request ends that request alone: exceptions of its handling stop here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from balanceroute.proxy.core.events import RequestFailed, RequestId
+from balanceroute.proxy.live.request.reports import SessionEnded
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.request.session_host import Host
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -17,9 +19,17 @@ _Arguments = TypeVarTuple("_Arguments")
 class Isolation:
     """Runs what may fail."""
 
-    def __init__(self, driver: "Driver", failures: "DecisionFailures") -> None:
-        self._driver = driver
+    def __init__(
+        self,
+        host: "Host",
+        scheduler: "Scheduler",
+        sessions: "Mapping[RequestId, Session]",
+        failures: "DecisionFailures",
+    ) -> None:
         self.failures = failures
+        self._host = host
+        self._scheduler = scheduler
+        self._sessions = sessions
         self._ending: set[RequestId] = set()
 
     def run(self, what: str, do: Callable[[*_Arguments], object], *args: *_Arguments) -> bool:
@@ -42,32 +52,22 @@ class Isolation:
         try:
             do(*args)
         except Exception as error:
-            self.crashed(session, what, error)
+            self.crashed(session.number, session.record.request_id, what, error)
 
-    def guarded(
-        self, session: "Session", what: str, do: Callable[[*_Arguments], object]
-    ) -> Callable[[*_Arguments], None]:
-        """Return `do` as `run_for` runs it."""
-
-        def run(*args: *_Arguments) -> None:
-            self.run_for(session, what, do, *args)
-
-        return run
-
-    def crashed(self, session: "Session", what: str, error: Exception) -> None:
+    def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a request whose handling failed: a 500, or an error event, and nothing held."""
-        number, driver = session.number, self._driver
-        self.failures.report(what, error, request_id=session.record.request_id)
+        self.failures.report(what, error, request_id=request_id)
         if number in self._ending:  # Ending it failed.
             return
         self._ending.add(number)
-        if number in driver.scheduler.requests:
-            self.run(what, driver.feed, RequestFailed(number))
-        if number in driver.sessions:
+        session = self._sessions.get(number)
+        if number in self._scheduler.requests:
+            self.run(what, self._host.feed, RequestFailed(number))
+        if session is not None and number in self._sessions:
             self.run(what, session.crash)
-        if number in driver.sessions:
+        if session is not None and number in self._sessions:
             session.record.outcome = Outcome.INTERNAL_ERROR
-            session.record.ended_ns = round(driver.clock() * 1e9)
+            session.record.ended_ns = round(self._host.context.clock() * 1e9)
             self.run(what, session.answer.reply.abort)
-            self.run(what, driver.ended, session)
+            self.run(what, self._host.report, SessionEnded(number, session.record))
         self._ending.discard(number)

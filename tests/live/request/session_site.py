@@ -1,7 +1,10 @@
 """A session among a host, a client and engines that do what a test says: no sockets and no event loop."""
 
 import json
+import pickle
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from balanceroute.proxy.core import events
@@ -13,14 +16,27 @@ from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.phases import Phase
+from balanceroute.proxy.live.request.reports import (
+    EngineSeen,
+    KvAbandoned,
+    LegFailed,
+    LegSucceeded,
+    PromptCounted,
+    PullFailed,
+    PullSucceeded,
+    RemotePrefillEnded,
+    Report,
+    SessionEnded,
+)
 from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.hand_off import HandOff
     from balanceroute.proxy.live.request.session_host import Host
+    from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
     from balanceroute.proxy.wire.http1.server import Reply
 
@@ -189,21 +205,9 @@ class Timer:
         self.cancelled = True
 
 
-class Transfers:
-    """Takes note of pulls: of whom, by whom, and how they ended."""
-
-    def __init__(self) -> None:
-        self.pulls: list[tuple[str, str, Fault | None]] = []
-
-    def succeeded(self, prefiller: Prefiller, rank: Rank) -> None:
-        self.pulls.append((prefiller.name, rank.name, None))
-
-    def failed(
-        self, request: RequestId, prefiller: Prefiller, rank: Rank, fault: Fault, reason: str
-    ) -> None:
-        assert request == 3
-        assert reason
-        self.pulls.append((prefiller.name, rank.name, fault))
+def is_data(value: object) -> bool:
+    """Return whether a value is the same in another process: it refers to nothing here."""
+    return bool(pickle.loads(pickle.dumps(value)) == value)  # noqa: S301 - its own.
 
 
 class Site:
@@ -215,7 +219,8 @@ class Site:
         replies: What it answers at once to a kind of event, from within.
         stalled_since_s: Since when what comes may have waited to be read; None for not at all.
         blamed: Which engines' health checks were told of a failure.
-        ended: How often the session ended.
+        pulls: Which rank pulled from whom, and how that failed.
+        answers: What is asked of the host and not answered yet; see `answers_late`.
     """
 
     def __init__(
@@ -232,6 +237,8 @@ class Site:
         self.connector = make_connector(connector, callback="http://proxy")
         self.lease_s = self.connector.facts.lease_s
         self.now_s = 100.0
+        self.answers_late = False
+        self.answers: deque[Callable[[], None]] = deque()
         self.stalled_since_s: float | None = None
         self.budget = budget
         self.sent: list[Sent] = []
@@ -239,10 +246,21 @@ class Site:
         self.replies: dict[type, Callable[[], object]] = {}
         self.blamed: list[tuple[str, Fault]] = []
         self.praised: list[str] = []
+        self.pulls: list[tuple[str, str, Fault | None]] = []
+        self.abandoned: list[str] = []
         self.timers: list[Timer] = []
-        self.hand_offs: dict[str, HandOff] = {}
         self.ended_requests = 0
-        self.transfers, self.stalls, self.lost = Transfers(), self, self
+        self.context = SessionContext(
+            self.connector,
+            self.legs,
+            self.lease_s,
+            clock=lambda: self.now_s,
+            call_later=cast("Any", self.call_later),
+            unique=lambda: "1234",
+            stalls=cast("StallWatch", self),
+            observe_gap=self.observe_gap,
+            hand_offs={},
+        )
         self.engines: dict[str, Engine] = {}
         self.prefillers = [
             Prefiller(PrefillerId(i), f"p{i}", Target(Role.PREFILL, f"p{i}"), self._engine(f"p{i}"))
@@ -281,9 +299,6 @@ class Site:
 
     # What the host does.
 
-    def clock(self) -> float:
-        return self.now_s
-
     def waiting_since_s(self) -> float:
         return self.now_s if self.stalled_since_s is None else self.stalled_since_s
 
@@ -291,54 +306,82 @@ class Site:
         self.timers.append(Timer(delay_s, callback))
         return self.timers[-1]
 
-    def guarded(self, _: Session, __: str, do: Callable[..., object]) -> Callable[..., object]:
-        return do
-
-    def crashed(self, _: Session, __: str, error: Exception) -> None:
+    def crashed(self, _: RequestId, request_id: str, what: str, error: Exception) -> None:
+        assert request_id == "r"
+        assert what
         raise error
 
     def feed(self, event: events.Event) -> None:
         """Check that the session is where it will be, and has let go of its engines."""
+        assert is_data(event)
         assert self.session.phase in AFTER[type(event)], event
         assert self.in_flight == [] or self.session.phase is Phase.STREAMING
         self.fed.append(event)
         self.replies.get(type(event), lambda: None)()
 
-    def unique(self) -> str:
-        return "1234"
+    def ask_prefiller(
+        self,
+        number: RequestId,
+        other_than: PrefillerId | None,
+        answer: Callable[[Prefiller | None], None],
+    ) -> None:
+        assert is_data((number, other_than))
+        chosen = next(one for one in self.prefillers if one.id != other_than)
+        chosen.hand_offs += 1
+        self._answer(partial(answer, chosen))
 
-    def choose_prefiller(self, _: RequestId, other_than: Prefiller | None) -> Prefiller | None:
-        return next(one for one in self.prefillers if one is not other_than)
-
-    def may_retry(self, _: str, __: Fault, *, free: bool = False) -> bool:
-        assert not free
+    def ask_retry(
+        self,
+        leg: str,
+        fault: Fault,
+        answer: Callable[[bool], None],
+        *,
+        pulled_from: PrefillerId | None = None,
+    ) -> None:
+        assert is_data((leg, fault, pulled_from))
         self.budget -= 1
-        return self.budget >= 0
+        self._answer(partial(answer, self.budget >= 0))
 
-    def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
-        assert reason
-        self.blamed.append((target.url, fault))
+    def _answer(self, answer: Callable[[], None]) -> None:
+        self.answers.append(answer)
+        if not self.answers_late:
+            self.answer_all()
 
-    def leg_succeeded(self, target: Target) -> None:
-        self.praised.append(target.url)
-
-    def engine_seen(self, prefiller: Prefiller, engine_id: str) -> None:
-        prefiller.engines.add(engine_id)
-
-    def counted(self, _: Session, prompt_tokens: int) -> None:
-        assert prompt_tokens == 7
+    def report(self, report: Report) -> None:
+        assert is_data(report)
+        match report:
+            case LegFailed(target, fault, reason):
+                assert reason
+                self.blamed.append((target.url, fault))
+            case LegSucceeded(target):
+                self.praised.append(target.url)
+            case PullFailed(request, prefiller, rank, fault, reason):
+                assert request == 3
+                assert reason
+                self.pulls.append((f"p{prefiller}", f"d{rank}", fault))
+            case PullSucceeded(prefiller, rank):
+                self.pulls.append((f"p{prefiller}", f"d{rank}", None))
+            case EngineSeen(prefiller, engine_id):
+                self.prefillers[prefiller].engines.add(engine_id)
+            case PromptCounted(_, prompt_tokens):
+                assert prompt_tokens == 7
+            case KvAbandoned(how):
+                self.abandoned.append(how)
+            case RemotePrefillEnded(prefiller):
+                self.prefillers[prefiller].hand_offs -= 1
+            case SessionEnded(_, record):
+                assert record.outcome is not None
+                self.ended_requests += 1
 
     def observe_gap(self, gap_s: float) -> None:
         assert gap_s >= 0.0
 
-    def started(self, session: Session) -> None:
-        assert session.record.admitted_ns is not None
-
-    def ended(self, session: Session) -> None:
-        assert session.record.outcome is not None
-        self.ended_requests += 1
-
     # What a test does.
+
+    def answer_all(self) -> None:
+        """Answer everything that the session asked."""
+        while self.answers:
+            self.answers.popleft()()
 
     @property
     def in_flight(self) -> list[Sent]:
@@ -383,4 +426,4 @@ class Site:
     def at_rest(self) -> bool:
         """Whether nothing of the session goes on anywhere."""
         idle_timers = all(timer.cancelled for timer in self.timers[-1:])
-        return not self.in_flight and not self.hand_offs and idle_timers
+        return not self.in_flight and not self.context.hand_offs and idle_timers

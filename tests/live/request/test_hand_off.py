@@ -1,7 +1,10 @@
 """The prefill that a decode rank calls for: asked once, tried elsewhere, given up, and never counted twice."""
 
 import json
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -12,6 +15,12 @@ from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status, T
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.hand_off import HandOff
+from balanceroute.proxy.live.request.reports import (
+    LegFailed,
+    LegSucceeded,
+    RemotePrefillEnded,
+    Report,
+)
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
@@ -51,11 +60,14 @@ class Site:
         sent: What they were sent.
         told: What became of the hand-off.
         blamed: Which of them failed, and how.
+        answers: What the hand-off asked, if `answers_late`; else it is answered at once.
     """
 
     def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
         flags = {"prefill": ["http://p"], "decode": ["http://d"], "retry_attempts": attempts}
-        self.legs = make_config(None, flags).legs
+        self.context = SimpleNamespace(legs=make_config(None, flags).legs)
+        self.answers_late = False
+        self.answers: deque[Callable[[], None]] = deque()
         self.budget = budget
         self.sent: list[Sent] = []
         self.told: list[object] = []
@@ -68,23 +80,44 @@ class Site:
         endpoint = cast("Endpoint", _Endpoint(i, self.sent))
         return Prefiller(PrefillerId(i), target.url, target, endpoint)
 
-    def choose_prefiller(self, number: RequestId, other_than: Prefiller | None) -> Prefiller | None:
+    def ask_prefiller(
+        self,
+        number: RequestId,
+        other_than: PrefillerId | None,
+        answer: Callable[[Prefiller | None], None],
+    ) -> None:
         assert number == 3
         able = [one for one in self.prefillers if one.status is Status.UP]
-        return next((one for one in able if one is not other_than), able[0] if able else None)
+        chosen = next((one for one in able if one.id != other_than), able[0] if able else None)
+        if chosen is not None:
+            chosen.hand_offs += 1
+        self._answer(partial(answer, chosen))
 
-    def may_retry(self, leg: str, fault: Fault) -> bool:
+    def ask_retry(self, leg: str, fault: Fault, answer: Callable[[bool], None]) -> None:
         assert leg == "prefill"
         assert fault in Fault
         self.budget -= 1
-        return self.budget >= 0
+        self._answer(partial(answer, self.budget >= 0))
 
-    def leg_failed(self, target: Target, fault: Fault, reason: str) -> None:
-        assert reason
-        self.blamed.append((int(target.url[-1]), fault))
+    def _answer(self, answer: Callable[[], None]) -> None:
+        self.answers.append(answer)
+        if not self.answers_late:
+            self.answer()
 
-    def leg_succeeded(self, target: Target) -> None:
-        self.praised.append(int(target.url[-1]))
+    def answer(self) -> None:
+        self.answers.popleft()()
+
+    def report(self, report: Report) -> None:
+        match report:
+            case LegFailed(target, fault, reason):
+                assert reason
+                self.blamed.append((int(target.url[-1]), fault))
+            case LegSucceeded(target):
+                self.praised.append(int(target.url[-1]))
+            case RemotePrefillEnded(prefiller):
+                self.prefillers[prefiller].hand_offs -= 1
+            case _:
+                raise AssertionError(report)
 
     def hand_off(self, other_than: Prefiller | None = None) -> HandOff:
         body = RequestBody(b'{"prompt":"a","max_tokens":9,"stream":true}')
@@ -257,3 +290,35 @@ def test_who_hung_before_is_asked_last() -> None:
     alone = Site(1)
     alone.hand_off(alone.prefillers[0]).take(PARAMS)
     assert [sent.engine for sent in alone.sent] == [0]
+
+
+def test_an_answer_may_come_late() -> None:
+    site = Site(2)
+    site.answers_late = True
+    site.hand_off().take(PARAMS)
+    assert site.sent == []
+    site.answer()
+    broken(site.sent[0])
+    site.answer()  # It may be tried again,
+    site.answer()  # and by whom.
+    assert [sent.engine for sent in site.sent] == [0, 1]
+    site.sent[1].answer(200)
+    assert site.told == [b"{}"]
+    assert site.running == [0, 0]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_answer_that_comes_after_an_abort_changes_nothing(*, failed: bool) -> None:
+    site = Site(2)
+    hand_off = site.hand_off()
+    site.answers_late = not failed
+    hand_off.take(PARAMS)
+    if failed:
+        site.answers_late = True
+        broken(site.sent[0])
+    hand_off.abort()
+    site.answer()
+    assert len(site.sent) == failed
+    assert site.running == [0, 0]
+    assert site.told == []
+    assert not site.answers

@@ -65,7 +65,7 @@ def test_a_streamed_request_goes_through_its_phases_and_leaves_nothing() -> None
     assert (site.client.status, site.client.over) == (200, "ended")
     assert kinds(site) == ["PrefillDone", "DecodeStarted", "RequestFinished"]
     assert site.praised == ["p0", "d1"]
-    assert site.transfers.pulls == [("p0", "d1", None)]
+    assert site.pulls == [("p0", "d1", None)]
     assert (record.outcome, record.status, record.output_tokens) == (Outcome.OK, 200, 3)
     assert (record.prompt_tokens, record.cached_tokens) == (7, 4)
     assert (record.prefiller, record.rank, record.pool_wait_ns) == ("p0", "d1", 2_000_000_000)
@@ -91,7 +91,7 @@ def test_a_request_that_one_engine_does_whole_goes_to_the_pool_without_a_prefill
     assert site.session.pair is None
     leg.stream(LAST, DONE)
     assert site.session.record.outcome is Outcome.OK
-    assert site.transfers.pulls == []
+    assert site.pulls == []
 
 
 def test_a_prefiller_may_do_the_whole_request() -> None:
@@ -129,7 +129,7 @@ def test_a_prefill_that_left_no_kv_cache_is_followed_by_an_engine_that_does_it_w
     assert "kv_transfer_params" not in leg.values
     leg.stream(token("x"), LAST, DONE)
     assert site.session.record.outcome is Outcome.OK
-    assert site.transfers.pulls == []
+    assert site.pulls == []
 
 
 def test_what_the_scheduler_answers_at_once_finds_the_session_where_it_will_be() -> None:
@@ -175,8 +175,8 @@ FAIL: dict[What, Callable[[Site, Sent], None]] = {
 
 
 def no_prefill(site: Site) -> None:
-    (hand_off,) = site.hand_offs.values()
-    hand_off.take({})
+    (hand_off,) = site.context.hand_offs.values()
+    hand_off({})
     while site.last.engine.startswith("p") and not site.last.done:
         site.last.answer(503, ERROR)
 
@@ -206,7 +206,7 @@ def test_a_failed_leg_goes_on_as_its_rule_says(leg: Leg, what: What) -> None:
     blamed = [("p0" if leg is not Leg.DECODE else "d0", site.blamed[0][1])] if site.blamed else []
     assert site.blamed == blamed
     assert bool(site.blamed) == (rule.blame is Blame.ENGINE)
-    assert bool(site.transfers.pulls) == (rule.blame is Blame.PULL)
+    assert bool(site.pulls) == (rule.blame is Blame.PULL)
     assert site.engines[sent.engine].closed_idle == rule.close_idle
     if rule.then is Next.RELAY:
         assert (site.client.status, site.client.body) == (400, ERROR)
@@ -308,7 +308,7 @@ def test_a_leg_has_until_its_deadline_and_no_longer() -> None:
     site.wait(0.1)
     assert site.is_in(Phase.BACKOFF)
     assert leg.aborted
-    assert site.transfers.pulls == [("p0", "d0", Fault.TIMEOUT)]
+    assert site.pulls == [("p0", "d0", Fault.TIMEOUT)]
 
 
 def test_an_engine_that_computes_the_prompt_has_the_time_for_that_too() -> None:
@@ -518,7 +518,8 @@ def test_a_kv_cache_that_went_with_its_engine_is_computed_again() -> None:
     site.prefillers[0].lost_kv += 1
     site.session.drop_lost_kv()
     assert site.fed[-1] == events.PrefillLost(NUMBER)
-    assert site.session.lease_ended() == "lost"
+    site.session.lease_ended()
+    assert site.abandoned == ["lost"]
 
 
 def test_a_request_without_a_kv_cache_has_none_to_lose() -> None:
@@ -554,7 +555,8 @@ def test_a_kv_cache_that_is_lost_during_a_backoff_goes_to_no_other_rank() -> Non
 def test_a_lease_that_ends_sends_the_request_back_to_the_prefillers() -> None:
     site = Site()
     pooled(site)
-    assert site.session.lease_ended() == "lapsed"
+    site.session.lease_ended()
+    assert site.abandoned == ["lapsed"]
     assert site.is_in(Phase.QUEUED)
     assert site.session.record.lease_lapses == 1
     assert site.prefill(1).engine == "p1"
@@ -572,7 +574,7 @@ def layerwise() -> tuple[Site, Sent]:
 def test_a_rank_that_comes_first_calls_for_its_prefill() -> None:
     site, leg = layerwise()
     assert leg.values["kv_transfer_params"]["metaserver"] == "http://proxy/v1/metaserver/1234"
-    site.hand_offs["1234"].take({"do_remote_decode": True})
+    site.context.hand_offs["1234"]({"do_remote_decode": True})
     probe = site.last
     assert probe.engine == "p0"
     assert site.session.is_on(P0)
@@ -587,7 +589,7 @@ def test_a_rank_that_comes_first_calls_for_its_prefill() -> None:
 
 def test_a_prefill_that_a_rank_called_for_moves_off_an_instance_that_goes() -> None:
     site, leg = layerwise()
-    site.hand_offs["1234"].take({})
+    site.context.hand_offs["1234"]({})
     site.session.engine_lost(P0)
     assert [one.engine for one in site.in_flight] == ["d0", "p1"]
     site.session.instance_removed(P1)
@@ -599,14 +601,14 @@ def test_a_prefill_that_a_rank_called_for_moves_off_an_instance_that_goes() -> N
 
 def test_a_prefill_that_never_comes_is_the_prefillers_fault_and_another_is_asked_next() -> None:
     site, _ = layerwise()
-    site.hand_offs["1234"].take({})
+    site.context.hand_offs["1234"]({})
     site.wait(61.0)
     assert site.blamed == [("p0", Fault.TIMEOUT)]
     assert site.at_rest is False  # The backoff.
     site.back_off()
     assert site.fed == [events.DecodeLost(NUMBER)]
     site.decode(1)
-    site.hand_offs["1234"].take({})
+    site.context.hand_offs["1234"]({})
     assert site.last.engine == "p1"
 
 
@@ -668,3 +670,69 @@ def test_a_request_is_not_handed_back_for_ever() -> None:
     leg.begin(HANDED_BACK)
     assert site.client.status == 502
     assert site.session.record.reason == "the engine dropped the request 32 times"
+
+
+# The host's answers may come late.
+
+
+def silent(site: Site) -> None:
+    site.session.engine_lost(D0)
+
+
+def broken(site: Site) -> None:
+    site.last.break_off()
+
+
+def test_a_retry_waits_for_the_retry_budget() -> None:
+    site = Site()
+    site.to_rank()
+    site.answers_late = True
+    broken(site)
+    assert site.is_in(Phase.BACKOFF)
+    assert site.timers == []
+    assert site.session.record.retries == 0
+    site.answer_all()
+    assert len(site.timers) == 1
+    assert site.session.record.retries == 1
+    site.back_off()
+    assert site.fed[-1] == events.PrefillLost(NUMBER)
+
+
+def test_a_late_refusal_ends_a_request() -> None:
+    site = Site(budget=0)
+    site.answers_late = True
+    site.prefill().answer(500, ERROR)
+    assert site.is_in(Phase.BACKOFF)
+    site.answer_all()
+    assert (site.client.status, site.client.body) == (500, ERROR)
+    assert site.ended_requests == 1
+
+
+@pytest.mark.parametrize("fail", [broken, silent])
+@pytest.mark.parametrize("budget", [0, 100])
+def test_an_answer_for_a_request_that_the_client_has_left_changes_nothing(
+    fail: Callable[[Site], None], budget: int
+) -> None:
+    site = Site(budget=budget)
+    site.to_rank()
+    site.answers_late = True
+    fail(site)
+    site.client.leave()
+    fed = list(site.fed)
+    site.answer_all()
+    assert site.is_in(Phase.ENDED)
+    assert site.fed == fed
+    assert site.timers == []
+    assert site.ended_requests == 1
+    assert site.at_rest
+
+
+def test_an_engine_that_answers_before_the_retry_budget_does_is_not_left() -> None:
+    site = Site()
+    site.to_rank()
+    site.answers_late = True
+    silent(site)
+    site.last.begin(token("x"))
+    site.answer_all()
+    assert site.is_in(Phase.STREAMING)
+    assert not site.last.aborted

@@ -66,7 +66,7 @@ def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "P
     """A proxy that stood still pulls nothing that may be another prompt's by now."""
 
     async def scenario(site: "Site") -> None:
-        stalls = site.world.proxy.deployment.driver.stalls
+        stalls = site.world.proxy.deployment.driver.context.stalls
         exchange = site.send("/v1/completions", BODY)
         await site.until(lambda: len(site.received("prefill")) == 1)
         # As after 40 s, which began when the leg had been sent.

@@ -113,10 +113,10 @@ def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
         await run_load(site, streamed=1.0, requests=100)
         driver, stats = site.world.proxy.deployment.driver, site.fleet.stats()
         # The engines' last steps may run out after the clients have their answers.
-        assert driver.progress.steps.steps == pytest.approx(stats["steps"], rel=0.1)
-        told = driver.progress.idle_tokens / driver.progress.capacity_tokens
+        assert driver.decisions.progress.steps.steps == pytest.approx(stats["steps"], rel=0.1)
+        told = driver.decisions.progress.idle_tokens / driver.decisions.progress.capacity_tokens
         assert told == pytest.approx(stats["idle_fraction"], rel=0.1)
-        assert driver.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
+        assert driver.decisions.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
 
     play(scenario, **FLEET)
 

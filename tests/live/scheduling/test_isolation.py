@@ -14,7 +14,7 @@ from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
-from balanceroute.proxy.live.scheduling.driver import Driver
+from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -119,13 +119,13 @@ def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     performed: list[tuple[str, str]] = []
-    act = Driver._act
+    act = Decisions._act
 
-    def note(driver: Driver, session: Session, action: Action) -> None:
+    def note(decisions: Decisions, session: Session, action: Action) -> None:
         performed.append((type(action).__name__, session.record.request_id))
-        act(driver, session, action)
+        act(decisions, session, action)
 
-    monkeypatch.setattr(Driver, "_act", note)
+    monkeypatch.setattr(Decisions, "_act", note)
     monkeypatch.setattr(Session, "start_prefill", poisoned(Session.start_prefill))
 
     async def scenario(site: "Site") -> None:

@@ -19,8 +19,9 @@ from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.scheduling.driver import Driver
-from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.live.scheduling.feedback import Feedback
+from balanceroute.proxy.live.scheduling.session_table import SessionTable
+from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
 from balanceroute.proxy.testing.chaos.trial import run_seed
 from balanceroute.proxy.wire.http1.client import Call
 from balanceroute.proxy.wire.messages import Headers
@@ -51,13 +52,13 @@ def a_prefillers_budget_is_never_given_back(patch: Patch) -> None:
 
 @bug("held: driver")
 def a_request_id_stays_in_use(patch: Patch) -> None:
-    ended = Driver.ended
+    remove = SessionTable.remove
 
-    def forget(self: Driver, session: Session) -> None:
-        self._ids[session.record.request_id] += 1
-        ended(self, session)
+    def forget(self: SessionTable, number: RequestId, record: RequestRecord) -> None:
+        self._ids[record.request_id] += 1
+        remove(self, number, record)
 
-    patch.setattr(Driver, "ended", forget)
+    patch.setattr(SessionTable, "remove", forget)
 
 
 def rewrite(patch: Patch, change: Callable[[int, bytes], list[bytes]]) -> None:
@@ -188,14 +189,14 @@ def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
 
 @bug("the proxy did not log it")
 def a_request_is_not_logged(patch: Patch) -> None:
-    ended = Driver.ended
+    ended = Feedback._ended
 
-    def end(self: Driver, session: Session) -> None:
+    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
         log, self._log = self._log, Nowhere()
-        ended(self, session)
+        ended(self, number, record)
         self._log = log
 
-    patch.setattr(Driver, "ended", end)
+    patch.setattr(Feedback, "_ended", end)
 
 
 class Nowhere:
@@ -207,37 +208,37 @@ class Nowhere:
 
 @bug("requests req-")
 def a_request_is_logged_twice(patch: Patch) -> None:
-    ended = Driver.ended
+    ended = Feedback._ended
 
-    def end(self: Driver, session: Session) -> None:
-        ended(self, session)
-        self._log.request_ended(session.record)
+    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
+        ended(self, number, record)
+        self._log.request_ended(record)
 
-    patch.setattr(Driver, "ended", end)
+    patch.setattr(Feedback, "_ended", end)
 
 
 @bug("timers, there were")
 def a_timer_is_left_behind(patch: Patch) -> None:
-    ended = Driver.ended
+    ended = Feedback._ended
 
-    def end(self: Driver, session: Session) -> None:
-        ended(self, session)
+    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
+        ended(self, number, record)
         asyncio.get_running_loop().call_later(3600.0, lambda: None)
 
-    patch.setattr(Driver, "ended", end)
+    patch.setattr(Feedback, "_ended", end)
 
 
 @bug("tasks, there were")
 def a_task_is_left_behind(patch: Patch) -> None:
-    ended = Driver.ended
+    ended = Feedback._ended
 
-    def end(self: Driver, session: Session) -> None:
-        ended(self, session)
+    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
+        ended(self, number, record)
         self.__dict__.setdefault("left", []).append(
             asyncio.get_running_loop().create_task(asyncio.sleep(3600.0))
         )
 
-    patch.setattr(Driver, "ended", end)
+    patch.setattr(Feedback, "_ended", end)
 
 
 @bug("tokens were logged as")

@@ -1,0 +1,98 @@
+"""What sessions report about engines, prompts and themselves, besides the scheduler's events.
+
+Reports are data. Health checks, retry budget, predictors and metrics are shared by all sessions, so
+they take reports instead of calls from inside a session.
+"""
+
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """A leg failed through its engine's fault."""
+
+    target: Target
+    fault: Fault
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LegSucceeded:
+    """An engine answered."""
+
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """A rank failed where it was to pull a KV cache; see `KvTransfers`."""
+
+    request: RequestId
+    prefiller: PrefillerId
+    rank: RankId
+    fault: Fault
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullSucceeded:
+    """A rank has pulled a KV cache."""
+
+    prefiller: PrefillerId
+    rank: RankId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeen:
+    """A prefill answer named the engine that runs behind a prefiller's address."""
+
+    prefiller: PrefillerId
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounted:
+    """A prefiller counted the tokens of a prompt."""
+
+    request: RequestId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvAbandoned:
+    """No rank will pull a KV cache: it is "lost", or its lease has "lapsed"."""
+
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefillEnded:
+    """A prefiller that was chosen by `Host.ask_prefiller` is done, whatever came of it."""
+
+    prefiller: PrefillerId
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session is over."""
+
+    request: RequestId
+    record: RequestRecord
+
+
+Report = (
+    LegFailed
+    | LegSucceeded
+    | PullFailed
+    | PullSucceeded
+    | EngineSeen
+    | PromptCounted
+    | KvAbandoned
+    | RemotePrefillEnded
+    | SessionEnded
+)

@@ -1,0 +1,191 @@
+"""Feeds the scheduler, performs what it decides, and sees that decisions come.
+
+Admissions are decided in ticks. A tick comes at once when a request enters the pool; when a slot
+becomes free it comes a moment later, so that all requests that end with the same step are seen by
+one decision.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import (
+    AbortDecode,
+    AbortPrefill,
+    Action,
+    Admit,
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    Expire,
+    PrefillDone,
+    PrefillLost,
+    RankOpened,
+    ReleasePrefill,
+    RequestArrived,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+    StartPrefill,
+    Tick,
+)
+from balanceroute.proxy.live.scheduling.progress import Progress
+from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.engines.instances import Instances
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.scheduling.isolation import Isolation
+    from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+    from balanceroute.proxy.live.telemetry.metrics import Metrics
+
+# After these a slot may be free for a request that waits.
+_FREEING = frozenset(
+    {RequestFinished, RequestFailed, RequestCancelled, RequestRecomputed, RankOpened}
+)
+# After these a request may be new in the pool.
+_POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
+
+
+class Decisions:
+    """The way to the scheduler and back.
+
+    Args:
+        settle_s: How long a tick waits for further requests to end with the same step.
+        stopwatch: Real seconds, for the cost of decisions.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        sessions: "Mapping[RequestId, Session]",
+        instances: "Instances",
+        open_instances: "OpenInstances",
+        isolation: "Isolation",
+        *,
+        metrics: "Metrics",
+        settle_s: float,
+        stopwatch: Callable[[], float],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.progress = Progress(scheduler, self._handle, loop.time)
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._instances = instances
+        self._open_instances = open_instances
+        self._isolation = isolation
+        self._metrics = metrics
+        self._settle_s = settle_s
+        self._clock = loop.time
+        self._stopwatch = stopwatch
+        self._stage_start_s = 0.0
+        self._ticks = TickTimer(loop, self._tick)
+        self._pending: deque[Action] = deque()
+        self._performing = False
+
+    def feed(self, event: Event) -> None:
+        """Give the scheduler an event, perform what it decides, and see that a tick follows.
+
+        What it decides may be for the very session that feeds, which is ready for that.
+        """
+        if isinstance(event, RequestRecomputed | DecodeLost | PrefillLost):
+            event = self.progress.left(event)
+        elif isinstance(event, DecodeStarted):
+            self.progress.began(self._sessions[event.request])
+        self._handle(event)
+
+    def follow(self) -> None:
+        """Bring the scheduler's mirror of the ranks up to date, as before every decision."""
+        self.progress.follow(self._open_instances.serving)
+
+    def wake(self) -> None:
+        """See that a decision comes at once."""
+        self._ticks.wake(0.0)
+
+    def look_after(self) -> None:
+        """Decide if a deadline or an earlier failure asks for it; follow the ranks in any case."""
+        deadline_ns = self._scheduler.next_deadline_ns()
+        if self._isolation.failures.failing or (
+            deadline_ns is not None and deadline_ns <= self._now_ns()
+        ):
+            self._tick()
+        else:
+            self.follow()
+
+    def stage_ended(self, stage: str) -> None:
+        """Note that a stage of the present decision ended."""
+        now_s = self._stopwatch()
+        self._metrics.decisions.dispatched(stage, now_s - self._stage_start_s)
+        self._stage_start_s = now_s
+
+    def stop(self) -> None:
+        """Call off the decision that is due."""
+        self._ticks.cancel()
+
+    def _now_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self._scheduler.handle(event, now_ns=self._now_ns()))
+        kind = type(event)
+        if kind in _POOLING:
+            if len(self._scheduler.pool):
+                self._ticks.wake(0.0)
+        elif kind in _FREEING and len(self._scheduler.pool):
+            self._ticks.wake(self._settle_s)
+
+    def _tick(self) -> None:
+        self._ticks.cancel()
+        decides = len(self._scheduler.pool) > 0
+        failures = self._isolation.failures
+        failed_before = failures.rounds_failed
+        well = self._isolation.run("follow", self.follow)
+        well &= self._isolation.run("tick", self._decide)
+        if decides or not well:
+            failures.round_ended(well=well and failures.rounds_failed == failed_before)
+
+    def _decide(self) -> None:
+        self._stage_start_s = begin_s = self._stopwatch()
+        actions = self._scheduler.handle(Tick(), now_ns=self._now_ns())
+        took_s = self._stopwatch() - begin_s
+        self._perform(actions)
+        self._metrics.decisions.dispatched("total", took_s)
+
+    def _perform(self, actions: list[Action]) -> None:
+        """Perform actions in their order, behind those that are being performed."""
+        self._pending += actions
+        if self._performing:  # An action failed, and its request ends.
+            return
+        self._performing = True
+        try:
+            while self._pending:
+                action = self._pending.popleft()
+                session = self._sessions.get(action.request)
+                if session is not None:
+                    self._isolation.run_for(session, "action", self._act, session, action)
+                elif isinstance(action, ReleasePrefill):
+                    self._isolation.run("action", self._metrics.legs.abandoned_lease, "ended")
+        finally:
+            self._performing = False
+
+    def _act(self, session: "Session", action: Action) -> None:
+        match action:
+            case StartPrefill(_, prefiller, _):
+                session.start_prefill(self._instances.prefillers[prefiller])
+            case AbortPrefill() | AbortDecode():
+                session.drop_leg()
+            case ReleasePrefill(number):
+                # No engine takes such a word over HTTP: the blocks stay until their lease ends.
+                if number in self._scheduler.requests:
+                    session.lease_ended()
+                else:
+                    self._metrics.legs.abandoned_lease("ended")
+            case Admit(_, rank):
+                self.progress.admitted(session)
+                session.start_decode(self._instances.ranks[rank])
+            case Expire():
+                session.expire("the request waited longer than it may")

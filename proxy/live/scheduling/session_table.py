@@ -1,0 +1,63 @@
+"""All live requests, and the names under which engines know them."""
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import RequestId
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+
+class SessionTable:
+    """Adds requests and forgets them; `live` has them in order of arrival."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.live: dict[RequestId, Session] = {}
+        self._rng = rng
+        self._arrived = 0
+        self._ids: Counter[str] = Counter()  # Client request ids in use.
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def next_number(self) -> RequestId:
+        """Return the number of a request that arrives."""
+        number = RequestId(self._arrived)
+        self._arrived += 1
+        return number
+
+    def add(self, session: "Session") -> None:
+        """Take in a request."""
+        self.live[session.number] = session
+        self._ids[session.record.request_id] += 1
+        self._empty.clear()
+
+    def remove(self, number: RequestId, record: "RequestRecord") -> None:
+        """Forget a request that is over."""
+        del self.live[number]
+        self._ids[record.request_id] -= 1
+        if not self._ids[record.request_id]:
+            del self._ids[record.request_id]
+        if not self.live:
+            self._empty.set()
+
+    def engine_id(self, request_id: str) -> str:
+        """Return what a request is called at the engines: its id, unless that is in use.
+
+        Two requests of one name would be one to some engines.
+        """
+        if request_id in self._ids:
+            return f"{request_id}-{self._rng.getrandbits(32):08x}"
+        return request_id
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept for any request, past or present."""
+        return not self.live and not self._ids
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        await self._empty.wait()
