@@ -1,6 +1,6 @@
 """What a predictor is told of requests, besides being asked: the contract with the drivers.
 
-The core only asks (`balanceroute.proxy.core.prediction.Predictor`); whoever drives the core tells the
+The core only asks (`balanceroute.proxy.core.prediction.Predictor`); the driver of the core tells the
 predictor of every request's begin and end. Nothing that is told lies in the future of the question:
 features are what is known of a request before its first token.
 """

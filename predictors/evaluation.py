@@ -1,6 +1,6 @@
 """Predictors judged on requests of the past, side by side on the same questions.
 
-Paper: §C.2.2, Table 3. A difference between two predictors is told with its standard error: rows of
+Paper: §C.2.2, Table 3. A difference between two predictors is given with its standard error: rows of
 one request depend on each other, and so do requests of one hour, so the error is that of blocks of
 requests that follow each other in time.
 """
@@ -114,7 +114,7 @@ def _better_mae(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_
 _GAINS: dict[str, _Better] = {"auc": _better_auc, "brier": _better_brier, "mae": _better_mae}
 
 GAINS = tuple(_GAINS)
-"""The scores whose differences between predictors are told with an error."""
+"""The scores whose differences between predictors are given with an error."""
 
 
 def gains(rows: Rows, one: Answers, other: Answers, block: NDArray[np.int64]) -> dict[str, Gain]:
@@ -149,7 +149,7 @@ def judge(
         predictors: By name.
         baseline: The name of the one that the others are compared with.
         learn: See `Replay.ask`.
-        progress: Told the predictor and the share of its rows that is done.
+        progress: Called with the predictor and the share of its rows that is done.
 
     Returns:
         A judgement for each, in their order; the baseline's gains are 0.

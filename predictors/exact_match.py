@@ -12,7 +12,7 @@ them all; c is the larger, the less a stage has been found to tell. A less speci
 one: else both mostly tell of the same requests, which would count double.
 
 All is learned from requests that ended, and all is bounded. See `KeyTable` and `LengthBuckets` for how
-far each is believed. Defaults were tuned on the first halves of the public traces.
+far each is trusted. Defaults were tuned on the first halves of the public traces.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ _HISTORY = 20_000
 _MAX_PROMPT_TOKENS = 2**40
 # A less specific key must have so many times the outputs.
 _MORE_OUTPUTS = 2
-# A key that is to be believed less than this is not heard at all; see `KeyTable.trust`.
+# A key that is trusted less than this is not used at all; see `KeyTable.trust`.
 _HEARD_TRUST = 0.1
 # Requests predicted at a time: what is made in between stays in the caches.
 _BLOCK = 256
@@ -68,7 +68,7 @@ class ExactMatch:
         capacity: Most keys; the one that was not used for longest yields. A request brings up to
             `MAX_KEYS`.
         depth: Outputs kept of each key.
-        least: Outputs that a key must have had to be heard at all.
+        least: Outputs that a key must have had to be used at all.
 
     Raises:
         ConfigError: An option is out of range.

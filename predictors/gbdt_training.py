@@ -61,7 +61,7 @@ _PARAMETERS = {
 }
 # Questions that are turned into rows at a time; bounds the memory.
 _BATCH = 4_096
-# Of what happens at the same time, in this order: nobody knows of an end before its time.
+# Of what happens at the same time, in this order: an end is not known before its time.
 _BEGIN, _ASK, _END = range(3)
 
 Progress = Callable[[str, float], None]
@@ -140,7 +140,7 @@ def train_and_tell(
         horizon_steps: H, at least 1.
         age_step: Δ, tokens between two questions about a request, at least 1.
         seed: Of all that is drawn.
-        progress: Told what is being done, and the share of it that is done.
+        progress: Called with the stage and the share of it that is done.
 
     Raises:
         ConfigError: A setting is out of range, there is too little to learn from, or LightGBM is
@@ -302,7 +302,7 @@ def _fit(
         start: The column that is corrected.
         objective: "binary" for cross-entropy, "regression" for squared error.
         seed: Of the rows and features that each tree draws.
-        progress: Told the share that is done.
+        progress: Called with the share that is done.
     """
     lightgbm = require_lightgbm()
     earlier = ~later

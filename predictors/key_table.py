@@ -5,11 +5,11 @@ such key" and stays empty. Zeros mark the free places of a ring, so that they co
 
 An output of 300 tokens says that the next one is about as long, not that it is exactly so: each counts
 as several points spread evenly around it, a fifth of it to either side, but no further than its
-distance from the output before. So a key whose answers are always the same is believed to the token.
+distance from the output before. So a key whose answers are always the same is trusted to the token.
 
-A key is believed the more, the less its outputs move from one to the next, in ranks among all outputs
+A key is trusted the more, the less its outputs move from one to the next, in ranks among all outputs
 and compared with how these move. A key that all requests have in common moves just as they do, and is
-hardly believed: otherwise a few dozen outputs would replace thousands.
+hardly trusted: otherwise a few dozen outputs would replace thousands.
 """
 
 from collections import OrderedDict
@@ -111,7 +111,7 @@ class KeyTable:
         Args:
             key: The key.
             output_tokens: The output.
-            move_from: Tells how far the output lies from another, relative to how far any two do.
+            move_from: Returns how far the output lies from another, relative to how far any two do.
         """
         slot = self.use(key)
         added = int(self._added[slot])
@@ -136,7 +136,7 @@ class KeyTable:
         return self._added[slots]
 
     def trust(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return how much each slot's key is to be believed: 1 at first, up to 2.5, down to 0.02."""
+        """Return how much each slot's key is trusted: 1 at first, up to 2.5, down to 0.02."""
         move = self._moves[slots] / self._weights[slots]
         return np.maximum((1.0 - move) / (1.0 - _FIRST_MOVE), _LEAST_TRUST)
 

@@ -3,7 +3,7 @@
 The buckets are quantiles of the prompt lengths seen, moved as the history moves. Paper: §C.2.1,
 per-prompt-class memorisation.
 
-How far they are believed is measured: where prompts tell nothing of outputs, two outputs in a row lie as
+How far they are trusted is measured: where prompts say nothing of outputs, two outputs in a row lie as
 far apart within a bucket as anywhere, in ranks, and the fallback is left to speak.
 """
 
@@ -17,7 +17,7 @@ LONGEST = 2**16
 # The buckets are made anew when the history has grown by one part in so many.
 _REBUILD_PARTS = 50
 _FIRST_PAIRS = 1_024
-# So many of the latest pairs tell how far the buckets are believed, and never less than by this.
+# So many of the latest pairs decide how far the buckets are trusted, and never less than by this.
 _JUDGED = 2_000
 _IMAGINED = 50.0
 _LEAST_LIKENESS = 0.01

@@ -31,7 +31,7 @@ def read_log(path: str | PathLike[str]) -> list[PastRequest]:
     """Read the requests that ended by themselves, in the order of their arrival.
 
     Left out are requests of every other outcome, those that emitted nothing or more than any
-    predictor takes, and those whose prompt nobody measured. Times are seconds since 1970. Lines of
+    predictor takes, and those whose prompt was not measured. Times are seconds since 1970. Lines of
     the process log in between are passed over; nothing else is.
 
     Args:

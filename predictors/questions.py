@@ -7,7 +7,7 @@ them can be compared row by row.
 
 Time is cut into slices, and the questions of a slice are asked in one batch, as a proxy asks those
 of one decode step. In a slice first come the requests that begin, then the questions, then the
-ends: nobody is told of an end before a question of an earlier time.
+ends: no end is told before a question of an earlier time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -176,7 +176,7 @@ class Replay:
         Args:
             predictor: Changed by it.
             learn: Whether it is told how long requests were that have ended.
-            progress: Told the share of the rows that is done, now and then.
+            progress: Called with the share of the rows that is done, now and then.
         """
         rows = self.rows
         total, done = len(rows.request), 0

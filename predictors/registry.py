@@ -57,7 +57,7 @@ def train(
         past: The requests, in any order.
         horizon_steps: How far ahead a learned model is fitted; the others need not know.
         seed: Of what is drawn.
-        progress: Told the stage and the share of it that is done.
+        progress: Called with the stage and the share of it that is done.
 
     Raises:
         ConfigError: The kind is unknown, a library that it needs is not installed, or the requests

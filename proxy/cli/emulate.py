@@ -137,7 +137,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """What whoever starts the command has to do with it."""
+    """How the command deals with the process that starts it."""
 
     json_ready: bool = flag("print one line of JSON instead of a list")
     exit_with_stdin: bool = flag("end when standard input ends: with the process that writes to it")

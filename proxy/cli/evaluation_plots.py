@@ -1,6 +1,6 @@
 """Pictures of how good predictors are, as PNG files.
 
-Whoever asks for pictures finds out first whether matplotlib is there. The same answers give the same
+Without matplotlib the command fails at its start. The same answers give the same
 bytes; see `balanceroute.proxy.pictures`.
 """
 

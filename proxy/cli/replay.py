@@ -110,7 +110,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is told of it."""
+    """What the report says."""
 
     label: str = text("target", "what to call the target in the report", metavar="LABEL")
 

@@ -16,7 +16,7 @@ from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.live.settings.declared import PolicyKnobs
+from balanceroute.proxy.live.settings.declared import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     integer,
@@ -124,7 +124,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs(PolicyKnobs):
+class Options(PolicyOptions):
     """Those of the policies, and the scheduler's."""
 
     deadline: float | None = number(
@@ -132,7 +132,7 @@ class Knobs(PolicyKnobs):
     )
 
 
-SECTIONS = (Pace, Replayed, Machines, Compared, Knobs)
+SECTIONS = (Pace, Replayed, Machines, Compared, Options)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -149,7 +149,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
     add_flags(parser.add_argument_group("deployment"), Machines)
-    add_flags(parser.add_argument_group("policies"), Compared, Knobs)
+    add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: The output cannot be written.
     """
     given = read_flags(arguments, *SECTIONS)
-    compared, knobs = given.read(Compared), given.read(Knobs)
+    compared, options = given.read(Compared), given.read(Options)
     policies = [name.strip() for name in compared.policy.split(",") if name.strip()]
     unknown = [name for name in policies if name not in POLICIES]
     if unknown or not policies:
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--policy: unknown {unknown}{meant}")
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policy: {compared.policy} names a policy twice")
-    deployment = _deployment(given.read(Machines), knobs.deadline)
+    deployment = _deployment(given.read(Machines), options.deadline)
     try:
         forecast = forecast_called(compared.predictor)
     except ConfigError as error:
@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
             deployment,
             workloads,
             policies,
-            knobs.settings,
+            options.settings,
             forecast=forecast,
             seed=given.read(Replayed).seed,
             results=results,
@@ -350,7 +350,7 @@ def _config(
     for name in ("json", "plots"):
         del chosen[name]
     machines = given.read(Machines)
-    used = given.read(Knobs).settings.resolved(ranks=machines.ranks, batch_limit=machines.batch)
+    used = given.read(Options).settings.resolved(ranks=machines.ranks, batch_limit=machines.batch)
     assert used.form is not None
     return (
         chosen

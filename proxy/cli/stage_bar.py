@@ -36,7 +36,7 @@ class StageBar:
         self._bar.stop()
 
     def show(self, stage: str, share: float | None = None) -> None:
-        """Show how much of a stage is done; None if that cannot be told."""
+        """Show how much of a stage is done; None if that is not known."""
         if self._task is None or stage != self._stage:
             if self._task is not None:
                 self._bar.remove_task(self._task)

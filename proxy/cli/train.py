@@ -114,7 +114,7 @@ def _check_out(path: Path) -> None:
         try:
             files.read_state(path)
         except files.PredictorFileError as error:
-            # It may be the trace, or anything else that nobody wants to lose.
+            # It may be the trace, or any other file that must not be lost.
             reason = f"exists and is not a predictor that could be replaced: {error.reason}"
             raise ConfigError(f"--out: {path} {reason}") from error
 

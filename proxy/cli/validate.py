@@ -1,4 +1,4 @@
-"""`balanceroute validate`: compare the loads that the proxy believed in with the engines' own steps."""
+"""`balanceroute validate`: compare the loads of the proxy's ledger with the engines' own steps."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ class Samples:
 
     min_tokens: int = integer(
         1000,
-        "errors are told of samples at which the engine's load was at least N KV tokens",
+        "errors are of samples at which the engine's load was at least N KV tokens",
         1,
         10**12,
     )
@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command to the parser."""
     parser = commands.add_parser(
         "validate",
-        help="compare the loads that the proxy believed in with the engines' own steps",
+        help="compare the loads of the proxy's ledger with the engines' own steps",
         description=f"{__doc__} The engines wrote theirs with BALANCEROUTE_STEP_TRACE, the proxy "
         "its own with `serve --load-log`. A trace is a rank's if the engine's port and "
         "data-parallel rank are those of the rank's URL; where that does not tell, --map does.",
@@ -120,7 +120,7 @@ def _print(validation: "Validation", min_tokens: int) -> None:
     table = Table(
         title="Error of the proxy's load, started requests",
         caption=f"Samples at which the engine's load was at least {min_tokens:,} KV tokens. bias: "
-        "median, positive if the proxy believed in too much. bound: all requests sent to the rank. "
+        "median, positive if the ledger has too much. bound: all requests sent to the rank. "
         "lag: positive if the proxy was behind.",
         title_justify="left",
         caption_justify="left",

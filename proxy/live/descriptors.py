@@ -70,7 +70,7 @@ class DescriptorWatch:
         """Look until cancelled.
 
         Raises:
-            RuntimeError: A listener was closed by somebody else: the process serves nobody any more.
+            RuntimeError: A listener was closed from outside: the process cannot serve any more.
         """
         opened = {number: os.fstat(number).st_ino for number in self._listeners()}
         clock = asyncio.get_running_loop().time

@@ -26,7 +26,7 @@ class Environment:
         descriptor_shortages: How often no file descriptor was left.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
         in_thread: Runs what may wait for a disk.
-        observer: Called with every event of a scheduler and what came of it; None for nobody.
+        observer: Called with every event of a scheduler and what came of it, if there is one.
         policy: Returns what decides in place of a policy that was made.
     """
 

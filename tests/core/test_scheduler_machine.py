@@ -734,7 +734,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
-def random_knobs(rng: random.Random) -> dict[str, float]:
+def random_policy_settings(rng: random.Random) -> dict[str, float]:
     return {
         "horizon_steps": rng.randint(1, 6),
         "window": rng.randint(1, 6),
@@ -758,7 +758,7 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
     # times. It is the same machine.
     rng = random.Random(f"{name} {seed}")
     machine = SchedulerMachine(name)
-    machine.build(random_config(rng), random_knobs(rng))
+    machine.build(random_config(rng), random_policy_settings(rng))
     for _ in range(150):
         index = rng.randrange(1_000)
         match rng.randrange(12):

@@ -266,7 +266,7 @@ def test_what_it_learned_is_kept_and_its_log_is_read_for_training(
     assert first.features == second.features
 
 
-def test_it_samples_the_loads_it_believes_in(
+def test_it_samples_the_loads_of_its_ledger(
     make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
     path = tmp_path / "loads"

@@ -75,7 +75,7 @@ def test_many_slots_are_counted_as_each_alone() -> None:
     ]
 
 
-def test_a_key_whose_answers_are_always_the_same_is_believed_to_the_token() -> None:
+def test_a_key_whose_answers_are_always_the_same_is_trusted_to_the_token() -> None:
     table = KeyTable(capacity=4, depth=4)
     for _ in range(5):
         table.add(7, 100, lambda _: 0.0)
@@ -83,7 +83,7 @@ def test_a_key_whose_answers_are_always_the_same_is_believed_to_the_token() -> N
     assert table.trust(rows(table.use(7)))[0] > 1.4
 
 
-def test_a_key_that_moves_as_all_outputs_do_is_hardly_believed() -> None:
+def test_a_key_that_moves_as_all_outputs_do_is_hardly_trusted() -> None:
     table = KeyTable(capacity=4, depth=4)
     assert table.trust(rows(table.use(7))) == pytest.approx(1.0)
     for _ in range(3_000):

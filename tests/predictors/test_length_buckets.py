@@ -85,7 +85,7 @@ def test_requests_with_equal_prompts_share_a_bucket() -> None:
     assert rows[2, 10] == 1.0
 
 
-def test_where_prompts_tell_all_buckets_are_believed_and_where_they_tell_nothing_hardly() -> None:
+def test_where_prompts_tell_all_buckets_are_trusted_and_where_they_say_nothing_hardly() -> None:
     rng = random.Random(1)
     prompts = [rng.randint(1, 4_000) for _ in range(1_000)]
     told, untold, constant = make(), make(), make()

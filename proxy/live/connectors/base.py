@@ -55,7 +55,7 @@ class Connector(ABC):
         Args:
             transfer: That of the prefill leg.
             returned: `kv_transfer_params` of the prefill answer.
-            identity: What the prefiller told of itself, for connectors that need it.
+            identity: What the prefiller's bootstrap server answered, for connectors that need it.
 
         Raises:
             MissingKvError: No decoder could use the prefill.

@@ -26,7 +26,7 @@ class LayerwiseConnector(Connector):
         """Return the parameters that make the rank call back for its prefill.
 
         Raises:
-            ConfigError: Nobody said where the engines reach this proxy.
+            ConfigError: It is not given where the engines reach this proxy.
         """
         del returned, identity
         if not self.callback:

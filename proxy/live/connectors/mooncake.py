@@ -23,7 +23,7 @@ class MooncakeConnector(Connector):
         """Return the parameters with which a decoder finds the transfer.
 
         Raises:
-            MissingKvError: The prefiller's bootstrap server has not told its engine id.
+            MissingKvError: The prefiller's bootstrap server has not named its engine id.
         """
         del returned
         if identity is None:

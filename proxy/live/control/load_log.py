@@ -1,4 +1,4 @@
-"""The load log: what the proxy believes of every decode rank, sampled at a fixed interval.
+"""The load log: the load of every decode rank by the proxy's ledger, sampled at a fixed interval.
 
 One JSON object a line:
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LoadLog:
-    """Samples the mirror of a driver."""
+    """Samples the ledger of a driver's scheduler."""
 
     def __init__(
         self,

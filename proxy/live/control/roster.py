@@ -1,4 +1,4 @@
-"""Engines coming and going: what operators and health checks decide, told to everyone concerned.
+"""Changes of the engines, by operators and by health checks, and who is notified of them.
 
 One object owns every change of the instances, so that scheduler, health checks, scrapes and the list
 itself cannot disagree.
@@ -46,7 +46,7 @@ class Roster:
         connector: The name of the KV connector.
         connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
-        utilisation_limit: KV-cache use of a prefiller above which it takes no probe.
+        utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Roster:
         self._utilisation_limit = utilisation_limit
         self._driver: Driver | None = None
         self._health: Health | None = None
-        self._missing: set[Role] = set()  # As the log was told.
+        self._missing: set[Role] = set()  # As they were logged last.
         self._scraper: Scraper | None = None
         self._metrics: EngineMetrics | None = None
         # Makes the scheduler fit the instances; set with `attach`.
@@ -80,7 +80,7 @@ class Roster:
         metrics: "EngineMetrics",
         reconfigure: Callable[[], None],
     ) -> None:
-        """Say whom to tell from now on; they learn of the instances there are."""
+        """Set who is notified from now on; they are notified of the present instances at once."""
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure = metrics, reconfigure
         for target in self.targets():
@@ -141,7 +141,7 @@ class Roster:
             try:
                 await self.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
             except ConflictError:
-                return  # Somebody else added it.
+                return  # It was added meanwhile.
             except ConfigError as error:
                 _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
             else:
@@ -243,7 +243,7 @@ class Roster:
         return sessions_on(self._driver.sessions, target)
 
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
-        """Take in what the health checks found; an operator's word goes before theirs."""
+        """Take a result of the health checks; an operator's order goes before theirs."""
         assert self._metrics is not None
         if not up:
             self._metrics.quarantined(target.role)
@@ -267,7 +267,7 @@ class Roster:
                     self._driver.lost.kv_lost(instance)
 
     def utilisation_changed(self, target: Target, utilisation: float) -> None:
-        """Take in what a scrape told."""
+        """Take the result of a scrape."""
         for instance in self.instances.of(target):
             if isinstance(instance, Prefiller):
                 instance.utilisation = utilisation

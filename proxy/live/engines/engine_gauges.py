@@ -29,7 +29,7 @@ _VLLM_WITHOUT_LABEL = "0"
 
 
 class MetricsPageError(BalanceRouteError):
-    """A page of metrics that cannot be believed."""
+    """A page of metrics that cannot be true."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which engine instances are fit to use, from what requests and probes see of them.
 
 An instance is up, or quarantined and probed until it answers again. Rules:
-- A refused connection quarantines at once: whoever refuses is not there. Every other fault has to
+- A refused connection quarantines at once: the engine is not there. Every other fault has to
   happen `quarantine_failures` times in a row. Requests and probes count apart, because /health can
   be well while every request fails.
 - 4xx never counts, and 429 and 503 say "busy", not "broken"; but an instance whose /health answers
@@ -123,8 +123,8 @@ class Health:
         Args:
             settings: How instances are watched.
             fetch: GETs a URL and returns the status; raises FetchError if no answer came.
-            on_change: Told of every change.
-            on_error: Told of what a probe raised beyond `FetchError`, which says nothing of the engine.
+            on_change: Called with every change.
+            on_error: Called with what a probe raised beyond `FetchError`, which says nothing of the engine.
             clock: The loop's time.
             rng: Spreads the probes.
         """

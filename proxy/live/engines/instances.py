@@ -47,16 +47,16 @@ class Prefiller:
     Attributes:
         id: Its place in the scheduler.
         target: What health checks watch.
-        bootstrap: URL of its bootstrap server, for connectors that have one. Without what that
-            tells nobody can use its KV caches, so until then it takes no probes.
-        identity: What the bootstrap server told.
+        bootstrap: URL of its bootstrap server, for connectors that have one. Its KV caches
+            cannot be used before that has answered, so until then it takes no prefills.
+        identity: The answer of the bootstrap server.
         utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
-        crowded: Whether that is too much for another probe.
+        crowded: Whether that is too much for another prefill.
         hand_offs: Prefills that decode ranks called for, running now.
         lost_kv: How often all KV caches that it had handed out were lost.
         engines: Ids of the engines seen behind its address.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
-        counts_dear: Whether it pays for its token counts with the length of an answer.
+        continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
     """
 
     id: PrefillerId
@@ -72,11 +72,11 @@ class Prefiller:
     lost_kv: int = 0
     engines: set[str] = field(default_factory=set)
     kv_trial: bool = False
-    counts_dear: bool = False
+    continuous_usage_is_expensive: bool = False
 
     @property
     def open(self) -> bool:
-        """Whether it takes probes."""
+        """Whether it takes prefills."""
         known = self.bootstrap is None or self.identity is not None
         return self.status is Status.UP and known and not self.crowded
 
@@ -90,7 +90,7 @@ class Rank:
         name: URL, with "@rank" behind it if several ranks share it.
         target: What health checks watch: its server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
-        counts_dear: Whether its engine pays for its token counts with the length of an answer.
+        continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
     """
 
     id: RankId
@@ -99,7 +99,7 @@ class Rank:
     endpoint: "Endpoint"
     header: bytes | None = None
     status: Status = Status.UP
-    counts_dear: bool = False
+    continuous_usage_is_expensive: bool = False
 
     @property
     def open(self) -> bool:

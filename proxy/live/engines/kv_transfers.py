@@ -1,6 +1,6 @@
 """Who is at fault when KV caches cannot be pulled: the prefiller, or the rank.
 
-The rank reports it, whoever is at fault: with a 5xx, an error event, or silence. So failures are
+The rank reports it, whichever is at fault: with a 5xx, an error event, or silence. So failures are
 kept by both sides, until a pull of that side succeeds. A prefiller that fails with several ranks is
 itself at fault, and so is a rank that fails with several prefillers. Where the failures are all of
 one pair, the side that gets on with others is not at fault. And it takes several requests: one that
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # Who pulls from whom at present.
     Pairs = Iterable[tuple[Prefiller, Rank]]
 
-# Failures kept of each side: those of one that nobody can judge are no use in any number.
+# Failures kept of each side: more of one that cannot be judged tell nothing more.
 _KEPT = 32
 
 
@@ -33,10 +33,10 @@ class KvTransfers:
         enough: Requests that fail in a row before anyone is at fault.
         pulling: Tells who pulls from whom at present.
         convict: Quarantines one that is at fault, and returns whether it did: its role may have
-            nobody else. `again` says that it was on trial.
+            no other instance. `again` says that it was on trial.
         is_on_trial: Tells whether an instance has just come back, and served nothing since.
-        count: Told the names of both sides and the reason of every failure.
-        passed: Told that a prefiller's trial is over.
+        count: Called with the names of both sides and the reason of every failure.
+        passed: Called when a prefiller's trial is over.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Rules:
 - An instance whose scrape fails, or whose last good one is older than three intervals, counts as
   full: a 1.0 keeps new work away from an engine of which nothing is known.
-- Nobody knows a new instance yet. It counts as empty until three intervals have passed, so that the
+- Of a new instance nothing is known yet. It counts as empty until three intervals have passed, so that the
   start is not held up.
 - If no instance of a role can be scraped, the fault is the scraping's. They then count as
   empty: the proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an engine lives is for its health to say.
@@ -62,7 +62,7 @@ class _Watch:
 
 
 class Scraper:
-    """Scrapes instances. `run` does it for ever; `on_utilisation` is told of every new value."""
+    """Scrapes instances. `run` does it for ever; `on_utilisation` is called with every new value."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Scraper:
         Args:
             settings: How instances are scraped.
             fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
-            on_utilisation: Told when the utilisation of an instance changes; it begins at 0.
-            on_failure: Told of every scrape that failed, and why.
-            on_late_pulls: Told how many KV caches of an instance were pulled after their lease had
-                ended since the scrape before.
-            on_error: Told of what a scrape raised beyond `FetchError`; it counts as failed.
+            on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
+            on_failure: Called with every scrape that failed, and why.
+            on_late_pulls: Called with how many KV caches of an instance were pulled after their lease
+                had ended, since the scrape before.
+            on_error: Called with what a scrape raised beyond `FetchError`; it counts as failed.
             clock: The loop's time.
             rng: Spreads the scrapes.
         """
@@ -121,7 +121,7 @@ class Scraper:
     def due(self) -> list[Target]:
         """Return the instances to scrape now, each of which then awaits its `scraped` or `failed`.
 
-        Changes of utilisation are told here, not in those, so that the cost of a scrape does not
+        Changes of utilisation are reported here, not in those, so that the cost of a scrape does not
         grow with the number of instances.
         """
         now_s = self._clock()
@@ -186,7 +186,7 @@ class Scraper:
     def _compare_late_pulls(self, watch: _Watch, count: int | None) -> None:
         before, watch.late_pulls = watch.late_pulls, count
         if count is None or before is None:
-            return  # Those of before this proxy, if any, were somebody else's.
+            return  # Those of before this proxy, if any, are not its own.
         # A count that shrank began again with its engine.
         late = count - before if count >= before else count
         if late:
@@ -205,7 +205,7 @@ class Scraper:
         watch.next_scrape_s = self._clock() + self._settings.scrape_interval_s * spread
 
     def _report(self) -> None:
-        """Tell of every utilisation that is not what was told last."""
+        """Report every utilisation that has changed since it was reported last."""
         seeing = {watch.target.role for watch in self._watches.values() if watch.gauges is not None}
         for watch in list(self._watches.values()):
             if watch.gauges is not None:

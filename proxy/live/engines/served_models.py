@@ -79,7 +79,7 @@ class ServedModels:
         instances: The engines.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         clock: The loop's time, in seconds.
-        changed: Told what is known, again and again.
+        changed: Called with what is known, after every round of reading.
     """
 
     def __init__(

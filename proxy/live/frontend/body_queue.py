@@ -33,7 +33,7 @@ class BodyQueue:
         self._scheduled = False
 
     def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
-        """Read a body; `done` is told, at once if it is small, and not if the client is gone.
+        """Read a body; call `done`, at once if it is small, and not if the client is gone.
 
         Args:
             data: The body.

@@ -290,7 +290,7 @@ class Gateway:
         *,
         decode: bool = True,
     ) -> bool:
-        """Refuse a request whose model nobody can serve now; return whether that is so."""
+        """Refuse a request whose model no engine can serve now; return whether that is so."""
         refused = self._routes.refuse(model, eligible, decode=decode)
         if refused is None:
             return False

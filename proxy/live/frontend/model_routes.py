@@ -1,7 +1,7 @@
 """Which engines serve a model, where not all of them serve the same ones.
 
-An engine that is down, or whose list cannot be read, counts as serving what it served last; one that
-was never heard of may serve anything. While all known lists name the same models nothing is restricted.
+An engine that is down, or whose list cannot be read, counts as serving what it served last; one whose
+list was never read may serve anything. While all known lists name the same models nothing is restricted.
 """
 
 import logging
@@ -89,7 +89,7 @@ class ModelRoutes:
     def refuse(
         self, model: str, eligible: Eligible | None, *, decode: bool = True
     ) -> tuple[int, str] | None:
-        """Return the status and the reason of a request that nobody can serve now, else None."""
+        """Return the status and the reason of a request that no engine can serve now, else None."""
         if eligible is None:
             return None
         missing, name = self._instances.missing_for(eligible), f"`{model[:128]}`"

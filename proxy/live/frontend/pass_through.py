@@ -160,7 +160,7 @@ class PassThrough:
             elif not self._instances.up(among):
                 exchange.refuse(503, "no prefiller is up")
             elif among is None:
-                return  # Nobody has room.
+                return  # No prefiller has room.
             else:
                 busy.add(among)
 

@@ -90,8 +90,8 @@ def user_agent(headers: "Headers") -> str:
 def check_json_body(headers: "Headers") -> Rejection | None:
     """Return why a body so described is not read as JSON, or None.
 
-    A body without a media type is, and so is a form, which is what curl calls a body that nobody
-    named.
+    A body without a media type is, and so is a form, which is what curl calls a body without a
+    media type.
     """
     for name, value in headers:
         if name == b"content-type":

@@ -182,7 +182,7 @@ class SingleExchange:
         self._call = None
         target, fault = self._prefiller.target, fault_of(error)
         self._mend(fault, f"the engine failed: {error}")
-        # Afterwards: whoever is quarantined loses all its requests.
+        # Afterwards: an engine that is quarantined loses all its requests.
         self._owner.failed(target, fault, str(error))
 
     def _relay(self) -> None:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.wire.messages import Headers
 
-# What of an engine's response head may reach a client. The rest is the connection's own business, or
-# nobody's.
+# What of an engine's response head may reach a client. The rest belongs to the
+# connection, or is not for clients.
 _PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 _MAX_ERROR_BYTES = 65_536
 _MAX_WORDS = 200
 _RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
-# A count of more digits is a lie.
+# A count of more digits cannot be true.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
 
@@ -50,7 +50,7 @@ def error_words(body: bytes) -> str:
 
 def is_whole(body: bytes) -> bool:
     """Return whether a body is a JSON object: not cut off, not a web server's page, not compressed."""
-    # vLLM puts usage behind the choices. To parse a long answer only to look at it would be dear.
+    # vLLM puts usage behind the choices. To parse a long answer only to look at it is expensive.
     if body.startswith(b"{") and body.endswith(b"}") and b'"usage":' in body:
         return True
     try:

@@ -4,8 +4,8 @@ The members are cut out of the bytes as they stand, so that everything a leg doe
 the engine byte for byte: number formats, escapes and the order of keys. A decode body that
 tokenises differently from its prefill body kills a vLLM decode engine, so nothing else may change.
 
-A small body is decoded at once, which is quickest. Of a large one no member is decoded unless somebody
-asks for it, and a request that waits keeps its bytes alone.
+A small body is decoded at once, which is quickest. Of a large one no member is decoded until it is
+asked for, and a request that waits keeps its bytes alone.
 """
 
 import json
@@ -37,7 +37,7 @@ _PROMPTS = frozenset({"input", "messages", "prompt"})
 _SLICE_NS = 4_000_000
 _HASH_SLICE = 1 << 20
 _HASH_BYTES = 16
-# Characters of a refused key that are told.
+# Characters of a refused key that the error shows.
 _MAX_NAME = 64
 # Parsing takes some 970 levels and dumping a few less, so what is dumped again must stay well below.
 _MAX_LEVELS = 100

@@ -2,7 +2,7 @@
 
 Their streams have no [DONE]: Anthropic's end with `message_stop`, those of the Responses API with
 `response.completed`, `response.incomplete` or `response.failed`. vLLM 0.32 names each event in its
-first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so all others are told by that.
+first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so those events are recognised by that.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a prefiller answers to a probe."""
+"""What a prefiller answers."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
 
-# No context is this long; a larger count is a lie that would spoil the mirror of the loads.
+# No context is this long; a larger count is wrong, and would spoil the ledger of the loads.
 _MAX_TOKENS = 1 << 30
 
 
@@ -34,7 +34,7 @@ class PrefillAnswer:
 
 
 def read_prefill_answer(body: bytes) -> PrefillAnswer:
-    """Parse a probe's answer.
+    """Parse a prefiller's answer.
 
     Raises:
         BadPrefillAnswerError: It is no JSON object with choices and usage.

@@ -1,4 +1,4 @@
-"""The public routes: what is served, by whom, and why something is not.
+"""The public routes: which part serves each, and why some are not served.
 
 vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for the last
 part of those that name a resource, so that no path reaches an engine by accident. The table in

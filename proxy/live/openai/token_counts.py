@@ -19,7 +19,7 @@ from balanceroute.proxy.live.openai.usage import USAGE
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
 _END = b"}}\n\n"
-# As anybody may write it.
+# As any engine may write it.
 _MEMBER = re.compile(
     rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
     rb'"completion_tokens":\s*+(\d{1,9})\b[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}'

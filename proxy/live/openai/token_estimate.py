@@ -1,4 +1,4 @@
-"""How many tokens a prompt will have, before anybody has counted them.
+"""How many tokens a prompt will have, before an engine has counted them.
 
 Text has a number of characters a token, which is learnt from what prefillers count. An image, a sound or
 a file has as many tokens as the model makes of it, which its base64 does not tell: it counts as a

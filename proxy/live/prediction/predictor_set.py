@@ -1,9 +1,10 @@
-"""The predictor in use and its shadows: one is asked, all are told, all are judged.
+"""The predictor in use and its shadows: one is asked, all learn, all are judged.
 
 A shadow is another predictor that sees the same traffic and decides nothing. The judge asks all of
 them about a few active requests now and then, never on behalf of a decision or a chunk. A shadow
 that raises an exception, or answers what is no probability, is left alone from then on: it must not
-hurt a request. Nor must the one in use: where it fails, the answer is that nobody ends soon, and it is asked again the next time.
+hurt a request. Nor must the one in use: where it fails, the answer is
+that no request ends soon, and it is asked again the next time.
 """
 
 import logging
@@ -50,7 +51,7 @@ class PredictorSet:
     """One predictor for the core to ask, see `Predictor`, and its shadows.
 
     Attributes:
-        uses_keys: Whether anybody learns by the keys of requests.
+        uses_keys: Whether any of them learns by the keys of requests.
         observed: Outputs learned from since the start.
     """
 
@@ -79,7 +80,7 @@ class PredictorSet:
         self._scores_of = (-1, 0)  # Rows judged and shadows failed when `_scores` was made.
 
     def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
-        """Tell everybody what is known of a request."""
+        """Tell all predictors what is known of a request."""
         self._tell(lambda predictor: predictor.begin(request, features))
 
     def survival(
@@ -98,14 +99,14 @@ class PredictorSet:
         return answer
 
     def ended(self, request: "RequestId", output_tokens: int, *, by_itself: bool) -> None:
-        """Judge a request that is over, and let everybody learn from it.
+        """Judge a request that is over, and let all predictors learn from it.
 
         Args:
             request: The request's number.
             output_tokens: What each of its sequences emitted.
             by_itself: Whether it was not cut short.
         """
-        # Engines are believed, but not that much: it would be memory.
+        # An engine that reports more is not followed: it would cost memory.
         if by_itself and 0 < output_tokens <= MAX_OUTPUT_TOKENS:
             self._board.ended(request, output_tokens)
             self.observed += 1
@@ -115,7 +116,7 @@ class PredictorSet:
             self._tell(lambda predictor: predictor.forget(request))
 
     def score(self, requests: "Iterable[RequestId]", age_of: "Callable[[RequestId], int]") -> None:
-        """Judge what has come true, and ask everybody about some of the active requests.
+        """Judge what has come true, and ask all predictors about some of the active requests.
 
         Args:
             requests: All that decode.

@@ -77,7 +77,7 @@ class StateKeeper:
     Args:
         path: The file; it need not be there.
         fresh: The predictor as it begins if nothing was kept.
-        metrics: Told of refusals and saves.
+        metrics: Counts refusals and saves.
         in_thread: Runs a function in a thread, for what may wait for a disk.
         observed: Outputs that the predictor has learned from; nothing new is not saved again.
 
@@ -136,7 +136,7 @@ class StateKeeper:
         if observed == self._saved:
             return
         try:
-            # The predictor is the loop's; its state is nobody's any more.
+            # The predictor is the loop's; its state is not shared.
             state = self.predictor.state()
             await self._in_thread(partial(_write, self._path, state, aside=self._spoiled))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A leg whose answer is taken as a whole: probes, answers that are not streamed, plain requests."""
+"""A leg whose answer is taken as a whole: prefills, answers that are not streamed, plain requests."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -49,7 +49,7 @@ class DecodeAttempt(Attempt):
     """One leg that brings the answer; see `StreamEvents`.
 
     Args:
-        session: Told what becomes of it.
+        session: Notified of the outcome.
         engine: Who is asked.
         kv: What the prefill left; None if there was none, or none yet.
 
@@ -121,7 +121,7 @@ class DecodeAttempt(Attempt):
             params = self._expect_prefill()
         asked, asking = None, session.body
         if legs.count_tokens == "usage":
-            each = not self.engine.counts_dear
+            each = not self.engine.continuous_usage_is_expensive
             asked = ask_for_counts(session.shape, asking.values, each=each)
         body = decode_body(asking, session.emitted.members, params, asked, drop=legs.drop)
         handler: ResponseHandler
@@ -218,8 +218,8 @@ class DecodeAttempt(Attempt):
 
     def _stop_asking(self) -> None:
         """Ask this engine no more for its counts in every event."""
-        if not self.engine.counts_dear:
-            self.engine.counts_dear = True
+        if not self.engine.continuous_usage_is_expensive:
+            self.engine.continuous_usage_is_expensive = True
             fields = {"engine": self.engine.name}
             _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 

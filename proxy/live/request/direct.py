@@ -1,6 +1,6 @@
 """Requests that cannot be split between the roles, and which engine does all of such a request.
 
-A decode rank computes prompts in the step of everybody else's tokens, and not every decode rank can:
+A decode rank computes prompts in the step of all other requests' tokens, and not every decode rank can:
 vllm-ascend frees the weights that this takes (MLAPO, vllm-ascend#11882), and the worker dies with all
 its requests. A prefiller is an engine with everything it takes to decode as well.
 """

@@ -1,7 +1,7 @@
 """The prefill leg of a connector where decode comes first (vllm-ascend's layerwise Mooncake).
 
 The decode rank allocates its blocks, posts where they are to the address in its parameters, and
-waits. Whoever has that address then starts the prefill, whose KV cache travels layer by layer. The
+waits. The server at that address then starts the prefill, whose KV cache travels layer by layer. The
 address is good for one leg and cannot be guessed, so no client can hand anything off.
 """
 
@@ -36,10 +36,10 @@ class HandOff:
         members: Changed by an earlier binding; see `resumed_members`.
         headers: Of every engine leg.
         number: The request's.
-        other_than: Who is asked only if nobody else is there.
-        prefilled: Told the prefiller once the prefill is done, with its answer.
-        failed: Told when no prefiller did it: the decode leg waits in vain.
-        crashed: Told of an exception in the handling of the prefill's answer.
+        other_than: Asked only if there is no other prefiller.
+        prefilled: Called with the prefiller's answer once the prefill is done.
+        failed: Called when no prefiller did it: the decode leg waits in vain.
+        crashed: Called with an exception in the handling of the prefill's answer.
     """
 
     __slots__ = (
@@ -106,7 +106,7 @@ class HandOff:
         self._send()
 
     def move(self) -> None:
-        """Prefill elsewhere: whoever does it at present was removed."""
+        """Prefill elsewhere: the prefiller that does it was removed."""
         self.abort()
         self._send()
 

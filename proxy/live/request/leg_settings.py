@@ -23,7 +23,7 @@ class LegSettings:
         answer_limit_bytes: The largest answer that is taken as a whole.
         direct: Who serves requests that one engine has to do whole.
         on_missing_kv: "recompute" if a request whose prefill left no usable KV cache is served like
-            these; else, and if nobody serves these, it is prefilled again elsewhere.
+            these; else, and if these are refused, it is prefilled again elsewhere.
         count_tokens: "usage" if the tokens of a stream are counted by the engine's own word, which is
             asked for in every event; else an event counts as one.
         pass_priority: Whether engines get the priority that a client gives its request.

@@ -27,7 +27,7 @@ class LostEngines:
 
     Args:
         sessions: All live requests.
-        call_soon: Calls back from the event loop: a session in the middle of a failure is told after.
+        call_soon: Calls back from the event loop: a session in the middle of a failure is notified after it.
     """
 
     def __init__(

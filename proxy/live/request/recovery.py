@@ -1,4 +1,4 @@
-"""Whether an attempt that failed is followed by another, and whom the failure is told."""
+"""Whether an attempt that failed is followed by another, and which engine the failure counts against."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

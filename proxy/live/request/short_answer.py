@@ -1,6 +1,6 @@
 """The answer of a prefiller that met a stop condition on its one token, as the client wants it.
 
-Nothing is left to decode then, and there is no KV cache to pull: the probe's answer is the answer.
+Nothing is left to decode then, and there is no KV cache to pull: the prefiller's answer is the answer.
 A client that asked for a stream gets the same events that a decode engine would have sent.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def answer_shortly(
     client: "ClientAnswer", shape: "Shape", body: "RequestBody", message: Mapping[str, Any]
 ) -> None:
-    """Give the client the probe's answer, as it asked for it."""
+    """Send the prefiller's answer to the client, as a stream if it asked for one."""
     if not shape.stream:
         client.send(200, JSON_HEADERS, short_answer_body(message))
         return
@@ -31,12 +31,12 @@ def answer_shortly(
 
 
 def short_answer_body(message: Mapping[str, Any]) -> bytes:
-    """Return the probe's answer as the answer to a request that is not streamed."""
+    """Return the prefiller's answer as that to a request that is not streamed."""
     return _dump({**message, "kv_transfer_params": None})
 
 
 def short_answer_events(api: Api, message: Mapping[str, Any], *, include_usage: bool) -> bytes:
-    """Return the probe's answer as server-sent events, with vLLM's members in vLLM's order."""
+    """Return the prefiller's answer as server-sent events, with vLLM's members in vLLM's order."""
     head = {
         "id": message.get("id", ""),
         "object": "chat.completion.chunk" if api is Api.CHAT else "text_completion",

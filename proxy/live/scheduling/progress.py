@@ -1,4 +1,4 @@
-"""How far the requests in decode are: what the scheduler's mirror of the ranks is told of them."""
+"""How far the requests in decode are, as the scheduler's ledger takes them to be."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ class Progress:
     """Follows the requests that ranks have.
 
     Args:
-        scheduler: Told how far they are.
+        scheduler: Its ledger is updated.
         feed: Tells it that one has joined its rank's batch, and performs what follows.
         clock: The loop's time.
 

@@ -4,7 +4,7 @@ An engine does not say when a step ends. But every started request emits one tok
 median progress of the streams tells how many steps passed, and one `StepCompleted` brings all of the
 scheduler's mirror forward. A request that deviates (its rank is slower, its text comes in larger
 pieces) is corrected singly once it is off by more than a few tokens: on loads of thousands of tokens
-less does not matter, and single corrections are dear.
+less does not matter, and single corrections are expensive.
 
 While no stream runs, answers that are not streamed progress by the running mean of the step time.
 """
@@ -20,7 +20,7 @@ _WEIGHT = 0.1
 # A step counts as at most this many mean steps: a pause of the fleet is not one slow step. It counts
 # all the same, so that a first measurement which was too short is outgrown.
 _LONGEST_STEP = 4.0
-# No engine is faster. Without a least step, an answer that lies about its length would make the clock
+# No engine is faster. Without a least step, an answer with a wrong length would make the clock
 # race.
 _SHORTEST_STEP_S = 1e-4
 # Steps taken at a time without a stream to tell them: time spent suspended is no progress.

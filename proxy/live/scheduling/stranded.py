@@ -28,7 +28,7 @@ class Stranded:
         self._unready_since_s: dict[Eligible | None, float] = {}  # By the engines needed.
 
     def begin(self) -> None:
-        """Forget what was seen before: nobody looked meanwhile."""
+        """Forget what was seen before: nothing was checked meanwhile."""
         self._unready_since_s.clear()
 
     def due(self, now_s: float) -> "Iterator[RequestId]":

@@ -36,7 +36,7 @@ _POOL_PER_PREFILLER = 2
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """Everything the live proxy is told: the settings, and what follows from them.
+    """The configuration of the live proxy: the settings, and what follows from them.
 
     Attributes:
         decoders: The decode servers; their ranks in order are the scheduler's.
@@ -65,7 +65,7 @@ class ProxyConfig:
 
     @property
     def pass_authorization(self) -> bool:
-        """Whether an engine gets the client's own key: only if nobody here has a key to check."""
+        """Whether an engine gets the client's own key: only if the proxy has no key to check."""
         return self.credentials.engine_key is None and not self.credentials.api_keys
 
     @property

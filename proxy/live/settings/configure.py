@@ -32,7 +32,7 @@ from balanceroute.proxy.live.settings.declared import (
     FailureSettings,
     ListeningSettings,
     LogSettings,
-    PolicyKnobs,
+    PolicyOptions,
     SchedulingSettings,
     TimeLimits,
 )
@@ -89,7 +89,7 @@ def make_config(
         engines=engines,
         listening=listening,
         scheduling=scheduling,
-        policies=given.read(PolicyKnobs).settings,
+        policies=given.read(PolicyOptions).settings,
         times=times,
         failures=failures,
         limits=limits,

@@ -51,7 +51,7 @@ from balanceroute.topologies import CONNECTORS
 
 LOG_WORDS = ("-", "none")
 # What has defaults of its own without settings.
-_KNOBS = PolicySettings()
+_POLICY_DEFAULTS = PolicySettings()
 _LIMITS = ServerLimits()
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -255,7 +255,7 @@ class SchedulingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyKnobs:
+class PolicyOptions:
     """The policies' own; see `PolicySettings`."""
 
     projection: Form | None = choice(
@@ -265,13 +265,17 @@ class PolicyKnobs:
         shown_default="expected; point with --paper",
     )
     horizon: int = integer(
-        _KNOBS.horizon_steps, "steps that br-h looks ahead", 0, 10_000, metavar="H"
+        _POLICY_DEFAULTS.horizon_steps, "steps that br-h looks ahead", 0, 10_000, metavar="H"
     )
     gamma: float = number(
-        _KNOBS.gamma, "br-h's discount of each step ahead, at most", 1e-9, 1, metavar="γ"
+        _POLICY_DEFAULTS.gamma, "br-h's discount of each step ahead, at most", 1e-9, 1, metavar="γ"
     )
     alpha: float = number(
-        _KNOBS.alpha, "br-h's reward per token that fills a margin", 1e-9, 1e9, metavar="α"
+        _POLICY_DEFAULTS.alpha,
+        "br-h's reward per token that fills a margin",
+        1e-9,
+        1e9,
+        metavar="α",
     )
     beta: float | None = number(
         None,
@@ -286,7 +290,7 @@ class PolicyKnobs:
         None, "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
     )
     window: int = integer(
-        _KNOBS.window, "candidates that stage 2 chooses from", 1, 10**9, metavar="K"
+        _POLICY_DEFAULTS.window, "candidates that stage 2 chooses from", 1, 10**9, metavar="K"
     )
     patience: float | None = number(
         None,
@@ -297,10 +301,14 @@ class PolicyKnobs:
         word="auto",
     )
     refresh_tokens: int = integer(
-        _KNOBS.refresh_tokens, "tokens between two predictions of a request", 1, 10**9, metavar="M"
+        _POLICY_DEFAULTS.refresh_tokens,
+        "tokens between two predictions of a request",
+        1,
+        10**9,
+        metavar="M",
     )
     bypass_slots: int = integer(
-        _KNOBS.bypass_slots,
+        _POLICY_DEFAULTS.bypass_slots,
         "requests beyond its batch that br-0-bypass may send to a rank",
         0,
         10**9,
@@ -444,7 +452,7 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "listening": (ListeningSettings,),
     "scheduling": (SchedulingSettings,),
-    "policies": (PolicyKnobs,),
+    "policies": (PolicyOptions,),
     "time limits": (TimeLimits,),
     "failures": (FailureSettings,),
     "limits of an exchange": (ExchangeLimits,),

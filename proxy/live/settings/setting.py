@@ -29,7 +29,7 @@ class Setting:
 
     Attributes:
         name: With underscores, as in a file.
-        default: What it is if nobody says.
+        default: The value where none is given.
         check: Turns a value, as TOML or the command line gives it, into the setting. Raises
             ConfigError with a reason that reads on from the name ("is 0, must be ..").
         parse: Turns a word of the command line into a value for `check`; leaves what it cannot
@@ -80,7 +80,7 @@ def settings_of(section: type) -> tuple[Setting, ...]:
 
 
 def part(component: Callable[..., T], *sections: object, **others: object) -> T:
-    """Return what a component is told: each of its fields that a section has, by its name.
+    """Return a component's settings: each of its fields that a section has, by its name.
 
     Args:
         component: A dataclass.
@@ -113,11 +113,11 @@ def integer(
     """Declare an integer from `least` to `most`, or None if that is the default.
 
     Args:
-        default: What it is if nobody says.
+        default: The value where none is given.
         text: The help.
         least: The smallest value.
         most: The largest value.
-        word: How to ask for None; "" if nobody can.
+        word: The word for None; "" if None cannot be given.
         shown_default: What None comes to, in words; the word itself if "".
         metavar: What stands for it in the help.
     """

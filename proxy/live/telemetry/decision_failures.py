@@ -1,7 +1,7 @@
-"""Failures of the proxy's own decisions: counted, logged, and told to whoever asks for readiness.
+"""Failures of the proxy's own decisions: counted, logged, and part of the readiness.
 
 An exception out of a policy, a predictor, a timer, a probe or a request's own handling never ends
-service. What it does end is told here.
+service. It is reported here.
 """
 
 import logging

@@ -13,7 +13,7 @@ class EngineMetrics:
         )
         self._late_pulls = registry.counter(
             "late_pulls",
-            "KV caches that a prefiller was told of when it kept them no longer: called off, or pulled "
+            "KV caches that a prefiller was notified of when it kept them no longer: aborted, or pulled "
             "after their lease, when such an answer may be wrong. vLLM's NIXL connector tells.",
         )
         self._quarantines = registry.counter(

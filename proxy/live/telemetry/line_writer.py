@@ -24,7 +24,7 @@ _FILE_MODE = 0o640
 
 
 class _Order:
-    """What the thread is told besides lines."""
+    """An order to the thread, which it gets between lines."""
 
 
 _REOPEN = _Order()
@@ -51,7 +51,7 @@ class LineWriter:
         Args:
             sink: The file to append to, or a descriptor such as standard output's, which stays open.
             capacity: Lines that may wait.
-            complain: Told of dropped lines, at most once a minute and at the end, by the thread.
+            complain: Called with a message about dropped lines, at most once a minute and at the end, by the thread.
             clock: Seconds, for that minute.
 
         Raises:
@@ -151,7 +151,7 @@ class LineWriter:
         item = self._queue.get()
         if self._queue.qsize() < _BATCH_LINES:
             self._hurry.wait(_GATHER_S)
-        # Before the queue is emptied: whoever sets it later has put something that is still in it.
+        # Before the queue is emptied: what sets it later has put something that is still in it.
         self._hurry.clear()
         while isinstance(item, bytes):
             lines.append(item)

@@ -21,7 +21,7 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
     ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
 )
 _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
-    ("prefiller_probes", "Probes that run on the prefiller.", attrgetter("probes")),
+    ("prefiller_probes", "Prefills that run on the prefiller.", attrgetter("probes")),
     (
         "prefiller_direct_sequences",
         "Sequences of the requests that the prefiller does whole.",
@@ -37,7 +37,7 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
         "KV-cache use that the prefiller counts with.",
         attrgetter("utilisation"),
     ),
-    ("prefiller_open", "Whether the prefiller takes new probes.", lambda one: int(one.open)),
+    ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),

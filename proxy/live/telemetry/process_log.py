@@ -27,7 +27,7 @@ _REDACTED = "[redacted]"
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a line of JSON, without the secrets it is told."""
+    """Formats a record as a line of JSON, without the secrets that it knows."""
 
     def __init__(self, secrets: Iterable[Secret] = ()) -> None:
         """Format lines."""

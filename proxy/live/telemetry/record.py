@@ -50,7 +50,7 @@ class RequestRecord:
         max_tokens: The limit of each sequence; None if there is none.
         prompt_estimate: Prompt tokens as the scheduler took them to be when the request came; 0 if
             it was refused before.
-        keys: See `prompt_keys`; empty if nobody asked for them.
+        keys: See `prompt_keys`; empty if no predictor uses them.
         peer: The client's address and port.
         api_key_id: Names the API key that the client gave (`request_head.api_key_id`); empty if none
             was asked for.

@@ -16,8 +16,8 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     cached_tokens   Prompt tokens that the prefiller had cached, or null.
     prefiller       The prefiller's name; empty if the request saw none.
     rank            The decode rank's name; empty if the request saw none.
-    queue_s         Arrival to the first prefill probe, or null.
-    prefill_s       Prefill probe to its answer, or null.
+    queue_s         Arrival to the first prefill, or null.
+    prefill_s       Prefill request to its answer, or null.
     pool_s          Time prefilled and unbound, or null if it was bound to no rank.
     ttft_s          Arrival to the first token, or null.
     itl_max_s       Longest gap between two pieces of the stream, or null.

@@ -63,10 +63,10 @@ class RequestMetrics:
             REQUEST_BOUNDS_S,
         )
         self._queue = registry.histogram(
-            "request_queue_time_seconds", "Arrival to the first prefill probe.", REQUEST_BOUNDS_S
+            "request_queue_time_seconds", "Arrival to the first prefill.", REQUEST_BOUNDS_S
         )
         self._prefill = registry.histogram(
-            "request_prefill_time_seconds", "Prefill probe to its answer.", REQUEST_BOUNDS_S
+            "request_prefill_time_seconds", "Prefill request to its answer.", REQUEST_BOUNDS_S
         )
         self._pool = registry.histogram(
             "request_pool_time_seconds", "Time prefilled and unbound.", REQUEST_BOUNDS_S

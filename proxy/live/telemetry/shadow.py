@@ -56,7 +56,7 @@ class Scoreboard:
     Args:
         predictors: P, how many there are.
         horizon_steps: H, at least 1.
-        observe_error: Told of each judged row how far the first predictor's expectation was off, in
+        observe_error: Called for each judged row with how far the first predictor's expectation was off, in
             tokens within the horizon.
         window: Judged rows that count.
 

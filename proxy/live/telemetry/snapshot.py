@@ -8,7 +8,7 @@ from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One decode rank. Loads are the proxy's mirror of the engine."""
+    """One decode rank. Loads are those of the scheduler's ledger."""
 
     rank: int
     name: str
@@ -29,7 +29,7 @@ class PrefillerState:
     name: str
     open: bool
     status: str
-    probes: int
+    probes: int  # Prefills that run.
     direct: int  # Sequences of the requests that it does whole.
     held_tokens: int
     utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.

@@ -48,7 +48,7 @@ def test_a_turn_comes_only_among_those_that_hold_fewest() -> None:
     assert prefillers.choose(TICKET, 10) == 0
 
 
-def test_a_prefiller_at_its_probe_limit_is_closed_until_a_probe_ends() -> None:
+def test_a_prefiller_at_its_limit_is_closed_until_a_prefill_ends() -> None:
     prefillers = Prefillers(2, probe_limit=1, choice=FewestTokens())
     prefillers.begin_prefill(PrefillerId(0), 5)
     assert prefillers.choose(TICKET, 5) == 1

@@ -75,9 +75,7 @@ def test_only_a_stop_condition_completes_the_answer(reason: str | None, complete
         ([], None),
     ],
 )
-def test_cached_tokens_are_believed_if_they_can_be_true(
-    details: object, cached: int | None
-) -> None:
+def test_cached_tokens_are_read_if_they_can_be_true(details: object, cached: int | None) -> None:
     usage = {"prompt_tokens": 7, "prompt_tokens_details": details}
     assert read(usage=usage).cached_tokens == cached
 

@@ -165,7 +165,7 @@ def test_an_event_without_a_count_is_one_token() -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_counts_backwards_or_to_the_skies_is_not_believed(
+def test_a_count_that_goes_backwards_or_is_too_large_is_ignored(
     told: dict[str, Any],
 ) -> None:
     client = Client(counts=counts()).answer(chunk(**usage(5)))

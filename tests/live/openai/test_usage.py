@@ -89,7 +89,7 @@ def test_the_correction_leaves_the_text_alone() -> None:
         {"completion_tokens": 10**12},
     ],
 )
-def test_a_count_that_cannot_be_true_is_not_believed(usage: object) -> None:
+def test_a_count_that_cannot_be_true_is_not_read(usage: object) -> None:
     client = Client(cached_tokens=1, resumed_tokens=1)
     client.answer(chat(), LAST, event(choices=[], usage=usage), DONE).end()
     assert client.usage_tokens is None

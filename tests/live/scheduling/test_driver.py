@@ -35,7 +35,7 @@ def watch(site: "Site", saw: Any) -> None:
 
 
 class Mirror:
-    """Compares what the driver believes of the ranks with the truth, at every decision."""
+    """Compares the loads of the ledger with the truth, at every decision."""
 
     def __init__(self, site: "Site") -> None:
         self.off = 0
@@ -50,15 +50,15 @@ class Mirror:
         scheduler, fleet = self._site.world.scheduler, self._site.fleet
         # What this decision binds is on its way only.
         new = {action.request for action in step.actions if isinstance(action, Admit)}
-        believed = [0] * fleet.settings.ranks
+        counted = [0] * fleet.settings.ranks
         for number, request in scheduler.requests.items():
             if request.rank is not None and number not in new:
-                believed[request.rank] += scheduler.ledger.kv_tokens(number)
+                counted[request.rank] += scheduler.ledger.kv_tokens(number)
         true = [
             sum(one.kv_tokens for exchange in engine.exchanges for one in exchange.sequences)
             for engine in fleet.engines[fleet.settings.prefillers :]
         ]
-        self.off += sum(abs(a - b) for a, b in zip(true, believed, strict=True))
+        self.off += sum(abs(a - b) for a, b in zip(true, counted, strict=True))
         self.load += sum(true)
         self.decisions += 1
 

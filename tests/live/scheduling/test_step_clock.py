@@ -13,7 +13,7 @@ TOLERANCE = 4
 
 @dataclass
 class Answer:
-    """A started request. `mirror`: the rounds that a scheduler believes it has emitted."""
+    """A started request. `mirror`: the rounds that the scheduler counts for it."""
 
     rounds: int | None = 0
     offset: int = 0
