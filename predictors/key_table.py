@@ -59,10 +59,6 @@ class KeyTable:
     """At most `capacity` keys.
 
     Memory: 8 x depth + 32 bytes a key in the arrays, and some 250 in the dictionary.
-
-    Args:
-        capacity: Most keys, at least 1.
-        depth: Outputs kept of each, at least 1.
     """
 
     def __init__(self, *, capacity: int, depth: int) -> None:

@@ -47,10 +47,6 @@ class Cut:
 def cut_in_time(past: Sequence[PastRequest], share: float) -> Cut:
     """Cut requests at the moment by which a share of them has arrived.
 
-    Args:
-        past: The requests, in any order.
-        share: Between 0 and 1.
-
     Raises:
         ConfigError: Nothing is left on one side.
     """

@@ -114,12 +114,6 @@ class State:
     def packed(self, name: str, kind: type[np.generic], *, least: float, most: float) -> Array:
         """Return an array that `packed` made a text of.
 
-        Args:
-            name: The field.
-            kind: Type of its numbers.
-            least: Smallest number allowed.
-            most: Largest number allowed.
-
         Raises:
             StateError: It is missing, no such text, or a number is not finite or out of range.
         """

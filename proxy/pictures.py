@@ -102,9 +102,7 @@ def empty_figure(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
     from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.
-    from matplotlib.layout_engine import (  # noqa: PLC0415  # An extra.
-        ConstrainedLayoutEngine,
-    )
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415  # An extra.
 
     header = 0.52 + 0.19 * len(lines)
     height = height_inches + header

@@ -3,12 +3,7 @@
 This folder is a leaf: it imports nothing else of the project.
 """
 
-from balanceroute.topologies.checks import (
-    Finding,
-    PortUse,
-    check_engines,
-    check_local_prefill,
-)
+from balanceroute.topologies.checks import Finding, PortUse, check_engines, check_local_prefill
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
 from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts, KvFlow
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines

@@ -225,10 +225,6 @@ class Engines:
 def read_engines(table: Table, connector: str | None) -> Engines:
     """Read the `[engines]` table of a file.
 
-    Args:
-        table: The top-level table of the file, which has the key `engines`.
-        connector: The connector in the top-level table.
-
     Raises:
         TopologyError: A key is unknown, missing, or has an invalid value.
     """

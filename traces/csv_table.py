@@ -32,10 +32,6 @@ def columns_of(line: str) -> frozenset[str]:
 def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[str]]:
     """Yield the named cells of each row, in the order of `names`; case does not matter in a header.
 
-    Args:
-        lines: The lines of the file, the header first; at least one.
-        names: The columns to yield.
-
     Raises:
         MalformedLineError: The header lacks a column or repeats it, or a row has too few or too many
             cells.

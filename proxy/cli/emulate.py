@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import (
-    DpMode,
-    EmulatedFleet,
-    EmulationSettings,
-    Preemption,
-)
+from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     choice,

@@ -21,8 +21,6 @@ class PoolEntry:
     """One waiting request.
 
     Attributes:
-        request: Its id.
-        ticket: What was known when it arrived.
         prompt_tokens: Prompt tokens, and those emitted before a recompute.
         age: Tokens that each sequence emitted before a recompute.
         deadline_ns: From then on it goes first; None for never.

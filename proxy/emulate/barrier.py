@@ -46,13 +46,10 @@ class StepCounters:
     """The barrier's measurements since the last reset, over steps in which a sequence ran.
 
     Attributes:
-        steps: Number of steps.
         idle_tokens: Sum over steps and ranks of the heaviest load minus the rank's load.
         capacity_tokens: Sum of ranks x heaviest load.
         imbalance_tokens: Sum of heaviest minus lightest load.
-        output_tokens: Emitted tokens.
         busy_ns: Emulated time of the steps.
-        preemptions: Sequences dropped.
         late_s: The largest delay of a step's end, by the event loop's clock.
         total_late_s: The sum of the delays.
         picture: Loads by rank of the first `PICTURE_STEPS` steps.

@@ -49,8 +49,6 @@ class Choice:
 
     Attributes:
         index: Its place among the choices of the answer.
-        prompt: The prompt.
-        max_tokens: Its limit.
         mean_tokens: Mean length of a text that ends by itself.
         eos_first: Whether the first token ends it, whatever the request says.
         length: Tokens of the text, including the one that ends it, whatever the request says except

@@ -65,13 +65,7 @@ class FleetControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
-        """Return status and JSON of a request.
-
-        Args:
-            method: GET or POST.
-            name: The path below `/emulation/`.
-            body: JSON.
-        """
+        """Return status and JSON of a request."""
         try:
             return 200, self._do(method.decode("latin-1"), name, body)
         except ConfigError as error:

@@ -53,10 +53,6 @@ class EmulatedFleet:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start all engines.
 
-        Args:
-            host: The address to listen on.
-            port: The first engine's port; the others follow. 0 for free ports.
-
         Raises:
             OSError: An address cannot be bound; nothing is left running.
         """

@@ -4,12 +4,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.emulate.answer import (
-    AnswerFormat,
-    AnswerHead,
-    json_headers,
-    stream_headers,
-)
+from balanceroute.proxy.emulate.answer import AnswerFormat, AnswerHead, json_headers, stream_headers
 from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice

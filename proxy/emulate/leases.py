@@ -25,9 +25,6 @@ class LeaseEnd(Enum):
 class BlockPool:
     """The KV blocks of a prefiller.
 
-    Args:
-        blocks: Number of blocks; None for no limit.
-
     Attributes:
         on_free: Called when blocks were freed.
     """

@@ -8,12 +8,7 @@ import asyncio
 from functools import partial
 
 from balanceroute.proxy.emulate.barrier import Barrier
-from balanceroute.proxy.emulate.connectors import (
-    KvSource,
-    alien_params,
-    lease_key,
-    prefill_answer,
-)
+from balanceroute.proxy.emulate.connectors import KvSource, alien_params, lease_key, prefill_answer
 from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd

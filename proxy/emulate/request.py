@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from balanceroute.proxy.emulate.api_error import (
-    bad_parameter,
-    bad_request,
-    invalid,
-    unknown_model,
-)
+from balanceroute.proxy.emulate.api_error import bad_parameter, bad_request, invalid, unknown_model
 from balanceroute.proxy.emulate.sampler import prompt_digest
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.emulate.tokens import decode, packed, render_chat, tokenise

@@ -54,9 +54,6 @@ class Sampler:
         prompt: Packed token ids.
         key: Further input of the hash, at most 64 bytes.
         mean_tokens: Mean number of tokens until the text ends by itself.
-
-    Attributes:
-        draw: The 128 random bits of the last token.
     """
 
     __slots__ = ("_eos_below", "_state", "draw")

@@ -20,12 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def renew(proxy: "Proxy", read: Callable[[], Credentials]) -> None:
-    """Read certificates and keys again, and use them from now on.
-
-    Args:
-        proxy: Serves.
-        read: Reads and checks them. Raises ConfigError.
-    """
+    """Read certificates and keys again, and use them unless `read` raises ConfigError."""
     try:
         credentials = read()
         if proxy.tls is not None:

@@ -123,8 +123,7 @@ class Recorder:
     def figures(self, *, time_scale: float) -> ReplayFigures:
         """Return the figures, of the window or else of the whole run.
 
-        Args:
-            time_scale: Seconds of the target's time in a second of the clock.
+        `time_scale` is the seconds of the target's time in a second of the clock.
         """
         start_ns = self.samples[0].sent_ns if self.samples else 0
         begin, end = _Mark(start_ns, 0, 0, 0, 0), self._mark(max(start_ns, self._last_end_ns))

@@ -79,12 +79,7 @@ def align(timelines: Sequence[Timeline]) -> Aligned:
 
 
 def idle(aligned: Aligned, fit: Fit | None) -> Idle | None:
-    """Return the cost of the barrier without prefill steps; None if no rank had a load.
-
-    Args:
-        aligned: Its steps.
-        fit: The line of its step time, if there is one.
-    """
+    """Return the cost of the barrier without prefill steps; None if no rank had a load."""
     chosen = (aligned.loads.max(axis=1) > 0) & (aligned.prefill_tokens == 0)
     if not chosen.any():
         return None

@@ -1,10 +1,6 @@
 """The proxy's side of the KV connectors: a file for each `KvFlow`."""
 
-from balanceroute.proxy.live.connectors.base import (
-    BootstrapIdentity,
-    Connector,
-    MissingKvError,
-)
+from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector, MissingKvError
 from balanceroute.proxy.live.connectors.layerwise import LayerwiseConnector
 from balanceroute.proxy.live.connectors.mooncake import MooncakeConnector
 from balanceroute.proxy.live.connectors.pull import PullConnector

@@ -64,11 +64,12 @@ class Roster:
         self._connect = connect
         self._discover = discover
         self._utilisation_limit = utilisation_limit
-        self._driver: Driver | None = None
-        self._health: Health | None = None
+        # Set with `attach`.
+        self._driver: Driver
+        self._health: Health
+        self._scraper: Scraper
+        self._metrics: EngineMetrics
         self._missing: set[Role] = set()  # As they were logged last.
-        self._scraper: Scraper | None = None
-        self._metrics: EngineMetrics | None = None
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
 
@@ -197,9 +198,6 @@ class Roster:
                 if self._take_back(target):  # It was added while it was asked.
                     return
             self._enlist_ranks(DecodeServer(address, known))
-        assert self._driver is not None
-        assert self._health is not None
-        assert self._scraper is not None
         self._reconfigure()
         self._driver.grown()
         self._health.add(target)
@@ -227,8 +225,6 @@ class Roster:
             raise ConflictError(
                 f"{len(busy)} requests are in flight on {target.url}: drain it first"
             )
-        assert self._health is not None
-        assert self._scraper is not None
         self._health.remove(target)
         self._scraper.remove(target)
         self._set(target, Status.REMOVED, "removed")
@@ -239,12 +235,10 @@ class Roster:
 
     def sessions_on(self, target: Target) -> "list[Session]":
         """Return the requests in flight on an instance."""
-        assert self._driver is not None
         return sessions_on(self._driver.sessions, target)
 
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
         """Take a result of the health checks; an operator's order goes before theirs."""
-        assert self._metrics is not None
         if not up:
             self._metrics.quarantined(target.role)
         for instance in self.instances.of(target):
@@ -256,10 +250,8 @@ class Roster:
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
-        assert self._driver is not None
         self._driver.reopen()
         self._tell_readiness()
-        assert self._health is not None
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
             for instance in self.instances.of(target):
@@ -272,7 +264,6 @@ class Roster:
             if isinstance(instance, Prefiller):
                 instance.utilisation = utilisation
                 instance.crowded = utilisation > self._utilisation_limit
-        assert self._driver is not None
         self._driver.reopen()
 
     def close(self) -> None:
@@ -313,7 +304,6 @@ class Roster:
         if any(instance.status is not Status.DRAINING for instance in present):
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
-            assert self._health is not None
             is_up = {state.target: state.up for state in self._health.states()}[target]
             self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
         return bool(present)
@@ -322,7 +312,6 @@ class Roster:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
-        assert self._driver is not None
         self._driver.reopen()
         self._tell_readiness()
         _log.info(

@@ -160,11 +160,7 @@ class Health:
         ]
 
     def quarantines(self, unix_s: float) -> dict[Target, Quarantine]:
-        """Return the last quarantine of every instance.
-
-        Args:
-            unix_s: Wall-clock time now.
-        """
+        """Return the last quarantine of every instance; `unix_s` is the wall-clock time now."""
         now_s = self._clock()
         return {
             watch.target: Quarantine(

@@ -33,7 +33,6 @@ class ServedModel:
     """One model of one engine.
 
     Attributes:
-        name: The `model` of a request.
         parent: The base model of an adapter; None for a base model.
         max_model_len: The longest context, in tokens; None if the engine does not say.
         card: Its entry of the page.

@@ -33,14 +33,7 @@ class BodyQueue:
         self._scheduled = False
 
     def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
-        """Read a body; call `done`, at once if it is small, and not if the client is gone.
-
-        Args:
-            data: The body.
-            waiting: Who waits for it.
-            done: Gets the body, or why it cannot be served.
-            hashed: See `read_in_slices`.
-        """
+        """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
             self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
             return

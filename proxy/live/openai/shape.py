@@ -64,9 +64,7 @@ class Shape:
     """What routing needs to know of a request.
 
     Attributes:
-        api: The endpoint.
         model: The `model` member, "" if it is absent.
-        stream: Whether the client wants a stream.
         sequences: How many answers the engine decodes at a time.
         direct: The member, or the endpoint, for which one engine has to do the whole request; "" if
             none has to.

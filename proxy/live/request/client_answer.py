@@ -19,13 +19,6 @@ _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
 class ClientAnswer:
     """One answer; it keeps the record's status.
 
-    Args:
-        reply: The client's.
-        record: The request's.
-        left: Called once if the client goes away.
-        paused: Called if the client reads too slowly.
-        resumed: Called when it reads again.
-
     Attributes:
         is_paused: Whether the client reads too slowly at present.
     """

@@ -30,12 +30,8 @@ class HandOff:
     """One decode leg's prefill.
 
     Args:
-        host: The driver.
-        api: The endpoint.
         body: The prefill leg's body is made of it.
         members: Changed by an earlier binding; see `resumed_members`.
-        headers: Of every engine leg.
-        number: The request's.
         other_than: Asked only if there is no other prefiller.
         prefilled: Called with the prefiller's answer once the prefill is done.
         failed: Called when no prefiller did it: the decode leg waits in vain.

@@ -52,10 +52,6 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 def engine_context(ca_file: Path | None, *, insecure: bool) -> ssl.SSLContext:
     """Return the context to talk to https engines with.
 
-    Args:
-        ca_file: Certificates to trust; None for the system's.
-        insecure: Whether to accept every certificate.
-
     Raises:
         ConfigError: The file holds no certificates. The message reads on from the setting's name.
     """

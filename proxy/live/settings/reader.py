@@ -18,9 +18,6 @@ T = TypeVar("T")
 class Given:
     """What is given of some sections. Every value is checked at once, also one that nothing asks for.
 
-    Attributes:
-        values: All settings by name.
-
     Args:
         sections: All that can be given.
         flags: Values by name; None for a flag that was not given.

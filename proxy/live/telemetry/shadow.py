@@ -113,13 +113,7 @@ class Scoreboard:
         ages: NDArray[np.int64],
         said: Sequence[NDArray[np.float64]],
     ) -> None:
-        """Open a row for each of n free requests.
-
-        Args:
-            requests: The requests.
-            ages: int64[n].
-            said: Of each predictor, float64[2, n].
-        """
+        """Open a row for each of n free requests; `said` has float64[2, n] of each predictor."""
         rows = np.stack(said, axis=1)
         for place, (request, age) in enumerate(zip(requests, ages.tolist(), strict=True)):
             self._open[request] = (age, rows[:, :, place].copy())

@@ -54,9 +54,7 @@ class FuzzReport:
 def fuzz(seed: int, *, cases: int) -> FuzzReport:
     """Send the cases of a seed, one after another, each with a canary behind it.
 
-    Args:
-        seed: Any integer; it also chooses the connector.
-        cases: How many.
+    The seed also chooses the connector.
     """
     report = FuzzReport(seed, cases)
     report.violations += violations_of(

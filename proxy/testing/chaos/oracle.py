@@ -60,12 +60,7 @@ class Oracle:
             await asyncio.gather(*(self.answer(request) for request in some))
 
     async def answer(self, request: ClientRequest, *, eos_first: bool = False) -> Response:
-        """Return the answer to a request.
-
-        Args:
-            request: The request.
-            eos_first: As an engine answers whose first token ends the text.
-        """
+        """Return the answer to a request."""
         key = request.number, eos_first
         if key not in self._known:
             self._known[key] = await self._ask(request, eos_first=eos_first)

@@ -5,11 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.emulate.settings import (
-    DpMode,
-    EmulationSettings,
-    Preemption,
-)
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
 from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.faults import (
     Injection,

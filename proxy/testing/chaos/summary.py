@@ -9,15 +9,7 @@ from balanceroute.proxy.testing.chaos.trial import Report
 
 @dataclass(slots=True)
 class Summary:
-    """The sum of many runs.
-
-    Attributes:
-        virtual_s: How long the runs took by their own clocks.
-        outcomes: How the proxy's requests ended.
-        endings: How the clients saw them end.
-        cancelled: In which state requests were that clients left.
-        counters: Retries and other sums.
-    """
+    """The sum of many runs."""
 
     seeds: int = 0
     requests: int = 0

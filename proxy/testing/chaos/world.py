@@ -68,8 +68,7 @@ class World:
     async def start(self, front: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start the engines, unless they run, and the proxy.
 
-        Args:
-            front: URLs under which the proxy is to know engines, by their own.
+        `front` has the URLs under which the proxy is to know engines, by their own.
         """
         if not self.fleet.engines:
             await self.fleet.start()

@@ -28,14 +28,9 @@ class ProxyProcessError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds.
+    """What a process holds."""
 
-    Attributes:
-        files: Open descriptors by what they are; sockets by whom they lead to.
-        rss_mib: Resident memory.
-    """
-
-    files: Mapping[str, int]
+    files: Mapping[str, int]  # Open descriptors by what they are; sockets by whom they lead to.
     threads: int
     rss_mib: float
 

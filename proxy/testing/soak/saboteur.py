@@ -10,14 +10,7 @@ from balanceroute.proxy.testing.soak.plan import is_deadly
 
 
 class Saboteur:
-    """Gives the orders of one plan.
-
-    Args:
-        engines: An engine that takes orders for all of them.
-        admin: The proxy's pages.
-        urls: Of the engines, by name.
-        injections: What is to happen.
-    """
+    """Gives the orders of one plan."""
 
     def __init__(
         self,

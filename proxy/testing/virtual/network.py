@@ -107,12 +107,7 @@ class Network:
             connection.set_silent(False)
 
     def connections(self, host: str | None = None, port: int | None = None) -> list[Connection]:
-        """Return the connections that are open at an end, oldest first.
-
-        Args:
-            host: Only those of this listener, as dialled or as bound.
-            port: Its port; needed with `host`.
-        """
+        """Return the connections open at an end, oldest first; those of one listener if given."""
         every = list(self._connections.values())
         if host is None or port is None:
             return every
