@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 # Until a task that failed is begun again.
 _RESTART_S = 1.0
 _ADMIN_CONNECTIONS = 16
+# The name of the only deployment.
+DEFAULT = ""
 
 
 class Proxy:
@@ -56,13 +58,20 @@ class Proxy:
             descriptor_shortages=environment.descriptor_shortages,
         )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
-        self.deployment = Deployment(config, environment, self.metrics, self.failures)
+        self.deployments = {
+            DEFAULT: Deployment(config, environment, self.metrics, self.failures),
+        }
         self._tasks: list[asyncio.Task[None]] = []
         self.server: Server
         self.gateway: Gateway
         self.tls: SSLContext | None = None
         self.admin: Server | None = None
         self.pages: Admin | None = None
+
+    @property
+    def deployment(self) -> Deployment:
+        """The one deployment that there is."""
+        return self.deployments[DEFAULT]
 
     async def start(self) -> None:
         """Find the engines and listen.
