@@ -74,7 +74,7 @@ MAY_IMPORT = {
     # The emulated engines are the simulator's fleet, behind sockets and in real time.
     "proxy.emulate": {
         *("proxy.core", "proxy.wire", "topologies", "__version__"),
-        *("proxy.sim.decode_fleet", "proxy.sim.prefill_fleet"),
+        *("proxy.sim.decode_fleet", "proxy.sim.engine_options", "proxy.sim.prefill_fleet"),
     },
     "proxy.replay": {"proxy.core.errors", "proxy.wire", "traces", "__version__"},
     "proxy.validate": {

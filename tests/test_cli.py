@@ -18,6 +18,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
@@ -112,6 +113,9 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--ranks", "0"], "--ranks", "is 0, must be from 1 to 10000"),
         (["--ranks", "1000000000"], "--ranks", "is 1000000000, must be"),
         (["--batch", "0"], "--batch", "is 0, must be from 1"),
+        (["--rank-speeds", "1,fast"], "--rank-speeds", "is '1,fast', must be numbers with commas"),
+        (["--rank-speeds", "1,0"], "--rank-speeds", "has 0.0, must be from 0.001 to 1000"),
+        (["--rank-batches", "16,0"], "--rank-batches", "has 0, must be from 1 to 1e+09"),
         (["--batch", "1" + 30 * "0"], "--batch", "must be from 1"),
         (["--gamma", "0"], "--gamma", "is 0.0, must be from"),
         (["--gamma", "1.5"], "--gamma", "is 1.5, must be from"),
@@ -305,7 +309,9 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
         "--prefill-us-per-token 4 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
-        "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 --policy fifo,br-h --predictor oracle "
+        "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 "
+        "--rank-speeds 1,0.5 --rank-batches 5,4 --tokens-per-step 2.5 --speculation-seed 3 "
+        "--pause-above 0.1 --policy fifo,br-h --predictor oracle "
         "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
         "--patience 11 --paper"
     )
@@ -324,6 +330,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         deadline_ns=2_500_000_000,
         lease_ns=1_500_000_000,
         lease_margin_ns=250_000_000,
+        engines=EngineOptions((1.0, 0.5), (5, 4), 2.5, 0.1, 3),
     )
     assert policies == ["fifo", "br-h"]
     assert settings == PolicySettings(
@@ -386,6 +393,9 @@ def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:
         (["--prefill-servers", "2"], "expected"),
         (["--deadline", "0.5"], "expected"),
         (["--pool-limit", "6"], "expected"),
+        (["--rank-speeds", "1,1.5", "--rank-batches", "4,3"], "expected"),
+        (["--tokens-per-step", "3", "--speculation-seed", "7"], "expected"),
+        (["--pause-above", "0.2"], "expected"),
         (["--transfer-base-ms", "2", "--transfer-us-per-token", "1"], "expected"),
         (["--policy", "random,round-robin,power-of-two,br-0-bypass"], "expected"),
     ],

@@ -17,7 +17,7 @@ predictors: Capped ExactMatch NoPrediction Oracle PastRequest Predictor Predicto
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay sim validate wire
-proxy.cli: emulate evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
+proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission avoidance balance config decision errors events fscore holdings ledger
     lifecycle policies pool prediction prefill prefill_queue projection queueing ranks recount
@@ -55,7 +55,7 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
     request_log request_metrics shadow snapshot
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
-proxy.sim: decode_fleet driver experiment forecast hints loop plots prefill_fleet recorder report
+proxy.sim: decode_fleet driver engine_options experiment forecast hints loop plots prefill_fleet recorder report
     workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from math import inf
 
+from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -139,14 +140,14 @@ class Process:
 
 
 HEADINGS: dict[str, tuple[type, ...]] = {
-    "fleet": (Fleet,),
+    "fleet": (Fleet, EngineFlags),
     "speed": (Speed,),
     "answers": (Answers,),
     "server": (Place, Process),
 }
-SECTIONS = (Fleet, Speed, Answers, Place, Process)
+SECTIONS = (Fleet, EngineFlags, Speed, Answers, Place, Process)
 # What the [emulation] table of a topology may say.
-FILED = (Fleet, Speed, Answers, Place)
+FILED = (Fleet, EngineFlags, Speed, Answers, Place)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -204,6 +205,7 @@ def emulation_settings(given: Given) -> EmulationSettings:
         transfer_base_ns=round(1e6 * speed.transfer_base_ms),
         transfer_ns_per_token=1e3 * speed.transfer_us_per_token,
         mean_output_tokens=answers.mean_output,
+        engines=given.read(EngineFlags).options,
     )
 
 

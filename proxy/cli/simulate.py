@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
+from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
@@ -128,7 +129,7 @@ class Options(PolicyOptions):
     )
 
 
-SECTIONS = (Pace, Replayed, Machines, Compared, Options)
+SECTIONS = (Pace, Replayed, Machines, EngineFlags, Compared, Options)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -144,7 +145,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_format_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
-    add_flags(parser.add_argument_group("deployment"), Machines)
+    add_flags(parser.add_argument_group("deployment"), Machines, EngineFlags)
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
@@ -168,7 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--policy: unknown {unknown}{meant}")
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policy: {compared.policy} names a policy twice")
-    deployment = _deployment(given.read(Machines), options.deadline)
+    deployment = _deployment(given, options.deadline)
     try:
         forecast = forecast_called(compared.predictor)
     except ConfigError as error:
@@ -223,7 +224,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--plots: {arguments.plots}: {error.strerror}") from error
 
 
-def _deployment(machines: Machines, deadline_s: float | None) -> Deployment:
+def _deployment(given: Given, deadline_s: float | None) -> Deployment:
+    machines = given.read(Machines)
     prefill = None
     if machines.prefill_servers is not None:
         prefill = PrefillModel(
@@ -244,6 +246,7 @@ def _deployment(machines: Machines, deadline_s: float | None) -> Deployment:
         pool_limit=machines.pool_limit,
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
+        engines=given.read(EngineFlags).options,
     )
 
 

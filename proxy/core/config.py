@@ -12,6 +12,7 @@ class SchedulerConfig:
     Attributes:
         ranks: G, decode ranks.
         batch_limit: B, slots of a rank's batch.
+        rank_batch_limits: The slots of each rank; None if all have `batch_limit`.
         rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
         probe_limit: Prefills that run on one prefiller at a time; None for no limit.
@@ -41,6 +42,7 @@ class SchedulerConfig:
     ttl_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     queue_ttl_ns: int | None = None
+    rank_batch_limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -60,6 +62,11 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
+        limits = self.rank_batch_limits
+        if limits is not None and (len(limits) != self.ranks or min(limits) < 1):
+            raise ConfigError(
+                f"rank_batch_limits is {limits}, must be {self.ranks} numbers of at least 1"
+            )
         if self.lease_margin_ns < 0:
             raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
 

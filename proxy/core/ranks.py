@@ -63,4 +63,6 @@ def free_slots_of(
 ) -> "NDArray[np.int64]":
     """Return the free slots, int64[G], of open and closed ranks."""
     # One free slot admits a request of several, which may leave a rank overbooked.
-    return np.maximum(config.batch_limit + beyond_batch - ledger.bound, 0)
+    limits = config.rank_batch_limits
+    slots = config.batch_limit if limits is None else np.array(limits)
+    return np.maximum(slots + beyond_batch - ledger.bound, 0)

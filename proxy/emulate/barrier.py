@@ -32,8 +32,11 @@ class Batched(Protocol):
         """The most tokens that it may still emit."""
         ...
 
-    def advance(self) -> bool:
-        """Emit the next token; return whether it was the last."""
+    def advance(self, *, more: bool) -> bool:
+        """Emit the next token; return whether it was the last.
+
+        `more`: another token follows in the same step, so that a server sends both together.
+        """
         ...
 
     def dropped(self) -> None:
@@ -82,6 +85,7 @@ class Barrier:
             step_base_ns=settings.step_base_ns,
             step_ns_per_token=settings.step_ns_per_token,
             rank_kv_tokens=rank_kv_tokens,
+            options=settings.engines,
         )
         self._sequences: dict[RequestId, Batched] = {}
         self._ids: dict[Batched, RequestId] = {}
@@ -148,8 +152,8 @@ class Barrier:
         if not self._running:
             self._timer = None
             return
-        self._step_ns = self._fleet.step_ns()
-        loads = self._fleet.loads
+        self._step_ns = self._fleet.begin_step()
+        loads = self._fleet.step_loads
         counters = self.counters
         counters.steps += 1
         counters.idle_tokens += idle_tokens(loads)
@@ -166,12 +170,15 @@ class Barrier:
         self.counters.late_s = max(self.counters.late_s, late_s)
         self.counters.total_late_s += late_s
         said = 0
+        emissions = self._fleet.emissions
         for request, sequence in list(self._running.items()):
             if request not in self._running:
                 continue  # It was withdrawn while another one emitted its token.
-            said += 1
-            if sequence.advance():
-                self.withdraw(sequence)
+            for left in reversed(range(emissions.get(request, 1))):
+                said += 1
+                if sequence.advance(more=left > 0):
+                    self.withdraw(sequence)
+                    break
         self.counters.output_tokens += said
         finished, dropped = self._fleet.end_step()
         for request in (*finished, *dropped):

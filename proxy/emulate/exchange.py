@@ -1,6 +1,7 @@
 """One generation request at one engine, from its arrival to the last byte of its answer."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.emulate.answer import DONE, TOKEN_TEXTS_JSON, AnswerFormat
@@ -11,6 +12,7 @@ from balanceroute.proxy.emulate.malformed import malformed_write
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS
 from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
+from balanceroute.proxy.emulate.tool_script import Channel
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
@@ -60,12 +62,15 @@ class TokenSequence:
         choice = self.choice
         return min(choice.max_tokens, choice.length or choice.max_tokens) - choice.emitted
 
-    def advance(self) -> bool:
-        """Emit the next token; return whether it was the last."""
+    def advance(self, *, more: bool = False) -> bool:
+        """Emit the next token; return whether it was the last.
+
+        `more`: another token of the same step follows.
+        """
         choice, exchange = self.choice, self._exchange
         event = self._event
-        if event is None or not exchange.opened:
-            return exchange.advance(self)
+        if event is None or not exchange.opened or more or self.late is not None:
+            return exchange.advance(self, more=more)
         token = choice.next_token()
         if choice.finish_reason is None:
             if exchange.streams:
@@ -142,13 +147,18 @@ class Exchange:
                 return
             self._fail_by_token(sequence)
 
-    def advance(self, sequence: TokenSequence) -> bool:
-        """Emit a sequence's next token; return whether it was the last."""
+    def advance(self, sequence: TokenSequence, *, more: bool) -> bool:
+        """Emit a sequence's next token; return whether it was the last.
+
+        `more`: another token of the same step follows, and content is sent with it.
+        """
         if self.faults.stall_after_tokens == sequence.choice.emitted:
             return False
         if not self.opened:
             self._begin()
         delta = sequence.choice.advance()
+        if more and delta.channel is Channel.CONTENT and sequence.choice.finish_reason is None:
+            delta = replace(delta, late=True)
         self.say(sequence, delta)
         if self.over:
             return True

@@ -6,6 +6,7 @@ from enum import Enum
 from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 
 _YEAR_NS = 365 * 86_400 * 10**9
@@ -57,6 +58,7 @@ class EmulationSettings:
         merged_outputs: Probability that the API server lags behind the engine, so that a token is
             sent in one event with the next.
         keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
+        engines: How the decode ranks differ from plain ones.
 
     Raises:
         ConfigError: A value is invalid; the message begins with its name.
@@ -89,6 +91,7 @@ class EmulationSettings:
     partial_utf8: float = 0.0
     merged_outputs: float = 0.0
     keep_alive_s: float = 5.0
+    engines: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         for name, least, most in (

@@ -4,12 +4,18 @@ A step reads every rank's KV cache and ends for all ranks together, so it takes
 T = a + b x max_g L_g. Each running request then holds one more token. A rank admits its queue in order
 between two steps. A rank whose KV cache overflows drops the request that joined last, as vLLM
 preempts; the request has to be prefilled again with its emitted tokens (vllm-ascend's `recomputed`).
+
+`EngineOptions` says what may be otherwise: then the ranks read at different speeds, or requests emit
+more than one token in a step, or none.
 """
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.sim.engine_options import EngineOptions, Speculation, paused
+
+_PLAIN = EngineOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +24,8 @@ class _Job:
     rank: RankId
     kv_tokens: int  # When it joined.
     output_tokens: int  # Still to emit when it joined.
-    joined_step: int = -1
+    # When it would have joined, had it emitted one token in each step since; None in the queue.
+    joined_step: int | None = None
 
 
 @dataclass(slots=True)
@@ -36,10 +43,13 @@ class DecodeFleet:
         step_base_ns: a.
         step_ns_per_token: b.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+        options: How the engines differ from plain ones.
 
     Attributes:
         loads: KV tokens of the running requests, by rank.
         running: Number of running requests in the fleet.
+        step_loads: What each rank reads in the step that has begun, in KV tokens of speed 1.
+        emissions: Tokens of each running request in the step that has begun; empty if each emits one.
     """
 
     def __init__(
@@ -50,14 +60,24 @@ class DecodeFleet:
         step_base_ns: int,
         step_ns_per_token: float,
         rank_kv_tokens: int | None = None,
+        options: EngineOptions = _PLAIN,
     ) -> None:
         self.loads = [0] * ranks
         self.running = 0
+        self.step_loads = self.loads
+        self.emissions: dict[RequestId, int] = {}
         self._ranks = [_Rank() for _ in range(ranks)]
-        self._batch_limit = batch_limit
+        self._batch_limits = options.batches_of(ranks, batch_limit)
         self._step_base_ns = step_base_ns
         self._step_ns_per_token = step_ns_per_token
         self._rank_kv_tokens = rank_kv_tokens
+        self._speeds = options.speeds_of(ranks)
+        self._pause_above = options.pause_above
+        self._speculation = (
+            Speculation(options.tokens_per_step, options.speculation_seed)
+            if options.tokens_per_step > 1.0
+            else None
+        )
         self._step = 0
         self._ends: defaultdict[int, list[_Job]] = defaultdict(list)
         self._jobs: dict[RequestId, _Job] = {}
@@ -78,13 +98,10 @@ class DecodeFleet:
         job = self._jobs.pop(request, None)
         if job is None:
             return
-        if job.joined_step < 0:
+        if job.joined_step is None:
             self._ranks[job.rank].queue.remove(job)
             return
-        end = job.joined_step + job.output_tokens
-        self._ends[end].remove(job)
-        if not self._ends[end]:
-            del self._ends[end]
+        self._remove_end(job)
         self._leave(job)
 
     def running_on(self, rank: RankId) -> int:
@@ -109,15 +126,25 @@ class DecodeFleet:
                 joined.append(job.request)
         return joined
 
-    def step_ns(self) -> int:
-        """Return how long a step of the present batches takes."""
-        return self._step_base_ns + round(self._step_ns_per_token * max(self.loads))
+    def begin_step(self) -> int:
+        """Fix what a step of the present batches reads and emits; return how long it takes, in ns."""
+        self.step_loads = self.loads
+        if self._pause_above is not None or self._speculation is not None:
+            self._plan()
+        if self._speeds is not None:
+            loads = zip(self.step_loads, self._speeds, strict=True)
+            self.step_loads = [round(load / speed) for load, speed in loads]
+        return self._step_base_ns + round(self._step_ns_per_token * max(self.step_loads))
 
     def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
-        """Emit one token per running request; return those that finished and those dropped."""
+        """Emit the tokens of the step; return the requests that finished and those dropped."""
         self._step += 1
         for number, rank in enumerate(self._ranks):
             self.loads[number] += len(rank.running)
+        for request, tokens in self.emissions.items():
+            # Not one that was withdrawn since.
+            if tokens != 1 and request in self._jobs:
+                self._shift(self._jobs[request], tokens - 1)
         finished: list[RequestId] = []
         for job in self._ends.pop(self._step, ()):
             del self._jobs[job.request]
@@ -126,7 +153,7 @@ class DecodeFleet:
         return finished, self._drop_overflow()
 
     def _has_room(self, rank: _Rank, number: int) -> bool:
-        if len(rank.running) >= self._batch_limit:
+        if len(rank.running) >= self._batch_limits[number]:
             return False
         if self._rank_kv_tokens is None or not rank.running:
             return True
@@ -144,7 +171,57 @@ class DecodeFleet:
                 dropped.append(request)
         return dropped
 
+    def _plan(self) -> None:
+        """Decide which requests pause, and how many tokens the others emit."""
+        self.step_loads = list(self.loads)
+        self.emissions = {request: 1 for rank in self._ranks for request in rank.running}
+        for request in self._paused():
+            self.emissions[request] = 0
+            self.step_loads[self._jobs[request].rank] -= self._held(self._jobs[request])
+        if self._speculation is not None:
+            for request, tokens in self.emissions.items():
+                if tokens:
+                    job = self._jobs[request]
+                    assert job.joined_step is not None
+                    left = job.joined_step + job.output_tokens - self._step
+                    self.emissions[request] = min(self._speculation.draw(request), left)
+
+    def _paused(self) -> list[RequestId]:
+        if self._pause_above is None:
+            return []
+        speeds = self._speeds or [1.0] * len(self._ranks)
+        return paused(
+            [
+                {job.request: self._held(job) / speed for job in rank.running.values()}
+                for rank, speed in zip(self._ranks, speeds, strict=True)
+            ],
+            step_base_ns=self._step_base_ns,
+            step_ns_per_token=self._step_ns_per_token,
+            pause_above=self._pause_above,
+        )
+
+    def _held(self, job: _Job) -> int:
+        assert job.joined_step is not None
+        return job.kv_tokens + self._step - job.joined_step
+
+    def _shift(self, job: _Job, tokens: int) -> None:
+        """Let a running request be so many tokens further."""
+        assert job.joined_step is not None
+        self._remove_end(job)
+        job.joined_step -= tokens
+        self._ends[job.joined_step + job.output_tokens].append(job)
+        self.loads[job.rank] += tokens
+
+    def _remove_end(self, job: _Job) -> None:
+        assert job.joined_step is not None
+        end = job.joined_step + job.output_tokens
+        self._ends[end].remove(job)
+        if not self._ends[end]:
+            del self._ends[end]
+
     def _leave(self, job: _Job) -> None:
         del self._ranks[job.rank].running[job.request]
-        self.loads[job.rank] -= job.kv_tokens + self._step - job.joined_step
+        self.loads[job.rank] -= self._held(job)
         self.running -= 1
+        if self._speculation is not None:
+            self._speculation.forget(job.request)

@@ -8,8 +8,9 @@ In a closed loop each request that finishes is replaced.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median_low
 
 from balanceroute.predictors import Predictor
 from balanceroute.predictors.traced import features_of
@@ -30,10 +31,12 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     Tick,
     Ticket,
+    TokensEmitted,
 )
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
+from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.sim.loop import EventLoop
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder
@@ -59,6 +62,7 @@ class Deployment:
         lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
             counts from the start of the prefill, the earliest moment at which it can have begun.
         lease_margin_ns: See `SchedulerConfig`.
+        engines: How the decode ranks differ from plain ones.
     """
 
     ranks: int
@@ -73,6 +77,14 @@ class Deployment:
     pool_limit: int | None = None
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
+    engines: EngineOptions = field(default_factory=EngineOptions)
+
+    @property
+    def rank_batch_limits(self) -> tuple[int, ...] | None:
+        """The batch limit of each rank; None if they are equal."""
+        if not self.engines.rank_batches:
+            return None
+        return tuple(self.engines.batches_of(self.ranks, self.batch_limit))
 
     def transfer_ns(self, kv_tokens: int) -> int:
         """Return the duration of a KV transfer."""
@@ -114,6 +126,7 @@ class Simulation:
                 deadline_ns=deployment.deadline_ns,
                 pool_limit=deployment.pool_limit,
                 lease_margin_ns=deployment.lease_margin_ns,
+                rank_batch_limits=deployment.rank_batch_limits,
             ),
             policy,
             observer=observer,
@@ -132,6 +145,7 @@ class Simulation:
             step_base_ns=deployment.step_base_ns,
             step_ns_per_token=deployment.step_ns_per_token,
             rank_kv_tokens=deployment.rank_kv_tokens,
+            options=deployment.engines,
         )
         self._arrived = 0
         self._emitted: dict[RequestId, int] = {}  # Of recomputed requests, before their next try.
@@ -252,9 +266,11 @@ class Simulation:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        duration_ns = self._fleet.step_ns()
+        fleet = self._fleet
+        duration_ns = fleet.begin_step()
+        tokens = sum(fleet.emissions.values()) if fleet.emissions else fleet.running
         self.recorder.idle_time(self._loop.now_ns - self._idle_since_ns)
-        self.recorder.step(self._fleet.loads, self._fleet.running, duration_ns)
+        self.recorder.step(fleet.step_loads, fleet.running, tokens, duration_ns)
         self._stepping = True
         self._loop.call_at(self._loop.now_ns + duration_ns, self._end_step)
 
@@ -262,11 +278,13 @@ class Simulation:
         now_ns = self._loop.now_ns
         self._stepping = False
         self._idle_since_ns = now_ns
+        emissions = self._fleet.emissions
         finished, dropped = self._fleet.end_step()
-        self._feed(StepCompleted())
+        self._tell_progress(emissions)
         for request in self._first_tokens:
-            self.recorder.first_token(request, now_ns)
-        self._first_tokens.clear()
+            if emissions.get(request, 1):
+                self.recorder.first_token(request, now_ns)
+        self._first_tokens = [one for one in self._first_tokens if not emissions.get(one, 1)]
         for request in finished:
             output_tokens = self._workload.requests[request].output_tokens
             self._feed(RequestFinished(request))
@@ -282,3 +300,15 @@ class Simulation:
         if finished or dropped:
             self._undecided = True
             self._on_finished(len(finished))
+
+    def _tell_progress(self, emissions: dict[RequestId, int]) -> None:
+        """Bring the ledger forward: by the usual tokens at once, by each request's others singly.
+
+        The live proxy's step clock does the same, with a tolerance.
+        """
+        usual = median_low(emissions.values()) if emissions else 1
+        for _ in range(usual):
+            self._feed(StepCompleted())
+        for request, tokens in emissions.items():
+            if tokens != usual:
+                self._feed(TokensEmitted(request, tokens - usual))

@@ -24,7 +24,7 @@ def hints(
         workloads: The requests.
     """
     found: list[str] = []
-    slots = deployment.ranks * deployment.batch_limit
+    slots = sum(deployment.engines.batches_of(deployment.ranks, deployment.batch_limit))
     share = max(result.mean["mean_running"] for result in results) / slots
     if share < _NEARLY_EMPTY:
         found.append(

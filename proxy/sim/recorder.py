@@ -59,6 +59,7 @@ class Recorder:
     _imbalance: int = 0
     _idle: int = 0
     _capacity: int = 0
+    _running: int = 0
     _tokens: int = 0
     _steps: int = 0
     _requests: int = 0
@@ -95,14 +96,15 @@ class Recorder:
         if self._steady:
             self._waits_ns.append(wait)
 
-    def step(self, loads: Sequence[int], running: int, duration_ns: int) -> None:
-        """Note one step."""
+    def step(self, loads: Sequence[int], running: int, tokens: int, duration_ns: int) -> None:
+        """Note one step: what each rank reads, the running requests, and the tokens they emit."""
         if not self._steady:
             return
         self._imbalance += imbalance_tokens(loads)
         self._idle += idle_tokens(loads)
         self._capacity += len(loads) * max(loads)
-        self._tokens += running
+        self._running += running
+        self._tokens += tokens
         self._steps += 1
         self._time_ns += duration_ns
         if len(self.picture) < PICTURE_STEPS:
@@ -173,7 +175,7 @@ class Recorder:
             lease_lapses=self._lapses,
             dispatch_us_p50=float(dispatch[0]),
             dispatch_us_p99=float(dispatch[1]),
-            mean_running=self._tokens / self._steps,
+            mean_running=self._running / self._steps,
         )
 
     @property

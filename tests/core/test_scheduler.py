@@ -548,7 +548,7 @@ def test_a_second_start_is_refused(new_driver: "type[Driver]") -> None:
 def test_a_setting_below_one_is_refused_by_name(name: str) -> None:
     limits: dict[str, int] = {"ranks": 1, "batch_limit": 1, name: 0}
     with pytest.raises(ConfigError, match=f"{name} is 0"):
-        SchedulerConfig(**limits)
+        SchedulerConfig(**limits)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("counter", ["held_tokens", "prefills"])

@@ -31,7 +31,7 @@ FIRST, SECOND = PrefillerId(0), PrefillerId(1)
 
 
 def make(**changes: int) -> Scheduler:
-    config = SchedulerConfig(**({"ranks": 1, "batch_limit": 4} | changes))
+    config = SchedulerConfig(**({"ranks": 1, "batch_limit": 4} | changes))  # type: ignore[arg-type]
     return Scheduler(config, jsq())
 
 

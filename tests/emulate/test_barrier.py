@@ -14,6 +14,7 @@ from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.emulate.barrier import PICTURE_STEPS, Barrier
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
+from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
@@ -34,7 +35,7 @@ class Tokens:
     times_s: list[float] = field(default_factory=list)
     drops: int = 0
 
-    def advance(self) -> bool:
+    def advance(self, *, more: bool = False) -> bool:
         self.times_s.append(self.loop.time())
         self.kv_tokens += 1
         self.tokens_left -= 1
@@ -42,6 +43,9 @@ class Tokens:
 
     def dropped(self) -> None:
         self.drops += 1
+
+
+UNEVEN = EngineOptions((1.0, 0.5), (3, 2), tokens_per_step=2.5, pause_above=0.2)
 
 
 def simulated(
@@ -54,6 +58,7 @@ def simulated(
         step_base_ns=settings.step_base_ns,
         step_ns_per_token=settings.step_ns_per_token,
         rank_kv_tokens=settings.rank_kv_tokens,
+        options=settings.engines,
     )
     for number, (rank, kv_tokens, output_tokens) in enumerate(jobs):
         fleet.submit(
@@ -67,9 +72,9 @@ def simulated(
         running |= set(fleet.join())
         if not running:
             return times, lost
-        now_ns += fleet.step_ns()
+        now_ns += fleet.begin_step()
         for number in running:
-            times[number].append(now_ns)
+            times[number] += [now_ns] * fleet.emissions.get(RequestId(number), 1)
         finished, dropped = fleet.end_step()
         running -= {*finished, *dropped}
         for number in dropped:
@@ -81,11 +86,12 @@ def simulated(
         st.tuples(st.integers(0, 2), st.integers(1, 5_000), st.integers(1, 8)), max_size=12
     ),
     kv=st.one_of(st.none(), st.integers(2_000, 9_000)),
+    engines=st.sampled_from([EngineOptions(), UNEVEN]),
 )
 def test_the_barrier_steps_as_the_simulated_fleet_does(
-    jobs: list[tuple[int, int, int]], kv: int | None
+    jobs: list[tuple[int, int, int]], kv: int | None, engines: EngineOptions
 ) -> None:
-    settings = EmulationSettings(ranks=3, batch_limit=3, rank_kv_tokens=kv)
+    settings = EmulationSettings(ranks=3, batch_limit=3, rank_kv_tokens=kv, engines=engines)
 
     async def main(loop: VirtualLoop) -> None:
         barrier = Barrier(settings, ranks=3, rank_kv_tokens=kv)
@@ -260,7 +266,7 @@ def test_a_sequence_that_another_one_withdraws_speaks_no_more() -> None:
         victim = Tokens(1, 9, loop)
 
         class Killer(Tokens):
-            def advance(self) -> bool:
+            def advance(self, *, more: bool = False) -> bool:
                 barrier.withdraw(victim)
                 return super().advance()
 

@@ -41,7 +41,7 @@ def test_a_step_takes_a_plus_b_times_the_largest_load(
     for number, (rank, kv) in enumerate(prompts):
         submit(engine, number, rank, kv=kv, output=9)
     engine.join()
-    assert engine.step_ns() == step_ns
+    assert engine.begin_step() == step_ns
 
 
 def test_a_queued_request_is_no_load() -> None:
@@ -278,7 +278,7 @@ def test_the_fleet_does_what_a_naive_model_does(
         ]
         assert engine.loads == [rank.load() for rank in model]
         assert engine.running == sum(len(rank.batch) for rank in model)
-        assert engine.step_ns() == 1_000 + round(2.5 * max(rank.load() for rank in model))
+        assert engine.begin_step() == 1_000 + round(2.5 * max(rank.load() for rank in model))
         if number < len(withdrawn):
             engine.withdraw(RequestId(withdrawn[number]))
             for naive in model:

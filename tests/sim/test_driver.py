@@ -108,9 +108,9 @@ class Watch(Recorder):
 
     at_step: Callable[[list[int], int], None]
 
-    def step(self, loads: Sequence[int], running: int, duration_ns: int) -> None:
+    def step(self, loads: Sequence[int], running: int, tokens: int, duration_ns: int) -> None:
         self.at_step(list(loads), running)
-        super().step(loads, running, duration_ns)
+        super().step(loads, running, tokens, duration_ns)
 
 
 def watched(
