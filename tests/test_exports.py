@@ -40,7 +40,7 @@ proxy.live.frontend: body_queue cors gateway model_routes pass_through refusals
     request_head single_exchange
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan leg_body
     named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
-    stream_event stream_opening token_counts token_estimate transcript usage
+    stream_event stream_opening stream_reader token_counts token_estimate transcript usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports

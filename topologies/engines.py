@@ -36,7 +36,7 @@ and `additional`; decode knows `recompute_scheduler`. The flags are those of vLL
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
@@ -109,39 +109,6 @@ _OWN_KV_KEYS = {
     "kv_port": "write the role's kv_port",
     "kv_role": "it follows from the role",
 }
-_ENGINES_KEYS = (
-    "weights",
-    "device",
-    "devices_per_host",
-    "proxy_host",
-    "interface",
-    "lease_s",
-    "max_model_len",
-    "block_size",
-    "kv_transfer",
-    "flags",
-    "environment",
-    "prefill",
-    "decode",
-)
-_ROLE_KEYS = (
-    "hosts",
-    "instances",
-    "port",
-    "tensor_parallel",
-    "data_parallel",
-    "dp_mode",
-    "rpc_port",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    *_KV_PORT_KEYS,
-    "compilation",
-    "additional",
-    "kv_transfer",
-    "flags",
-    "environment",
-)
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -220,6 +187,19 @@ class Engines:
     def roles(self) -> tuple[RoleEngines, RoleEngines]:
         """Both roles, prefill first."""
         return self.prefill, self.decode
+
+
+# They are no keys of a role, or only of one role.
+_NOT_KEYS = ("role", "kv_port", "recompute_scheduler")
+_ENGINES_KEYS = (
+    *(one.name for one in fields(Engines) if one.name not in ("connector", *ROLES)),
+    *("kv_transfer", "flags", "environment"),
+    *ROLES,
+)
+_ROLE_KEYS = (
+    *(one.name for one in fields(RoleEngines) if one.name not in _NOT_KEYS),
+    *_KV_PORT_KEYS,
+)
 
 
 def read_engines(table: Table, connector: str | None) -> Engines:

@@ -6,7 +6,6 @@ Field order, spacing and nulls are those of vLLM 0.32.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.request import GenerationRequest
@@ -50,28 +49,38 @@ class AnswerHead:
         return f'{{"id":{name},"object":"{kind}","created":{self.created},"model":{model}'
 
 
-class AnswerFormat(Protocol):
-    """How one API writes an answer."""
+class AnswerFormat:
+    """How one API writes an answer; `kind` is the object that its events are."""
+
+    kind = ""
+
+    def __init__(self, request: GenerationRequest, head: AnswerHead) -> None:
+        self._request = request
+        self._head = head
+        self._chunk = f'data: {head.opening(self.kind)},"choices":['
 
     def opening(self, choice: Choice) -> bytes:
         """Return the event that comes before a choice's first token; empty if there is none."""
-        ...
+        del choice
+        return b""
 
     def plain(self, choice: Choice) -> PlainEvent | None:
         """Return a writer of plain tokens' events; None if these differ in more than text."""
-        ...
+        raise NotImplementedError
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
         """Return the event of a token; empty if it has no content."""
-        ...
+        raise NotImplementedError
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
         """Return the event with the usage at the end of a stream."""
-        ...
+        usage = final_usage(self._request, choices, cached=self._head.report_cached)
+        fingerprint = quoted(self._head.fingerprint)
+        return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
         """Return the body of an answer that is not streamed."""
-        ...
+        raise NotImplementedError
 
 
 def quoted(text: str) -> str:

@@ -3,32 +3,27 @@
 from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.answer import (
-    AnswerHead,
+    AnswerFormat,
     PlainEvent,
     as_bytes,
     as_json,
     continuous_usage,
     ending,
-    final_usage,
     plain_event,
     quoted,
     token_ids_json,
     whole_usage,
 )
 from balanceroute.proxy.emulate.choice import Choice, Delta
-from balanceroute.proxy.emulate.request import GenerationRequest
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
 from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript
 
 
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """Writes the answer of a chat request."""
 
-    def __init__(self, request: GenerationRequest, head: AnswerHead) -> None:
-        self._request = request
-        self._head = head
-        self._chunk = f'data: {head.opening("chat.completion.chunk")},"choices":['
+    kind = "chat.completion.chunk"
 
     def opening(self, choice: Choice) -> bytes:
         """Return the event that names the role."""
@@ -66,12 +61,6 @@ class ChatFormat:
             f'"logprobs":{logprobs},{reasons},"token_ids":{token_ids_json(request, delta.token_ids)}}}]'
             f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
         )
-
-    def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event with the usage at the end of a stream."""
-        usage = final_usage(self._request, choices, cached=self._head.report_cached)
-        fingerprint = quoted(self._head.fingerprint)
-        return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
         """Return the body of an answer that is not streamed."""

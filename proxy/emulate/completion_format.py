@@ -3,36 +3,27 @@
 from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.answer import (
-    AnswerHead,
+    AnswerFormat,
     PlainEvent,
     as_bytes,
     as_json,
     continuous_usage,
     ending,
-    final_usage,
     plain_event,
     quoted,
     token_ids_json,
     whole_usage,
 )
 from balanceroute.proxy.emulate.choice import Choice, Delta
-from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
+from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
 from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
 
 
-class CompletionFormat:
+class CompletionFormat(AnswerFormat):
     """Writes the answer of a completion request."""
 
-    def __init__(self, request: GenerationRequest, head: AnswerHead) -> None:
-        self._request = request
-        self._head = head
-        self._chunk = f'data: {head.opening("text_completion")},"choices":['
-
-    def opening(self, choice: Choice) -> bytes:
-        """Return nothing: a completion begins with its first token."""
-        del choice
-        return b""
+    kind = "text_completion"
 
     def plain(self, choice: Choice) -> PlainEvent | None:
         """Return a writer of plain tokens' events."""
@@ -63,12 +54,6 @@ class CompletionFormat:
             f'"prompt_token_ids":{prompt_ids},"token_ids":{token_ids_json(request, delta.token_ids)}}}]'
             f"{continuous_usage(request, choice)}{ending(request, choice, self._head)}}}\n\n"
         )
-
-    def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event with the usage at the end of a stream."""
-        usage = final_usage(self._request, choices, cached=self._head.report_cached)
-        fingerprint = quoted(self._head.fingerprint)
-        return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
         """Return the body of an answer that is not streamed."""

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from balanceroute.proxy.emulate.api_error import ENGINE_DEAD, compact, internal_error
 from balanceroute.proxy.emulate.barrier import Barrier
@@ -24,16 +23,9 @@ from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd, Misread
+from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
-
-
-class Poster(Protocol):
-    """Sends JSON to other servers."""
-
-    def post(self, url: str, body: bytes) -> None:
-        """Post `body`, with retries; the content of the answer is ignored."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +51,7 @@ class Decoder:
         peer: KvPeer,
         sources: list[KvSource],
         book: LeaseBook,
-        poster: Poster,
+        poster: HttpPoster,
         counters: Sequence[RankCounters],
         die: Callable[[], None],
     ) -> None:

@@ -3,37 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.faults import Faults
 
 _LOG = logging.getLogger(__name__)
-
-
-class Faulty(Protocol):
-    """An engine that can show faults."""
-
-    faults: Faults
-    alive: bool
-
-    @property
-    def name(self) -> str:
-        """Role and number."""
-        ...
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on, also while it refuses connections."""
-        ...
-
-    def refuse(self) -> None:
-        """Accept no more connections."""
-        ...
-
-    async def listen(self, port: int) -> None:
-        """Listen again."""
-        ...
 
 
 class FaultBoard:
@@ -43,7 +19,7 @@ class FaultBoard:
     "decode", for all of them), or as one of "all".
     """
 
-    def __init__(self, engines: Sequence[Faulty]) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -75,7 +51,7 @@ class FaultBoard:
         """Return the faults of the engines that have any, by name."""
         return {target.name: target.faults for target in self._engines if target.faults != Faults()}
 
-    def _chosen(self, engine: str | int) -> list[Faulty]:
+    def _chosen(self, engine: str | int) -> list[Engine]:
         chosen = [
             target
             for number, target in enumerate(self._engines)
@@ -86,7 +62,7 @@ class FaultBoard:
             raise ConfigError(f"engine {engine!r} is unknown")
         return chosen
 
-    def _apply(self, engine: Faulty, before: Faults) -> None:
+    def _apply(self, engine: Engine, before: Faults) -> None:
         if engine.faults.refuse and not before.refuse:
             engine.refuse()
         elif before.refuse and not engine.faults.refuse:
@@ -95,7 +71,7 @@ class FaultBoard:
             task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _listen(engine: Faulty) -> None:
+    async def _listen(engine: Engine) -> None:
         if not engine.alive:
             return  # A killed one listens when it is restarted.
         try:

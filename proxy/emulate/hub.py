@@ -9,9 +9,9 @@ from uuid import UUID
 
 from balanceroute.proxy.emulate.barrier import Barrier
 from balanceroute.proxy.emulate.connectors import KvSource
-from balanceroute.proxy.emulate.decoder import Poster
 from balanceroute.proxy.emulate.leases import LeaseBook
 from balanceroute.proxy.emulate.lengths import Lengths
+from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.settings import EmulationSettings
 
 
@@ -39,7 +39,7 @@ class Hub:
     rng: random.Random
     epoch_s: float
     barrier: Barrier
-    poster: Poster
+    poster: HttpPoster
     control: Control
     book: LeaseBook = field(default_factory=LeaseBook)
     sources: list[KvSource] = field(default_factory=list)

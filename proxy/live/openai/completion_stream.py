@@ -14,7 +14,7 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.held_end import HeldEnd
 from balanceroute.proxy.live.openai.stream_event import choices_of, is_opening, parsed
-from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
 from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
 from balanceroute.proxy.live.openai.usage import (
@@ -30,11 +30,10 @@ from balanceroute.proxy.wire.sse import event_data
 # hold it: its quotes are escaped.
 _GOING_ON = b'"finish_reason":null'
 _ROLE = b'"delta":{"role":'
-_MAX_REASON = 200
 
 
-class CompletionStream:
-    """Reads one stream; see `StreamReader`.
+class CompletionStream(StreamReader):
+    """Reads one stream.
 
     Args:
         sequences: Sequences that must finish before the stream may end.
@@ -44,30 +43,18 @@ class CompletionStream:
         counts: The engine's own counts; None if they were not asked for.
         transcript: Keeps the text; None if no rank can hand the request back.
         expensive: Called if the engine's counts cost it more the longer the answer.
-
-    Attributes:
-        handed_back: Whether the rank hands the request back.
-        over: Whether nothing that follows matters.
-        error: What the engine reported to the client as an error; empty if nothing.
-        usage_tokens: Completion tokens by the engine's usage object; None if it sent none.
     """
 
     __slots__ = (
         "_counts",
-        "_events",
         "_expensive",
         "_has_begun",
         "_held_end",
-        "_opening",
         "_sequences",
         "_shows_each",
         "_transcript",
         "_usage",
-        "error",
         "finished",
-        "handed_back",
-        "over",
-        "usage_tokens",
     )
 
     def __init__(
@@ -80,8 +67,8 @@ class CompletionStream:
         transcript: Transcript | None,
         expensive: Callable[[], None],
     ) -> None:
+        super().__init__(resumes=resumes)
         self._sequences = sequences
-        self._opening = StreamOpening(resumes=resumes)
         self._usage = usage
         self._counts = counts
         self._shows_each = counts is None or not counts.asked.hide_each
@@ -90,17 +77,7 @@ class CompletionStream:
         self._transcript = transcript
         self._expensive = expensive
         self._has_begun = False  # Nothing but openings came so far.
-        self._events = 0  # With tokens, where the engine's counts were not asked for.
         self.finished = 0
-        self.handed_back = False
-        self.over = False
-        self.error = ""
-        self.usage_tokens: int | None = None
-
-    @property
-    def first_error(self) -> bytes:
-        """The first event, if it is an error; empty if it was none."""
-        return self._opening.error
 
     @property
     def complete(self) -> bool:
@@ -194,7 +171,7 @@ class CompletionStream:
         passed = self._opening.pass_error(event)
         if passed:
             text = error.get("message") if isinstance(error, dict) else error
-            self.error = str(text or "error")[:_MAX_REASON]
+            self._report(str(text or "error"))
         else:
             self.over = True
         return passed

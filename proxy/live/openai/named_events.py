@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.live.openai.stream_event import parsed
-from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import token_count
 from balanceroute.proxy.wire.sse import event_data
 
@@ -19,7 +19,6 @@ _FINAL = frozenset(
     {b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"}
 )
 _FAILED = frozenset({b"error", b"response.failed"})
-_MAX_REASON = 200
 _TELLING = _FINAL | _FAILED | {b"message_delta"}
 
 
@@ -65,51 +64,19 @@ def _object(message: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class NamedEventStream:
-    """Reads one stream of named events; see `StreamReader`. Each with data is counted as a token.
+class NamedEventStream(StreamReader):
+    """Reads one stream of named events. Each with data is counted as a token."""
 
-    Args:
-        resumes: Whether the client's stream began on an earlier binding.
-
-    Attributes:
-        over: Whether nothing that follows matters.
-        error: What the engine reported to the client as an error; empty if nothing.
-        usage_tokens: Tokens of the answer by the engine's count; None if it sent none.
-    """
-
-    __slots__ = ("_events", "_opening", "complete", "error", "over", "usage_tokens")
-
-    handed_back = False
-    plain = False
+    __slots__ = ("_complete",)
 
     def __init__(self, *, resumes: bool) -> None:
-        self._opening = StreamOpening(resumes=resumes)
-        self._events = 0
-        self.complete = False
-        self.over = False
-        self.error = ""
-        self.usage_tokens: int | None = None
+        super().__init__(resumes=resumes)
+        self._complete = False
 
     @property
-    def first_error(self) -> bytes:
-        """The first event, if it is an error; empty if it was none."""
-        return self._opening.error
-
-    def read_tokens(self) -> int:
-        """Return the tokens received."""
-        return self._events
-
-    def take_tokens(self, _: list[bytes]) -> list[bytes]:
-        """Take nothing: every event is read."""
-        return []
-
-    def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
-        return self._opening.begin(self._read(event))
-
-    def flush(self) -> bytes:
-        """Return nothing: nothing is held behind the first event."""
-        return b""
+    def complete(self) -> bool:
+        """Whether the answer is."""
+        return self._complete
 
     def _read(self, event: bytes) -> bytes:
         if not event_data(event):
@@ -120,11 +87,11 @@ class NamedEventStream:
             return event
         if turn.output_tokens is not None:
             self.usage_tokens = turn.output_tokens
-        self.complete = self.complete or turn.final
+        self._complete = self._complete or turn.final
         if not turn.error:
             return event
         if turn.is_answer and not self._opening.pass_error(event):
             self.over = True
             return b""
-        self.error = turn.error[:_MAX_REASON]
+        self._report(turn.error)
         return event

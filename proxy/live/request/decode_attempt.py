@@ -27,7 +27,7 @@ from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
-from balanceroute.proxy.live.request.relay import Relay, StreamReader
+from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted, PullSucceeded
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -35,6 +35,7 @@ from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.http1.client import ResponseHandler

@@ -14,6 +14,7 @@ from balanceroute.proxy.wire.sse import EventScanner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
@@ -44,50 +45,6 @@ class StreamEvents(Protocol):
 
     def stream_broken(self, error: WireError) -> None:
         """The stream broke off before its end."""
-
-
-class StreamReader(Protocol):
-    """Reads the events of one stream, and counts their tokens."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether only token events are expected, so that `take_tokens` may try."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing that follows matters: `first_error` or `handed_back` say why."""
-
-    @property
-    def first_error(self) -> bytes:
-        """The first event, if it is an error; empty if it was none."""
-
-    @property
-    def handed_back(self) -> bool:
-        """Whether the rank hands the request back."""
-
-    @property
-    def error(self) -> str:
-        """What the engine reported to the client as an error; empty if nothing."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the answer is."""
-
-    @property
-    def usage_tokens(self) -> int | None:
-        """Tokens of the answer by the engine's usage object; None if it sent none."""
-
-    def read_tokens(self) -> int:
-        """Return the tokens received."""
-
-    def take_tokens(self, events: list[bytes]) -> list[bytes]:
-        """Count token events; return what of them is the client's, nothing if one is another."""
-
-    def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
-
-    def flush(self) -> bytes:
-        """Return what is held for an event that does not come."""
 
 
 class Relay:
@@ -131,7 +88,7 @@ class Relay:
         self,
         owner: StreamEvents,
         reply: "Reply",
-        reader: StreamReader,
+        reader: "StreamReader",
         clock: "Callable[[], float]",
         *,
         observe_gap: "Callable[[float], None]",

@@ -4,10 +4,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 
 HOST, PORT = "10.0.0.1", 8000

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
+from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 
 Seen = list[list[str] | bytes | str | int | bool]

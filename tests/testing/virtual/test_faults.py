@@ -5,10 +5,10 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualDeadlock, VirtualLoop
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 
 HOST, PORT = "10.0.0.1", 8000

@@ -2,9 +2,9 @@
 
 import httpx
 import pytest
+from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 
 URL = "http://10.0.0.1:8000/health"

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from tests.testing.virtual.recorder import Recorder
 
 import balanceroute.proxy.testing.virtual.loop as loop_module
 from balanceroute.proxy.testing.virtual.link import Link
@@ -19,7 +20,6 @@ from balanceroute.proxy.testing.virtual.loop import (
     VirtualTimeError,
     VirtualTimeLimit,
 )
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import UncleanRunError, run
 
 DAY_S = 86_400.0

@@ -6,11 +6,11 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.network import Network
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 
 HOST, PORT = "10.0.0.1", 8000

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.recorder import Recorder
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.testing.virtual.traffic import NetworkEvent
 

@@ -1,0 +1,71 @@
+"""What every reader of an engine's stream has: its beginning, its count of tokens, and its errors."""
+
+from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+
+_MAX_REASON = 200
+
+
+class StreamReader:
+    """Reads the events of one stream, and counts their tokens.
+
+    Args:
+        resumes: Whether the client's stream began on an earlier binding.
+
+    Attributes:
+        over: Whether nothing that follows matters: `first_error` or `handed_back` say why.
+        handed_back: Whether the rank hands the request back.
+        error: What the engine reported to the client as an error; empty if nothing.
+        usage_tokens: Tokens of the answer by the engine's usage object; None if it sent none.
+    """
+
+    __slots__ = ("_events", "_opening", "error", "handed_back", "over", "usage_tokens")
+
+    def __init__(self, *, resumes: bool) -> None:
+        self._opening = StreamOpening(resumes=resumes)
+        self._events = 0  # With tokens, as far as they are counted by events.
+        self.over = False
+        self.handed_back = False
+        self.error = ""
+        self.usage_tokens: int | None = None
+
+    @property
+    def first_error(self) -> bytes:
+        """The first event, if it is an error; empty if it was none."""
+        return self._opening.error
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is."""
+        raise NotImplementedError
+
+    @property
+    def plain(self) -> bool:
+        """Whether only token events are expected, so that `take_tokens` may try."""
+        return False
+
+    def read_tokens(self) -> int:
+        """Return the tokens received."""
+        return self._events
+
+    def take_tokens(self, events: list[bytes]) -> list[bytes]:
+        """Count token events; return what of them is the client's.
+
+        Returns:
+            Nothing if one of them is no token event: none was taken then, and all are to be read.
+        """
+        del events
+        return []
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+        return self._opening.begin(self._read(event))
+
+    def flush(self) -> bytes:
+        """Return what is held for an event that does not come."""
+        return b""
+
+    def _read(self, event: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _report(self, error: str) -> None:
+        self.error = error[:_MAX_REASON]
