@@ -36,8 +36,8 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
-    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
@@ -71,7 +71,7 @@ class DecodeAttempt(Attempt):
     )
 
     def __init__(
-        self, session: "Session", engine: "Prefiller | Rank", kv: "KvHandle | None"
+        self, session: "AttemptOwner", engine: "Prefiller | Rank", kv: "KvHandle | None"
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
         super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
@@ -293,7 +293,7 @@ class DecodeAttempt(Attempt):
         session = self._session
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
-        session.began(self, status, headers)
+        session.began(self, status, headers, hands_back=self.hands_back)
 
     def _served(self) -> None:
         host, pair = self._session.host, self.pair

@@ -1,15 +1,22 @@
 """What a session holds in each of its phases; see `phases`."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
-    from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.telemetry.record import Leg
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.shape import Shape
+    from balanceroute.proxy.live.request.client_answer import ClientAnswer
+    from balanceroute.proxy.live.request.emitted import Emitted
+    from balanceroute.proxy.live.request.failures import Failure
+    from balanceroute.proxy.live.request.kv_handle import KvHandle
+    from balanceroute.proxy.live.request.session_host import Host, SessionContext
+    from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
@@ -65,12 +72,61 @@ class Holding:
 NOTHING = Holding()
 
 
+class AttemptOwner(Protocol):
+    """What an attempt needs of its session: the request, and whom to tell what becomes of it."""
+
+    number: "RequestId"
+    shape: "Shape"
+    headers: "Headers"
+    record: "RequestRecord"
+    emitted: "Emitted"
+    answer: "ClientAnswer"
+    host: "Host"
+    context: "SessionContext"
+    hung: "Prefiller | None"
+
+    @property
+    def body(self) -> "RequestBody": ...  # noqa: D102
+
+    def failed(self, attempt: "Attempt", failure: "Failure") -> None:
+        """Try again what failed, or give it up."""
+
+    def fail(self, status: int, reason: str) -> None:
+        """Give the request up."""
+
+    def crashed(self, error: Exception) -> None:
+        """Have the request ended: an engine's answer could not be handled."""
+
+    def prefilled(self, kv: "KvHandle", prompt_tokens: int, lease_ns: int | None) -> None:
+        """Go on to a rank."""
+
+    def left_to_prefillers(self) -> None:
+        """Have a prefiller do the whole request, as no rank can do its part."""
+
+    def prefill_was_all(self, message: "Mapping[str, Any]") -> None:
+        """Answer with the one token of the prefill, behind which nothing comes."""
+
+    def began(
+        self, attempt: "Attempt", status: int, headers: "Headers", *, hands_back: bool
+    ) -> None:
+        """Open the client's stream; `hands_back` says that the engine may give the request back."""
+
+    def answered(self, headers: "Headers", body: bytes) -> None:
+        """Pass on a whole answer."""
+
+    def finished(self, error: str = "") -> None:
+        """End the stream, in which the engine may have reported an error of its own."""
+
+    def recomputed(self, *, advanced: bool) -> None:
+        """Prefill again with what was emitted, if anything was."""
+
+
 class Attempt(Holding):
     """One exchange with one engine, which is a part of its session."""
 
     __slots__ = ("_call", "_deadline_s", "_session", "engine", "leg")
 
-    def __init__(self, session: "Session", leg: "Leg", engine: "Prefiller | Rank") -> None:
+    def __init__(self, session: "AttemptOwner", leg: "Leg", engine: "Prefiller | Rank") -> None:
         self.leg = leg
         self.engine = engine
         self._session = session
@@ -131,7 +187,7 @@ class Backoff(Holding):
 
     def __init__(
         self,
-        session: "Session",
+        session: "AttemptOwner",
         failed: Attempt,
         delay_s: float,
         *,

@@ -21,7 +21,7 @@ from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 
@@ -34,7 +34,7 @@ class PrefillAttempt(Attempt):
 
     __slots__ = ("_transfer", "prefiller", "sent_s")
 
-    def __init__(self, session: "Session", prefiller: "Prefiller") -> None:
+    def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
         super().__init__(session, Leg.PREFILL, prefiller)
         self.prefiller = prefiller
         self.sent_s = session.context.clock()

@@ -303,12 +303,12 @@ class Session:
 
     # What the engine answers that does the request.
 
-    def began(self, attempt: DecodeAttempt, status: int, headers: "Headers") -> None:
+    def began(self, attempt: Attempt, status: int, headers: "Headers", *, hands_back: bool) -> None:
         """Open the client's stream, unless it is open."""
         self._enter(Phase.STREAMING, attempt)
         if not self.answer.opened:
             self.answer.open(status, headers)
-        if not attempt.hands_back:
+        if not hands_back:
             self._body = None
             self.answer.reply.release_body()
         self._kv = None
