@@ -5,7 +5,7 @@ its place in the pool, and a decoding one slots and KV tokens of a rank. The pre
 charged until the KV cache has left it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, ReleasePrefill
 from balanceroute.proxy.core.ledger import Ledger
@@ -13,6 +13,7 @@ from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
+from balanceroute.proxy.core.recount import check_holdings
 
 
 class Holdings:
@@ -114,3 +115,14 @@ class Holdings:
             if request.started:
                 ledger.start(number)
         self.ledger = ledger
+
+    def check(self, requests: Collection[Request], waiting: int) -> None:
+        """Recount every holding from the requests' states and assert that nothing leaked."""
+        check_holdings(
+            requests,
+            prefill_queue=self._prefill_queue,
+            prefillers=self._prefillers,
+            pool=self._pool,
+            ledger=self.ledger,
+            waiting=waiting,
+        )

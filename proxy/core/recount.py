@@ -5,17 +5,30 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.lifecycle import State
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.scheduler import Scheduler
+    from collections.abc import Collection
+
+    from balanceroute.proxy.core.ledger import Ledger
+    from balanceroute.proxy.core.lifecycle import Request
+    from balanceroute.proxy.core.pool import Pool
+    from balanceroute.proxy.core.prefill import Prefillers
+    from balanceroute.proxy.core.prefill_queue import PrefillQueue
 
 
-def check_holdings(scheduler: "Scheduler") -> None:
+def check_holdings(
+    requests: "Collection[Request]",
+    *,
+    prefill_queue: "PrefillQueue",
+    prefillers: "Prefillers",
+    pool: "Pool",
+    ledger: "Ledger",
+    waiting: int,
+) -> None:
     """Recount every holding from the requests' states and assert that nothing leaked."""
-    scheduler.ledger.check()
-    held = [0] * scheduler.config.prefillers
-    prefills = [0] * scheduler.config.prefillers
-    direct = [0] * scheduler.config.prefillers
-    slots = [0] * scheduler.config.ranks
-    for request in scheduler.requests.values():
+    ledger.check()
+    held = [0] * len(prefillers.held_tokens)
+    prefills, direct = held.copy(), held.copy()
+    slots = [0] * len(ledger.bound)
+    for request in requests:
         state, decodes = request.state, request.decode
         # Rule 2 of `lifecycle`: what a request holds follows from its state.
         if request.prefiller is not None:
@@ -28,21 +41,19 @@ def check_holdings(scheduler: "Scheduler") -> None:
         # A direct request holds sequences instead of a prefill.
         assert request.prefilling == (state is State.PREFILLING and decodes)
         assert (request.rank is not None) == (state is State.DECODING)
-        assert (request.request in scheduler.pool) == (state is State.POOLED)
-        assert (request in scheduler.prefill_queue) == (state is State.QUEUED)
+        assert (request.request in pool) == (state is State.POOLED)
+        assert (request in prefill_queue) == (state is State.QUEUED)
         assert request.ticket.prefill or state in {State.POOLED, State.DECODING}
         assert decodes or state in {State.QUEUED, State.PREFILLING}
-    assert direct == scheduler.prefillers.direct, f"{direct} != {scheduler.prefillers.direct}"
-    assert held == scheduler.prefillers.held_tokens, f"{held} != {scheduler.prefillers.held_tokens}"
-    assert prefills == scheduler.prefillers.prefills, (
-        f"{prefills} != {scheduler.prefillers.prefills}"
-    )
-    assert sum(prefills) == scheduler.prefillers.prefilling
-    assert slots == scheduler.ledger.bound.tolist(), f"{slots} != {scheduler.ledger.bound}"
-    assert scheduler.pool.slots == sum(entry.slots for entry in scheduler.pool)
+    assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
+    assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"
+    assert prefills == prefillers.prefills, f"{prefills} != {prefillers.prefills}"
+    assert sum(prefills) == prefillers.prefilling
+    assert slots == ledger.bound.tolist(), f"{slots} != {ledger.bound}"
+    assert pool.slots == sum(entry.slots for entry in pool)
     # The count that bounds admission, derived from its complement.
     answered = sum(
         request.rank is not None or (request.state is State.PREFILLING and not request.decode)
-        for request in scheduler.requests.values()
+        for request in requests
     )
-    assert scheduler.waiting == len(scheduler.requests) - answered
+    assert waiting == len(requests) - answered

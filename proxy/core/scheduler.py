@@ -50,7 +50,6 @@ from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Pre
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
-from balanceroute.proxy.core.recount import check_holdings
 from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Recount every holding from the requests' states and assert that nothing leaked."""
-        check_holdings(self)
+        self._holdings.check(self.requests.values(), self.waiting)
 
     def _get(self, number: RequestId) -> Request:
         request = self.requests.get(number)

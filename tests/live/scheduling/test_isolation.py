@@ -34,10 +34,10 @@ POISONED = [(b"x-request-id", POISON.encode())]
 def poisoned(usual: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of sessions that fails for one of them."""
 
-    def method(session: Session, *args: Any) -> Any:
+    def method(session: Session, *args: Any, **more: Any) -> Any:
         if session.record.request_id == POISON:
             raise ZeroDivisionError("poison")
-        return usual(session, *args)
+        return usual(session, *args, **more)
 
     return method
 
