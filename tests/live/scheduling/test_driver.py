@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.core.events import Admit, RequestId, Tick
+from balanceroute.proxy.core.events import Admit, RequestId, Tick, TokensEmitted
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.sim.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -41,10 +42,12 @@ class Mirror:
         self.off = 0
         self.load = 0
         self.decisions = 0
+        self.corrections = 0
         self._site = site
         watch(site, self._saw)
 
     def _saw(self, step: "Step") -> None:
+        self.corrections += isinstance(step.event, TokensEmitted)
         if not isinstance(step.event, Tick):
             return
         scheduler, fleet = self._site.world.scheduler, self._site.fleet
@@ -106,6 +109,31 @@ def test_the_mirror_of_the_loads_is_true(play: "Play", streamed: float) -> None:
         assert mirror.deviation < 0.01
 
     play(scenario, **FLEET)
+
+
+@pytest.mark.parametrize("streamed", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "engines",
+    [
+        EngineOptions(rank_speeds=(1.0, 0.667), rank_batches=(16, 8)),
+        EngineOptions(tokens_per_step=3.0),
+        EngineOptions(pause_above=0.05),
+    ],
+    ids=["unequal", "speculative", "pausing"],
+)
+def test_the_mirror_is_true_of_engines_that_are_not_plain(
+    play: "Play", engines: EngineOptions, streamed: float
+) -> None:
+    async def scenario(site: "Site") -> None:
+        mirror = Mirror(site)
+        await run_load(site, streamed=streamed, requests=150)
+        assert mirror.decisions > 100
+        assert mirror.deviation < 0.02
+        # Ranks that differ only in speed and size still emit a token a step.
+        in_step = engines.tokens_per_step == 1.0 and engines.pause_above is None
+        assert in_step or mirror.corrections > 0
+
+    play(scenario, **(FLEET | {"engines": engines, "step_ns_per_token": 20_000.0}))
 
 
 def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
