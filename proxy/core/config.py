@@ -20,10 +20,12 @@ class SchedulerConfig:
             request with more goes to a prefiller that has no other direct request.
         prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
         pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
-            where they hold no KV cache. None for no limit. Requests without prefill count, but
-            do not wait.
-        deadline_ns: Time in the pool after which an entry goes first; None for never.
+            where they hold no KV cache. None for what follows from `lease_ns`, or for no limit.
+            Requests without prefill count, but do not wait.
+        deadline_ns: Time in the pool after which an entry goes first, at any cost. None for three
+            quarters of its lease, unless it costs less to prefill it again; see `leases`.
         ttl_ns: Time in the pool after which an entry expires; None for never.
+        lease_ns: How long a prefiller usually keeps a KV cache; None for ever.
         lease_margin_ns: How long before the end of its lease an entry's KV cache counts as lost; at
             most half of the lease, so that a short lease can be used at all.
         queue_ttl_ns: Time after which a request that waits before prefill expires, counted from its
@@ -40,6 +42,7 @@ class SchedulerConfig:
     pool_limit: int | None = None
     deadline_ns: int | None = None
     ttl_ns: int | None = None
+    lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     queue_ttl_ns: int | None = None
     rank_batch_limits: tuple[int, ...] | None = None
@@ -57,6 +60,7 @@ class SchedulerConfig:
             "pool_limit",
             "deadline_ns",
             "ttl_ns",
+            "lease_ns",
             "queue_ttl_ns",
         ):
             value = getattr(self, name)

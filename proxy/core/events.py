@@ -124,7 +124,12 @@ class DecodeStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
-    """The fleet passed a barrier: every started request emitted one token."""
+    """The fleet passed a barrier: every started request emitted one token.
+
+    `duration_ns` is the time of the step; None if it was not measured.
+    """
+
+    duration_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +252,14 @@ class AbortPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePrefill:
-    """Have `prefiller` free KV blocks that no rank will pull."""
+    """Have `prefiller` free KV blocks that no rank will pull.
+
+    `cheaper` if their lease was left to end because to force the request in would have cost more.
+    """
 
     request: RequestId
     prefiller: PrefillerId
+    cheaper: bool = False
 
 
 @dataclass(frozen=True, slots=True)

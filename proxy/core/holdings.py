@@ -6,8 +6,10 @@ charged until the KV cache has left it.
 """
 
 from collections.abc import Collection, Iterable
+from math import inf
 
 from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, ReleasePrefill
+from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.pool import Pool
@@ -24,9 +26,15 @@ class Holdings:
     """
 
     def __init__(
-        self, prefill_queue: PrefillQueue, prefillers: Prefillers, pool: Pool, ledger: Ledger
+        self,
+        prefill_queue: PrefillQueue,
+        prefillers: Prefillers,
+        pool: Pool,
+        ledger: Ledger,
+        leases: Leases,
     ) -> None:
         self.ledger = ledger
+        self._leases = leases
         self._prefill_queue = prefill_queue
         self._prefillers = prefillers
         self._pool = pool
@@ -49,11 +57,15 @@ class Holdings:
                 if not gone:
                     actions.append(AbortPrefill(request.request, request.prefiller))
             case State.POOLED:
-                self._pool.remove(request.request)
+                entry = self._pool.remove(request.request)
+                # For when it comes back.
+                request.overtaken = entry.overtaken
+                request.lapses += 1
                 # No rank will pull these blocks; without the action the prefiller keeps them until
                 # their lease ends.
                 if request.prefiller is not None:
-                    actions.append(ReleasePrefill(request.request, request.prefiller))
+                    cheaper = gone and entry.overflow_limit < inf
+                    actions.append(ReleasePrefill(request.request, request.prefiller, cheaper))
             case State.DECODING:
                 if not gone:
                     assert request.rank is not None
@@ -91,7 +103,9 @@ class Holdings:
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
         # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
         emitted = -(-self.emitted(request) // request.ticket.slots)
-        self.ledger.unbind(request.request)
+        tokens = self.ledger.unbind(request.request)
+        if self._leases.pace is not None:
+            self._leases.pace.left(tokens)
         request.emitted_before += emitted
         request.prompt_tokens += emitted
         request.rank = None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId, Ticket
+from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RankId, RequestId, Ticket
 
 
 class State(Enum):
@@ -102,6 +102,8 @@ class Request:
         lost_on_prefillers: Prefillers that lost it, to be avoided, the latest last.
         prefilled_ns: When it was last prefilled.
         lease_expires_ns: When that prefill's KV cache may be dropped, if known.
+        lapses: KV caches that it lost in the pool since it was last served.
+        overtaken: How often it had been overtaken when it lost the last one; see `PoolEntry`.
         pooled_ns: When it first entered the pool since it was last served.
         rank: The rank whose slots it holds, if any.
         started: Whether it joined the rank's batch.
@@ -121,6 +123,8 @@ class Request:
     lost_on_prefillers: tuple[PrefillerId, ...] = ()
     prefilled_ns: int | None = None
     lease_expires_ns: int | None = None
+    lapses: int = 0
+    overtaken: int = 0
     pooled_ns: int | None = None
     rank: RankId | None = None
     started: bool = False
@@ -139,6 +143,20 @@ class Request:
     def held_tokens(self) -> int:
         """KV tokens that it adds to a prefiller: a prefill has one sequence, a direct request all."""
         return self.prompt_tokens if self.decode else self.kv_tokens
+
+    def prefilled(self, event: PrefillDone, now_ns: int) -> None:
+        """Note what a prefill has computed."""
+        self.prompt_tokens = event.prompt_tokens
+        self.prefilled_ns = now_ns
+        self.lease_expires_ns = event.lease_expires_ns
+        # It succeeded, so the failures before it no longer restrict a later prefill.
+        self.lost_on_prefillers = ()
+
+    def wait_anew(self, now_ns: int) -> None:
+        """Note that it was served, and waits from now on as if it had just arrived."""
+        self.waiting_since_ns = now_ns
+        self.pooled_ns = None
+        self.lapses = self.overtaken = 0
 
     def move(self, trigger: Trigger) -> None:
         """Take the transition for `trigger`.

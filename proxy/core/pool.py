@@ -7,6 +7,7 @@ what free choice among the pooled requests costs one request, against first come
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.queueing import QueueOrder
@@ -28,6 +29,7 @@ class PoolEntry:
         lease_ends_ns: When its KV cache counts as lost; None for never.
         lost_on: Ranks to avoid while others are open, the earliest loss first.
         overtaken: Entries behind it that were admitted while it waited.
+        overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
         slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
         restricted: Whether some open rank may be closed to it.
@@ -43,6 +45,7 @@ class PoolEntry:
     lease_ends_ns: int | None
     lost_on: tuple[RankId, ...] = ()
     overtaken: int = 0
+    overflow_limit: float = inf
     slots: int = field(init=False)
     ranks: frozenset[RankId] | None = field(init=False)
     restricted: bool = field(init=False)

@@ -42,9 +42,10 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.holdings import Holdings
+from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
-from balanceroute.proxy.core.policies.base import UNLIMITED, Policy
+from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
@@ -107,8 +108,11 @@ class Scheduler:
         )
         self.requests: dict[RequestId, Request] = {}
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, queue_order)
+        self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
-        self._holdings = Holdings(self.prefill_queue, self.prefillers, self.pool, ledger)
+        self._holdings = Holdings(
+            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases
+        )
         self.ranks = Ranks(config.ranks)
 
     @property
@@ -141,6 +145,7 @@ class Scheduler:
                 not allow the event. Nothing was changed.
         """
         actions = self._handle(event, now_ns)
+        self.leases.observe(event, actions, self.ledger.loads, now_ns)
         if self._observer is not None:
             self._observer(event, actions, now_ns)
         return actions
@@ -214,6 +219,7 @@ class Scheduler:
         # All checks come first: a ConfigError leaves everything unchanged.
         self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
+        self.leases.reconfigure(config)
         self.ranks.grow(config.ranks)
         self.prefillers.reconfigure(
             config.prefillers,
@@ -264,8 +270,7 @@ class Scheduler:
             return []
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
-        limit = self.config.pool_limit
-        room = UNLIMITED if limit is None else limit - self.prefillers.prefilling - len(self.pool)
+        room = self.leases.room(self.prefillers.prefilling + len(self.pool))
         actions: list[Action] = []
         for request, prefiller in self.prefill_queue.start(room):
             request.move(Trigger.PREFILL)
@@ -291,11 +296,7 @@ class Scheduler:
             charged_tokens=request.prompt_tokens,
             prompt_tokens=event.prompt_tokens,
         )
-        request.prompt_tokens = event.prompt_tokens
-        # It succeeded here, so the failures before it no longer restrict a later prefill.
-        request.lost_on_prefillers = ()
-        request.prefilled_ns = now_ns
-        request.lease_expires_ns = event.lease_expires_ns
+        request.prefilled(event, now_ns)
         self._to_pool(request, now_ns)
         return self._start_prefills()
 
@@ -376,8 +377,7 @@ class Scheduler:
                 lost_on = with_loss(request.lost_on_prefillers, request.pulled_from)
                 request.lost_on_prefillers = lost_on
         # It was served in between, so a new wait begins, with new time limits.
-        request.waiting_since_ns = now_ns
-        request.pooled_ns = None
+        request.wait_anew(now_ns)
         self._queue(request, now_ns)
         return actions
 
@@ -437,6 +437,7 @@ class Scheduler:
             ledger = self._new_ledger(self.config, policy)
             self._holdings.move(self.requests.values(), ledger)
         make_fleet = partial(self.ranks.fleet, self.ledger, self.config, policy.slots_beyond_batch)
+        self.leases.judge(self.pool, now_ns)
         # These entries have left the pool, so each of them has to be bound.
         for number, rank in decide(
             policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail

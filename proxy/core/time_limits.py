@@ -4,6 +4,9 @@ from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.pool import PoolEntry
 
+# Share of its usable lease after which an entry is late.
+_LATE_SHARE = 0.75
+
 
 def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
     """Return when a request that waits before prefill expires; None for never."""
@@ -15,6 +18,7 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
     """Return the pool entry of a request that has entered the pool."""
     since_ns = request.pooled_ns
     assert since_ns is not None
+    deadline_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None
@@ -22,13 +26,17 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
         # shorter than the margin could never be used.
         left_ns = max(0, lease_ends_ns - request.prefilled_ns)
         lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
+        if deadline_ns is None:
+            usable_ns = lease_ends_ns - request.prefilled_ns
+            deadline_ns = request.prefilled_ns + round(_LATE_SHARE * usable_ns)
     return PoolEntry(
         request.request,
         request.ticket,
         request.prompt_tokens,
         age=request.emitted_before,
-        deadline_ns=None if config.deadline_ns is None else since_ns + config.deadline_ns,
+        deadline_ns=deadline_ns,
         expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
         lease_ends_ns=lease_ends_ns,
         lost_on=request.lost_on_ranks,
+        overtaken=request.overtaken,
     )

@@ -125,6 +125,7 @@ class Simulation:
                 probe_limit=None if prefill is None else 1,
                 deadline_ns=deployment.deadline_ns,
                 pool_limit=deployment.pool_limit,
+                lease_ns=deployment.lease_ns,
                 lease_margin_ns=deployment.lease_margin_ns,
                 rank_batch_limits=deployment.rank_batch_limits,
             ),
@@ -153,7 +154,7 @@ class Simulation:
         self._stepping = False
         self._undecided = False
         self._woken_ns = -1  # The latest time at which the scheduler asked for a tick.
-        self._idle_since_ns = 0
+        self._idle_since_ns = self._step_began_ns = 0
 
     def run(self) -> Recorder:
         """Replay the whole workload; return what was measured."""
@@ -272,6 +273,7 @@ class Simulation:
         self.recorder.idle_time(self._loop.now_ns - self._idle_since_ns)
         self.recorder.step(fleet.step_loads, fleet.running, tokens, duration_ns)
         self._stepping = True
+        self._step_began_ns = self._loop.now_ns
         self._loop.call_at(self._loop.now_ns + duration_ns, self._end_step)
 
     def _end_step(self) -> None:
@@ -280,7 +282,7 @@ class Simulation:
         self._idle_since_ns = now_ns
         emissions = self._fleet.emissions
         finished, dropped = self._fleet.end_step()
-        self._tell_progress(emissions)
+        self._tell_progress(emissions, now_ns - self._step_began_ns)
         for request in self._first_tokens:
             if emissions.get(request, 1):
                 self.recorder.first_token(request, now_ns)
@@ -301,14 +303,14 @@ class Simulation:
             self._undecided = True
             self._on_finished(len(finished))
 
-    def _tell_progress(self, emissions: dict[RequestId, int]) -> None:
+    def _tell_progress(self, emissions: dict[RequestId, int], duration_ns: int) -> None:
         """Bring the ledger forward: by the usual tokens at once, by each request's others singly.
 
         The live proxy's step clock does the same, with a tolerance.
         """
         usual = median_low(emissions.values()) if emissions else 1
         for _ in range(usual):
-            self._feed(StepCompleted())
+            self._feed(StepCompleted(duration_ns // usual))
         for request, tokens in emissions.items():
             if tokens != usual:
                 self._feed(TokensEmitted(request, tokens - usual))

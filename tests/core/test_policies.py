@@ -644,6 +644,23 @@ def test_at_its_deadline_a_request_goes_first(name: str) -> None:
     assert rounds_until_admitted(policy, deadline_ns=77, limit=500) == 77
 
 
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_a_late_request_is_not_forced_in_beyond_its_limit(name: str) -> None:
+    policy = build(name, 2, batch_limit=2, patience=float("inf"))
+    ranks = Ranks([[600], [950]], batch_limit=2)
+    ranks.fill(policy)
+    # On rank 0 it overflows by 350 tokens. Without the small one Stage 2 has no other choice.
+    for limit, first in ((349.0, 1), (350.0, 0)):
+        pool = pool_of([])
+        late = entry(0, 700, deadline_ns=5)
+        late.overflow_limit = limit
+        pool.add(late)
+        pool.add(entry(1, 40))
+        pool.add(entry(2, 40))
+        admitted = policy.dispatch(ranks.fleet(policy), pool, 10)
+        assert admitted[0].request == first
+
+
 def test_overdue_requests_go_oldest_first() -> None:
     policy, ranks = build("br-0", 2), Ranks([[500, 100, 100], [100, 100, 100]])
     pool = pool_of([50])

@@ -362,13 +362,13 @@ def test_a_run_of_two_ranks_goes_as_worked_out_by_hand() -> None:
         (500, StartPrefill(R2, P0, 20)),
         (500, PrefillDone(R2, 20)),
         (500, Tick()),  # Both ranks are full.
-        (2_000, StepCompleted()),  # Loads 101 and 51: 2,010 ns.
-        (4_010, StepCompleted()),
+        (2_000, StepCompleted(2_000)),  # Loads 101 and 51: 2,010 ns.
+        (4_010, StepCompleted(2_010)),
         (4_010, RequestFinished(R0)),
         (4_010, Tick()),
         (4_010, Admit(R2, G0)),
         (4_010, DecodeStarted(R2)),  # Loads 20 and 52: 1,520 ns.
-        (5_530, StepCompleted()),
+        (5_530, StepCompleted(1_520)),
         (5_530, RequestFinished(R1)),
         (5_530, RequestFinished(R2)),
         (5_530, Tick()),
@@ -403,17 +403,17 @@ def test_a_prefill_server_takes_one_probe_at_a_time() -> None:
         (500, Admit(R1, G1)),
         (640, PrefillDone(R2, 20)),
         (640, Tick()),
-        (2_300, StepCompleted()),
+        (2_300, StepCompleted(2_000)),
         (2_300, DecodeStarted(R1)),  # Loads 101 and 50: 2,010 ns.
-        (4_310, StepCompleted()),
+        (4_310, StepCompleted(2_010)),
         (4_310, RequestFinished(R0)),
         (4_310, Tick()),
         (4_310, Admit(R2, G0)),
         (4_310, DecodeStarted(R2)),  # Loads 20 and 51: 1,510 ns.
-        (5_820, StepCompleted()),
+        (5_820, StepCompleted(1_510)),
         (5_820, RequestFinished(R2)),
         (5_820, Tick()),  # Load 52: 1,520 ns.
-        (7_340, StepCompleted()),
+        (7_340, StepCompleted(1_520)),
         (7_340, RequestFinished(R1)),
         (7_340, Tick()),
     ]
@@ -432,16 +432,16 @@ def test_a_kv_cache_travels_before_its_request_joins() -> None:
         (200, DecodeStarted(R1)),  # 1,500 ns.
         (500, PrefillDone(R2, 20)),
         (500, Tick()),  # Both ranks are full, though one of them has nothing yet.
-        (1_700, StepCompleted()),
+        (1_700, StepCompleted(1_500)),
         (1_700, DecodeStarted(R0)),  # Loads 100 and 51: 2,000 ns.
-        (3_700, StepCompleted()),  # Loads 101 and 52: 2,010 ns.
-        (5_710, StepCompleted()),
+        (3_700, StepCompleted(2_000)),  # Loads 101 and 52: 2,010 ns.
+        (5_710, StepCompleted(2_010)),
         (5_710, RequestFinished(R1)),
         (5_710, RequestFinished(R0)),
         (5_710, Tick()),
         (5_710, Admit(R2, G0)),
         (5_850, DecodeStarted(R2)),  # 1,200 ns.
-        (7_050, StepCompleted()),
+        (7_050, StepCompleted(1_200)),
         (7_050, RequestFinished(R2)),
         (7_050, Tick()),
     ]
@@ -453,19 +453,19 @@ def test_a_dropped_request_is_prefilled_again_with_what_it_emitted() -> None:
     log = record("fifo", deployment, workload)
     begin = log.index((0, DecodeStarted(R1)))  # Load 100: the step takes 2,000 ns.
     assert log[begin + 1 :] == [
-        (2_000, StepCompleted()),  # 102 tokens just fit: 2,020 ns.
-        (4_020, StepCompleted()),
+        (2_000, StepCompleted(2_000)),  # 102 tokens just fit: 2,020 ns.
+        (4_020, StepCompleted(2_020)),
         (4_020, RequestRecomputed(R1)),
         (4_020, StartPrefill(R1, P0, 42)),
         (4_020, PrefillDone(R1, 42)),
         (4_020, Tick()),  # No room beside the 62 tokens of request 0: 1,620 ns.
-        (5_640, StepCompleted()),  # 1,630 ns.
-        (7_270, StepCompleted()),
+        (5_640, StepCompleted(1_620)),  # 1,630 ns.
+        (7_270, StepCompleted(1_630)),
         (7_270, RequestFinished(R0)),
         (7_270, Tick()),
         (7_270, Admit(R1, G0)),
         (7_270, DecodeStarted(R1)),  # Load 42: 1,420 ns.
-        (8_690, StepCompleted()),
+        (8_690, StepCompleted(1_420)),
         (8_690, RequestFinished(R1)),
         (8_690, Tick()),
     ]
@@ -644,12 +644,12 @@ def test_a_request_whose_lease_ends_in_the_pool_is_prefilled_again() -> None:
         (1_400, StartPrefill(R0, PrefillerId(1), 100)),
         (1_700, PrefillDone(R0, 100, 2_400)),
         (1_700, Tick()),
-        (1_750, StepCompleted()),
+        (1_750, StepCompleted(1_500)),
         (1_750, RequestFinished(R1)),
         (1_750, Tick()),
         (1_750, Admit(R0, G0)),
         (1_750, DecodeStarted(R0)),  # 2,000 ns.
-        (3_750, StepCompleted()),
+        (3_750, StepCompleted(2_000)),
         (3_750, RequestFinished(R0)),
         (3_750, Tick()),
     ]

@@ -159,7 +159,8 @@ class _Round:
 
     def place_overdue(self, now_ns: int) -> None:
         """Admit entries past their deadline, oldest first, each where it scores best."""
-        # The deadline bounds the wait of entries that never fit, whatever it costs in balance.
+        # The deadline bounds the wait of entries that never fit, whatever it costs in balance; near
+        # the end of a lease it does so only up to what a repeated prefill costs.
         self._place(self._pool.overdue(now_ns))
 
     def place_all(self) -> None:
@@ -306,8 +307,12 @@ class _Round:
         fleet = self._fleet
         for entry in entries:
             open_ranks = fleet.open_to(entry)
-            if open_ranks.any():
-                self._admit(entry, self._balance.best_rank(entry.kv_tokens, open_ranks))
+            if not open_ranks.any():
+                continue
+            rank = self._balance.best_rank(entry.kv_tokens, open_ranks)
+            overflow = fleet.loads[rank] + entry.kv_tokens - fleet.loads.max()
+            if overflow <= entry.overflow_limit:
+                self._admit(entry, rank)
 
     def _admit(self, entry: PoolEntry, rank: int) -> None:
         self._pool.admit(entry.request)

@@ -51,6 +51,7 @@ def take_snapshot(
         prefilling=states.count(State.PREFILLING),
         pooled=len(scheduler.pool),
         decoding=states.count(State.DECODING),
+        pool_limit=scheduler.leases.pool_limit,
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
         imbalance_tokens=imbalance_tokens(scheduler.ledger.loads[serving]) if serving else 0,
         steps=driver.decisions.progress.steps.steps,

@@ -65,7 +65,7 @@ class PromptCounted:
 
 @dataclass(frozen=True, slots=True)
 class KvAbandoned:
-    """No rank will pull a KV cache: it is "lost", or its lease has "lapsed"."""
+    """No rank will pull a KV cache: it is "lost", its lease has "lapsed", or was left to: "cheaper"."""
 
     how: str
 

@@ -199,13 +199,13 @@ class Session:
         if self.phase is Phase.POOLED and self.ticket.prefill:
             self._enter(Phase.QUEUED)
 
-    def lease_ended(self) -> None:
-        """Note that the KV cache must not be used any more, and report why."""
-        lapsed = self._kv is not None
-        if lapsed:
-            self.record.lease_lapses += 1
+    def lease_ended(self, *, cheaper: bool) -> None:
+        """Note that the KV cache must not be used any more; `cheaper` as in `ReleasePrefill`."""
+        why = "lost" if self._kv is None else "cheaper" if cheaper else "lapsed"
+        if why != "lost":
+            self.record.lease_lapsed(cheaper=cheaper)
             self.prefill_again()
-        self.host.report(KvAbandoned("lapsed" if lapsed else "lost"))
+        self.host.report(KvAbandoned(why))
 
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""

@@ -178,10 +178,10 @@ class Decisions:
                 session.start_prefill(self._instances.prefillers[prefiller])
             case AbortPrefill() | AbortDecode():
                 session.drop_leg()
-            case ReleasePrefill(number):
+            case ReleasePrefill(number, _, cheaper):
                 # No engine takes such a word over HTTP: the blocks stay until their lease ends.
                 if number in self._scheduler.requests:
-                    session.lease_ended()
+                    session.lease_ended(cheaper=cheaper)
                 else:
                     self._metrics.legs.abandoned_lease("ended")
             case Admit(_, rank):

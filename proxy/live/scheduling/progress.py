@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
-_STEP = StepCompleted()
 
 
 class Progress:
@@ -112,8 +111,10 @@ class Progress:
                 self._feed(DecodeStarted(number))
         advance = self.steps.advance(self.started.values(), now_s)
         if advance.steps:
+            step_s = advance.step_s
+            step = StepCompleted(None if step_s is None else round(1e9 * step_s))
             for _ in range(advance.steps):
-                self._tell(_STEP)
+                self._tell(step)
             loads = self._scheduler.ledger.loads[serving]
             self.idle_tokens += advance.steps * idle_tokens(loads)
             self.capacity_tokens += advance.steps * len(loads) * int(loads.max())

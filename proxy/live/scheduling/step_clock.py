@@ -52,10 +52,12 @@ class Advance(Generic[_Request]):
 
     Attributes:
         steps: Steps that passed.
+        step_s: Time of each, in seconds; None if it was not measured, or if the fleet paused.
         corrections: Who is off the clock, and by how many tokens of each sequence.
     """
 
     steps: int
+    step_s: float | None
     corrections: list[tuple[_Request, int]]
 
 
@@ -89,19 +91,20 @@ class StepClock:
                 leads.append((rounds + request.offset, request))
         self._heard = bool(leads)
         if not leads:
-            return Advance(self._advance_silently(now_s) if silent else self._rest(), [])
+            return Advance(self._advance_silently(now_s) if silent else self._rest(), None, [])
         places = sorted(lead for lead, _ in leads)
         steps = max(0, places[len(places) // 2] - self.steps)
+        step_s = None
         if steps:
             self.steps += steps
-            self._measure(steps, now_s)
+            step_s = self._measure(steps, now_s)
         corrections: list[tuple[_Request, int]] = []
         for lead, request in leads:
             off = lead - self.steps
             if abs(off) > _TOLERANCE:
                 request.offset -= off
                 corrections.append((request, off))
-        return Advance(steps, corrections)
+        return Advance(steps, step_s, corrections)
 
     def observe_answer(self, step_s: float) -> None:
         """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""
@@ -116,10 +119,13 @@ class StepClock:
         else:
             self.step_s = step_s
 
-    def _measure(self, steps: int, now_s: float) -> None:
+    def _measure(self, steps: int, now_s: float) -> float | None:
         since_s, self._since_s = self._since_s, now_s
-        if since_s is not None:
-            self._learn((now_s - since_s) / steps)
+        if since_s is None:
+            return None
+        step_s, mean_s = (now_s - since_s) / steps, self.step_s
+        self._learn(step_s)
+        return step_s if mean_s and step_s <= _LONGEST_STEP * mean_s else None
 
     def _rest(self) -> int:
         self._since_s = None

@@ -30,7 +30,10 @@ from balanceroute.proxy.live.settings.setting import part
 from balanceroute.proxy.wire.messages import ServerLimits
 
 _NS_PER_S = 1e9
-_POOL_PER_WINDOW = 4
+# Longer than any process runs.
+_NEVER_NS = 1 << 62
+# Without leases a deep pool costs only memory of the prefillers.
+_POOL_WITHOUT_LEASES = 64
 _POOL_PER_PREFILLER = 2
 
 
@@ -44,7 +47,6 @@ class ProxyConfig:
         direct: Which engines serve what cannot be split between the roles.
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
             the engine says of a single request goes first.
-        pool_deadline_s: Wait in the pool after which an entry goes first; None for never.
     """
 
     topology: str | None
@@ -61,7 +63,6 @@ class ProxyConfig:
     credentials: Credentials
     direct: Direct
     lease_s: float | None
-    pool_deadline_s: float | None
 
     @property
     def pass_authorization(self) -> bool:
@@ -91,20 +92,19 @@ class ProxyConfig:
 
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks and P prefillers."""
-        pool_limit = max(
-            _POOL_PER_WINDOW * self.policies.window,
-            ranks,
-            _POOL_PER_PREFILLER * len(self.prefillers),
-        )
+        pool_limit, deadline_s = self.scheduling.pool_limit, self.times.pool_deadline_s
+        if pool_limit is None and self.lease_s is None:
+            pool_limit = max(_POOL_WITHOUT_LEASES, ranks, _POOL_PER_PREFILLER * prefillers)
         return part(
             SchedulerConfig,
             self.scheduling,
             ranks=ranks,
             batch_limit=self.scheduling.batch,
             prefillers=prefillers,
-            pool_limit=self.scheduling.pool_limit or pool_limit,
-            deadline_ns=_ns(self.pool_deadline_s),
+            pool_limit=pool_limit,
+            deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),
             ttl_ns=_ns(self.times.pool_ttl_s),
+            lease_ns=_ns(self.lease_s),
             lease_margin_ns=_ns(self.scheduling.lease_margin_s),
             queue_ttl_ns=_ns(self.times.queue_ttl_s),
         )

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from balanceroute.topologies import Topology
 
 ENGINE_KEY_VARIABLE = "BALANCEROUTE_ENGINE_KEY"
-# How much of the time for which a KV cache is good an entry waits its turn.
-_DEADLINE_SHARE = 0.75
 
 
 def make_config(
@@ -99,7 +97,6 @@ def make_config(
         credentials=credentials,
         direct=scheduling.direct or _direct(engines.connector),
         lease_s=_finite(lease_s),
-        pool_deadline_s=_finite(times.pool_deadline_s or _deadline_s(scheduling, lease_s)),
     )
 
 
@@ -245,13 +242,6 @@ def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
 
 def _direct(connector: str) -> Direct:
     return Direct.DECODE if CONNECTORS[connector].ranks_prefill else Direct.PREFILL
-
-
-def _deadline_s(scheduling: SchedulingSettings, lease_s: float | None) -> float | None:
-    if lease_s is None:
-        return None
-    # As the scheduler has it: a margin never takes more than half of a lease.
-    return _DEADLINE_SHARE * (lease_s - min(scheduling.lease_margin_s, lease_s / 2))
 
 
 def _finite(time_s: float | None) -> float | None:

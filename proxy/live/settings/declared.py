@@ -194,7 +194,8 @@ class SchedulingSettings:
         "cache",
         1,
         10**6,
-        shown_default="4 K, G or 2 P, whichever is most, for window K, G ranks and P prefillers",
+        shown_default="what the ranks admit in a sixth of the lease, at least 24, G and 2 P, for G "
+        "ranks and P prefillers",
         word="auto",
     )
     queue_limit: int = integer(
@@ -338,7 +339,7 @@ class TimeLimits:
         "wait after prefill after which a request goes first; inf for never",
         0.001,
         inf,
-        shown_default="three quarters of lease minus margin",
+        shown_default="three quarters of lease minus margin, unless a repeated prefill costs less",
         word="auto",
         metavar="S",
     )

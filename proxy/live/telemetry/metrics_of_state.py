@@ -164,6 +164,12 @@ class StateCollector(Collector):
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS:
             yield _family("counter", name, documentation, [{}], [state_value(state)])
+        yield _known(
+            "pool_limit",
+            "Requests that may be in prefill or in the pool; absent without a limit.",
+            [{}],
+            [state.pool_limit],
+        )
         rejected = state.rejected_connections
         yield _family(
             "counter",

@@ -43,6 +43,8 @@ class RequestRecord:
         choices: n, sequences of the answer.
         retries: Legs sent again, of both kinds.
         lease_lapses: Prefills repeated because the KV lease ran out.
+        cheaper_lapses: Of these, those whose lease was left to end: a repeated prefill costs less
+            rank time than an overflow.
         recomputes: Times a rank gave the request back to be prefilled again.
         pool_wait_ns: Time spent prefilled and unbound, all bindings together.
         itl_max_ns: Longest gap between two pieces of the stream.
@@ -81,6 +83,7 @@ class RequestRecord:
     retries: int = 0
     recomputes: int = 0
     lease_lapses: int = 0
+    cheaper_lapses: int = 0
     reason: str = ""
     max_tokens: int | None = None
     prompt_estimate: int = 0
@@ -99,6 +102,11 @@ class RequestRecord:
         if self.prefilled_ns is None or begin_ns is None or end_ns is None or end_ns < begin_ns:
             return None
         return end_ns - begin_ns
+
+    def lease_lapsed(self, *, cheaper: bool) -> None:
+        """Count a prefill that is repeated because of its lease."""
+        self.lease_lapses += 1
+        self.cheaper_lapses += cheaper
 
 
 class Log(Protocol):

@@ -25,6 +25,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     retries         Legs sent again.
     recomputes      Times a rank gave the request back.
     lease_lapses    Prefills repeated because the KV lease ran out.
+    cheaper_lapses  Of these, leases left to end because to force the request in would have cost more.
     max_tokens      The limit of each sequence, or null.
     prompt_estimate Prompt tokens as they were estimated on arrival; 0 if the request was refused.
     keys            16 hexadecimal digits each (`prompt_keys`); empty if no predictor uses them.
@@ -103,6 +104,7 @@ def line_of(record: RequestRecord) -> bytes:
             "retries": record.retries,
             "recomputes": record.recomputes,
             "lease_lapses": record.lease_lapses,
+            "cheaper_lapses": record.cheaper_lapses,
             "max_tokens": record.max_tokens,
             "prompt_estimate": record.prompt_estimate,
             "keys": [f"{key:016x}" for key in record.keys],

@@ -62,6 +62,7 @@ class Snapshot:
     prefilling: int
     pooled: int
     decoding: int
+    pool_limit: int | None  # Requests that may be in prefill or in the pool; None for no limit.
     oldest_pooled_s: float
     imbalance_tokens: int
     steps: int

@@ -42,6 +42,7 @@ SNAPSHOT = Snapshot(
     prefilling=2,
     pooled=4,
     decoding=3,
+    pool_limit=24,
     oldest_pooled_s=0.5,
     imbalance_tokens=3000,
     steps=7,

@@ -518,7 +518,7 @@ def test_a_kv_cache_that_went_with_its_engine_is_computed_again() -> None:
     site.prefillers[0].lost_kv += 1
     site.session.drop_lost_kv()
     assert site.fed[-1] == events.PrefillLost(NUMBER)
-    site.session.lease_ended()
+    site.session.lease_ended(cheaper=False)
     assert site.abandoned == ["lost"]
 
 
@@ -552,13 +552,22 @@ def test_a_kv_cache_that_is_lost_during_a_backoff_goes_to_no_other_rank() -> Non
     assert site.fed[-1] == events.PrefillLost(NUMBER)
 
 
+def test_a_lease_that_was_left_to_end_is_counted_apart() -> None:
+    site = Site()
+    pooled(site)
+    site.session.lease_ended(cheaper=True)
+    assert site.abandoned == ["cheaper"]
+    assert site.is_in(Phase.QUEUED)
+    assert (site.session.record.lease_lapses, site.session.record.cheaper_lapses) == (1, 1)
+
+
 def test_a_lease_that_ends_sends_the_request_back_to_the_prefillers() -> None:
     site = Site()
     pooled(site)
-    site.session.lease_ended()
+    site.session.lease_ended(cheaper=False)
     assert site.abandoned == ["lapsed"]
     assert site.is_in(Phase.QUEUED)
-    assert site.session.record.lease_lapses == 1
+    assert (site.session.record.lease_lapses, site.session.record.cheaper_lapses) == (1, 0)
     assert site.prefill(1).engine == "p1"
 
 

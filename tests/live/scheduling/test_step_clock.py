@@ -56,13 +56,30 @@ class Fleet:
                 assert abs(answer.mirror - answer.rounds) <= TOLERANCE
 
 
+def test_a_step_is_timed_unless_the_fleet_paused() -> None:
+    fleet = Fleet()
+    fleet.start()
+
+    def step_s(steps: int, after_s: float) -> float | None:
+        fleet.emit(steps)
+        return fleet.advance(after_s).step_s
+
+    # Nothing is known of the first, and the second has no mean to compare it with.
+    assert [step_s(1, 0.02), step_s(1, 0.02)] == [None, None]
+    assert step_s(1, 0.03) == pytest.approx(0.03)
+    assert step_s(4, 0.2) == pytest.approx(0.05)
+    assert step_s(1, 0.5) is None
+    assert step_s(0, 0.02) is None
+
+
 def test_streams_in_lock_step_move_the_clock_and_need_no_correction() -> None:
     fleet = Fleet()
     for _ in range(5):
         fleet.start()
     for _ in range(100):
         fleet.emit()
-        assert fleet.advance() == Advance(1, [])
+        advance = fleet.advance()
+        assert (advance.steps, advance.corrections) == (1, [])
         assert all(answer.mirror == answer.rounds for answer in fleet.answers)
     assert fleet.clock.steps == 100
     assert fleet.clock.step_s == pytest.approx(0.02)
@@ -84,7 +101,7 @@ def test_a_look_without_progress_moves_nothing() -> None:
     fleet.start()
     fleet.emit()
     fleet.advance()
-    assert fleet.advance() == Advance(0, [])
+    assert fleet.advance() == Advance(0, None, [])
 
 
 def test_a_request_that_starts_later_is_counted_from_its_start() -> None:

@@ -312,6 +312,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         pool_limit=9,
         deadline_ns=3_500_000_000,
         ttl_ns=2_500_000_000,
+        lease_ns=60_000_000_000,
         lease_margin_ns=1_000_000_000,
         queue_ttl_ns=1_500_000_000,
     )
@@ -659,42 +660,39 @@ def test_a_lease_that_is_told_goes_before_the_connectors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "deadline_s"),
+    ("flags", "deadline_ns", "lease_ns"),
     [
-        ({}, 18.75),
-        ({"lease_margin_s": 10}, 15.0),
-        # As in the scheduler, a margin takes no more than half of the lease.
-        ({"lease_s": 4}, 1.5),
-        ({"lease_s": inf}, None),
-        ({"pool_deadline_s": 2}, 2.0),
-        ({"pool_deadline_s": inf}, None),
+        ({}, None, 30_000_000_000),  # The scheduler derives it from the lease.
+        ({"lease_s": inf}, None, None),
+        ({"pool_deadline_s": 2}, 2_000_000_000, 30_000_000_000),
+        ({"pool_deadline_s": inf, "lease_s": 4}, 1 << 62, 4_000_000_000),
     ],
 )
-def test_an_entry_goes_first_before_its_lease_runs_out(
-    flags: dict[str, object], deadline_s: float | None
+def test_the_scheduler_derives_the_deadline_unless_one_is_given(
+    flags: dict[str, object], deadline_ns: int | None, lease_ns: int | None
 ) -> None:
-    assert of_flags(**flags).pool_deadline_s == deadline_s
+    config = of_flags(**flags).scheduler_config(1, 1)
+    assert (config.deadline_ns, config.lease_ns) == (deadline_ns, lease_ns)
 
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "limit"),
     [
-        ({}, 8, 64),  # Four windows of 16.
-        ({"window": 4}, 8, 16),
-        ({"window": 4}, 144, 144),
-        ({"window": 1, "prefill": ["http://p", "http://q", "http://r"]}, 2, 6),
+        ({}, 8, None),  # The scheduler derives it from the lease.
+        ({"lease_s": inf}, 8, 64),
+        ({"lease_s": inf}, 144, 144),
         ({"pool_limit": 3}, 144, 3),
+        ({"pool_limit": 3, "lease_s": inf}, 144, 3),
     ],
 )
-def test_the_pool_is_shallow_but_feeds_every_rank_and_prefiller(
-    flags: dict[str, object], ranks: int, limit: int
+def test_without_leases_the_pool_still_has_a_limit(
+    flags: dict[str, object], ranks: int, limit: int | None
 ) -> None:
     assert of_flags(**flags).scheduler_config(ranks, prefillers=1).pool_limit == limit
 
 
-def test_never_is_none_for_the_scheduler() -> None:
-    config = of_flags(pool_ttl_s=inf, pool_deadline_s=inf).scheduler_config(1, 1)
-    assert (config.ttl_ns, config.deadline_ns) == (None, None)
+def test_a_time_to_live_of_inf_is_none_for_the_scheduler() -> None:
+    assert of_flags(pool_ttl_s=inf).scheduler_config(1, 1).ttl_ns is None
 
 
 def test_the_key_for_engines_comes_from_a_file_before_the_environment(tmp_path: Path) -> None:

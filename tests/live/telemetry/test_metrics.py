@@ -61,6 +61,7 @@ SNAPSHOT = Snapshot(
     prefilling=2,
     pooled=4,
     decoding=3,
+    pool_limit=24,
     oldest_pooled_s=0.5,
     imbalance_tokens=3000,
     steps=7,
@@ -345,6 +346,7 @@ def test_state_is_read_from_the_snapshot() -> None:
     for state, count in {"queued": 5, "prefilling": 2, "pooled": 4, "decoding": 3}.items():
         assert value(subject, "live_requests", state=state) == count
     assert value(subject, "oldest_pooled_seconds") == 0.5
+    assert value(subject, "pool_limit") == 24
     assert value(subject, "imbalance_tokens") == 3000
     assert value(subject, "decode_steps_total") == 7
     assert value(subject, "decode_step_seconds") == 0.03
@@ -447,7 +449,7 @@ def test_units_end_the_names() -> None:
         "_info",
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
-    plain |= {"prefiller_direct_sequences"}
+    plain |= {"prefiller_direct_sequences", "pool_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
     for family in text_string_to_metric_families(metrics().render().decode()):
         name = family.name.removeprefix("balanceroute_")

@@ -83,6 +83,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "retries": 1,
         "recomputes": 0,
         "lease_lapses": 0,
+        "cheaper_lapses": 0,
         "max_tokens": 50,
         "prompt_estimate": 90,
         "keys": ["00000000000000ff", "ffffffffffffffff"],

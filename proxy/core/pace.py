@@ -1,0 +1,153 @@
+"""The measured pace of a deployment: its steps, departures and prefills.
+
+The costs of a lapsed lease and the depth of the pool follow from it (`leases`). It watches the
+scheduler's events and actions, so that the live proxy and the simulator measure in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import exp
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import (
+    Action,
+    Event,
+    PrefillDone,
+    PrefillLost,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    StartPrefill,
+    StepCompleted,
+    Tick,
+)
+from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.step_model import StepModel
+
+# Steps and prefills that the means cover: with 8 ranks x 16 slots on the Mooncake trace some 400
+# departures, and with its prompts ten seconds of a prefiller at 5 us per token.
+_WINDOW_STEPS = 1_024
+_WINDOW_PREFILLS = 128
+_ENDS = (PrefillDone, PrefillLost, RequestFinished, RequestFailed, RequestCancelled)
+
+
+class Pace:
+    """Watches one scheduler.
+
+    Args:
+        requests: All requests of the scheduler, by id.
+        window_ns: Time that the rate of departures covers.
+
+    Attributes:
+        step_model: What a token costs in a step.
+    """
+
+    def __init__(self, requests: Mapping[RequestId, Request], window_ns: int) -> None:
+        self.step_model = StepModel()
+        self._requests = requests
+        self._window_ns = window_ns
+        # Departures and the time that they took; both decay.
+        self._left = self._span_ns = 0.0
+        self._since_ns: int | None = None
+        self._steps = self._left_tokens = 0.0
+        # Prefills that run, each with its prefiller, its tokens and its start.
+        self._running: dict[RequestId, tuple[int, int, int]] = {}
+        self._prefilled_tokens = self._prefills = self._prefill_ns = 0.0
+        # Time in which each prefiller was busy, summed, and the time that passed; both decay.
+        self._busy_ns = self._passed_ns = 0.0
+        self._accounted_ns: int | None = None
+
+    def left(self, kv_tokens: int) -> None:
+        """Note that a request left its rank, which held `kv_tokens` of it."""
+        self._left += 1
+        self._left_tokens += kv_tokens
+
+    def observe(
+        self, event: Event, actions: Sequence[Action], loads: NDArray[np.int64], now_ns: int
+    ) -> None:
+        """Note an event and the actions that it led to.
+
+        Args:
+            event: The event.
+            actions: Its actions.
+            loads: int64[G], KV tokens of the ranks after it.
+            now_ns: When it was.
+        """
+        if isinstance(event, StepCompleted):
+            self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
+            self._left_tokens *= 1 - 1 / _WINDOW_STEPS
+            if event.duration_ns is not None:
+                self.step_model.observe(int(loads.max()), event.duration_ns)
+        elif isinstance(event, Tick):
+            self._advance(now_ns)
+        elif isinstance(event, _ENDS) and event.request in self._running:
+            self._end_prefill(event, now_ns)
+        for action in actions:
+            # A direct request holds its prefiller until it ends, which says nothing about prefills.
+            if isinstance(action, StartPrefill) and self._requests[action.request].decode:
+                self._account(now_ns)
+                self._running[action.request] = action.prefiller, action.prompt_tokens, now_ns
+
+    @property
+    def departures_per_ns(self) -> float | None:
+        """Requests that leave the ranks per ns; None before a full window."""
+        # The weight of a full window is 1 - 1/e.
+        return self._left / self._span_ns if self._span_ns > 0.63 * self._window_ns else None
+
+    @property
+    def tokens_left_per_step(self) -> float | None:
+        """KV tokens of the requests that leave the fleet in a step; None if unknown."""
+        return self._left_tokens / self._steps if self._left_tokens else None
+
+    @property
+    def prefill_ns_per_token(self) -> float | None:
+        """Time of one prefiller for a token; None before the first prefill."""
+        return self._busy_ns / self._prefilled_tokens if self._prefilled_tokens else None
+
+    @property
+    def busy_prefillers(self) -> float:
+        """Mean number of prefillers that are busy."""
+        return self._busy_ns / self._passed_ns if self._passed_ns else 0.0
+
+    @property
+    def prefill_ns(self) -> float:
+        """Mean time from the start of a prefill to its end; 0 before the first."""
+        return self._prefill_ns / self._prefills if self._prefills else 0.0
+
+    @property
+    def prefilling_tokens(self) -> int:
+        """Prompt tokens of the prefills that run."""
+        return sum(tokens for _, tokens, _ in self._running.values())
+
+    def _advance(self, now_ns: int) -> None:
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        passed_ns = now_ns - self._since_ns
+        keep = exp(-passed_ns / self._window_ns)
+        self._left *= keep
+        # The integral of the weights, so that a steady rate is measured without bias.
+        self._span_ns = keep * self._span_ns + self._window_ns * (1 - keep)
+        self._since_ns = now_ns
+
+    def _account(self, now_ns: int) -> None:
+        """Count the time of the prefillers that were busy until now."""
+        busy = len({prefiller for prefiller, _, _ in self._running.values()})
+        passed_ns = 0 if self._accounted_ns is None else now_ns - self._accounted_ns
+        self._busy_ns += busy * passed_ns
+        self._passed_ns += passed_ns
+        self._accounted_ns = now_ns
+
+    def _end_prefill(self, event: Event, now_ns: int) -> None:
+        self._account(now_ns)
+        assert isinstance(event, _ENDS)
+        _, _, start_ns = self._running.pop(event.request)
+        if not isinstance(event, PrefillDone):
+            return
+        keep = 1 - 1 / _WINDOW_PREFILLS
+        self._prefilled_tokens = keep * self._prefilled_tokens + event.prompt_tokens
+        self._busy_ns *= keep
+        self._passed_ns *= keep
+        self._prefills = keep * self._prefills + 1
+        self._prefill_ns = keep * self._prefill_ns + now_ns - start_ns
