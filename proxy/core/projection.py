@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.deposits import Deposits
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
 from balanceroute.proxy.core.turnover import Turnover
@@ -89,24 +90,11 @@ class Projection:
         self._now = 0
         self._head = 0
         self._rows: NDArray[np.int64] = np.zeros((self.ranks, self._width + _TRAVEL), np.int64)
-        # Per-slot state; a slot is one bound request. Deposits start at step `_since`.
-        slots = 64
-        self._slot_of: dict[RequestId, int] = {}
-        self._free: list[int] = list(range(slots))
-        self._request: list[RequestId] = [RequestId(-1)] * slots
-        self._rank = np.zeros(slots, np.int64)
-        self._since = np.zeros(slots, np.int64)
-        self._tokens = np.zeros(slots, np.int64)
-        self._sequences = np.ones(slots, np.int64)
-        # KV tokens at age 0: age = (tokens - base) / sequences.
-        self._base = np.zeros(slots, np.int64)
-        self._due = np.full(slots, -1, np.int64)
-        self._started = np.zeros(slots, np.bool_)
-        self._deposit: NDArray[np.int32] = np.zeros((slots, self._width), np.int32)
-        # Slots to refresh by step modulo M + 1, since none is due later than in M steps. A slot whose
-        # `_due` has changed is skipped.
+        self._deposits = Deposits(self._width)
+        # Places to refresh by step modulo M + 1, since none is due later than in M steps. A place
+        # whose `due` has changed is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
-        # Slots without a deposit yet: one call of the predictor serves all of them. A dictionary,
+        # Places without a deposit yet: one call of the predictor serves all of them. A dictionary,
         # because the order of a set differs from run to run.
         self._new: dict[int, None] = {}
 
@@ -114,41 +102,33 @@ class Projection:
         self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
     ) -> None:
         """Add a request that holds `kv_tokens`, each sequence having emitted `age` tokens."""
-        if not self._free:
-            self._grow()
-        slot = self._free.pop()
-        self._slot_of[request] = slot
-        self._request[slot] = request
-        self._rank[slot] = rank
-        self._since[slot] = self._now
-        self._tokens[slot] = kv_tokens
-        self._sequences[slot] = sequences
-        self._base[slot] = kv_tokens - age * sequences
-        self._started[slot] = False
+        place = self._deposits.add(
+            request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self._now
+        )
         # Its deposit is made before the next step or decision, in one batch with others.
-        self._new[slot] = None
+        self._new[place] = None
 
     def start(self, request: RequestId) -> None:
         """Note that the request decodes from now on; until now it did not grow with the steps."""
-        slot = self._slot_of[request]
+        deposits = self._deposits
+        place = deposits.place_of[request]
         # Its deposit grew by a token per step since the admission, which it did not.
-        if self._since[slot] != self._now:
-            self._restart(slot, grown=0)
-        self._started[slot] = True
+        if deposits.since[place] != self._now:
+            self._restart(place, grown=0)
+        deposits.started[place] = True
 
     def emit(self, request: RequestId, tokens: int) -> None:
         """Correct one request's tokens by `tokens`, which may be negative."""
-        slot = self._slot_of[request]
+        deposits = self._deposits
+        place = deposits.place_of[request]
         # The tokens of the steps since the deposit first, as the new deposit starts now.
-        passed = int(self._now - self._since[slot]) if self._started[slot] else 0
-        self._restart(slot, grown=passed * int(self._sequences[slot]) + tokens)
+        passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
+        self._restart(place, grown=passed * int(deposits.sequences[place]) + tokens)
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
         self.turnover.leave()
-        slot = self._slot_of.pop(request)
-        self._withdraw(slot)
-        self._free.append(slot)
+        self._withdraw(self._deposits.remove(request))
 
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
@@ -165,11 +145,12 @@ class Projection:
         if bucket:
             due = np.array(bucket)
             bucket.clear()
-            # Slots that were withdrawn or refreshed since have another due step.
-            due = due[self._due[due] == self._now]
+            # Deposits that were withdrawn or refreshed since have another due step.
+            due = due[self._deposits.due[due] == self._now]
             if due.size:
-                # Once each: a slot that was withdrawn and is due again is in the bucket twice.
-                self._refresh_slots(np.unique(due))
+                # Once each: one that was withdrawn and is due again is in the bucket twice.
+                due = np.unique(due)
+                self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
 
     def loads_ahead(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float64[G, H + 1], each rank's projected KV tokens 0..H steps ahead.
@@ -216,10 +197,9 @@ class Projection:
         """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""
         self._flush()
         rows = np.zeros_like(self._rows)
-        for slot in self._slot_of.values():
-            passed = int(self._now - self._since[slot])
-            rest = self._deposit[slot, passed:]
-            rows[self._rank[slot], self._head : self._head + len(rest)] += rest
+        for place in self._deposits.place_of.values():
+            rest = self._deposits.rest(place, self._now)
+            rows[self._deposits.rank[place], self._head : self._head + len(rest)] += rest
         now = slice(self._head, None)
         assert np.array_equal(rows[:, now], self._rows[:, now]), "projection differs from a recount"
 
@@ -229,11 +209,12 @@ class Projection:
         # The width is beyond every column, so such a deposit never ends.
         return np.where(steps < self.horizon_steps, steps, self._width)
 
-    def _predict(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def _predict(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the deposits, int32[n, W], and the steps until each is due for a refresh."""
-        requests = [self._request[slot] for slot in slots.tolist()]
-        tokens, sequences = self._tokens[slots], self._sequences[slots]
-        ages = (tokens - self._base[slots]) // sequences
+        deposits = self._deposits
+        requests = [deposits.request[place] for place in places.tolist()]
+        tokens, sequences = deposits.tokens[places], deposits.sequences[places]
+        ages = deposits.ages(places)
         survival = self._predictor.survival(requests, ages, self._width - 1)
         values = np.multiply.outer(sequences, self._ahead, dtype=np.float64)
         values += np.minimum(tokens, _MOST_TOKENS)[:, None]
@@ -257,66 +238,41 @@ class Projection:
 
     def _flush(self) -> None:
         if self._new:
-            slots = np.array(list(self._new))
+            places = np.array(list(self._new))
             self._new.clear()
-            self._make_deposits(slots)
-
-    def _refresh_slots(self, slots: NDArray[np.int64]) -> None:
-        # The rest of each old deposit, shifted to the present step; column `_width` of the padding
-        # stands for all steps past its end.
-        passed = self._now - self._since[slots]
-        columns = np.minimum(passed[:, None] + self._ahead, self._width)
-        padded = np.pad(self._deposit[slots], ((0, 0), (0, 1)))
-        rest = np.take_along_axis(padded, columns, axis=1)
-        self._tokens[slots] += np.where(self._started[slots], passed, 0) * self._sequences[slots]
-        self._since[slots] = self._now
-        self._make_deposits(slots, instead_of=rest)
+            self._make_deposits(places)
 
     def _make_deposits(
-        self, slots: NDArray[np.int64], instead_of: NDArray[np.int32] | None = None
+        self, places: NDArray[np.int64], instead_of: NDArray[np.int32] | None = None
     ) -> None:
-        values, wait = self._predict(slots)
-        self._deposit[slots] = values
-        self._due[slots] = self._now + wait
-        for slot, step in zip(slots.tolist(), self._due[slots].tolist(), strict=True):
-            self._calendar[step % (self._refresh + 1)].append(slot)
+        deposits = self._deposits
+        values, wait = self._predict(places)
+        deposits.expected[places] = values
+        due = deposits.due[places] = self._now + wait
+        for place, step in zip(places.tolist(), due.tolist(), strict=True):
+            self._calendar[step % (self._refresh + 1)].append(place)
         change = values if instead_of is None else values - instead_of
         # One sum per rank, so that the rows are written once each.
-        ranks = self._rank[slots]
+        ranks = deposits.rank[places]
         order = np.argsort(ranks, kind="stable")
         ranks = ranks[order]
         starts = np.flatnonzero(np.diff(ranks, prepend=-1))
         window = self._rows[:, self._head : self._head + self._width]
         window[ranks[starts]] += np.add.reduceat(change[order], starts, axis=0, dtype=np.int64)
 
-    def _restart(self, slot: int, *, grown: int) -> None:
+    def _restart(self, place: int, *, grown: int) -> None:
         """Replace the deposit by one that starts now, from `grown` more tokens."""
-        self._withdraw(slot)
-        self._tokens[slot] += grown
-        self._since[slot] = self._now
-        self._new[slot] = None
+        self._withdraw(place)
+        self._deposits.tokens[place] += grown
+        self._deposits.since[place] = self._now
+        self._new[place] = None
 
-    def _withdraw(self, slot: int) -> None:
+    def _withdraw(self, place: int) -> None:
         """Subtract the rest of a deposit, or cancel one that was not made yet."""
         # Its entries in the calendar are then skipped.
-        self._due[slot] = -1
-        if slot in self._new:
-            del self._new[slot]
+        self._deposits.due[place] = -1
+        if place in self._new:
+            del self._new[place]
             return
-        passed = int(self._now - self._since[slot])
-        rest = self._deposit[slot, passed:]
-        self._rows[self._rank[slot], self._head : self._head + len(rest)] -= rest
-
-    def _grow(self) -> None:
-        """Double the number of slots, so that binding is amortised O(1)."""
-        slots = len(self._request)
-        self._free.extend(range(slots, 2 * slots))
-        self._request.extend([RequestId(-1)] * slots)
-        self._rank = np.concatenate([self._rank, np.zeros_like(self._rank)])
-        self._since = np.concatenate([self._since, np.zeros_like(self._since)])
-        self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
-        self._sequences = np.concatenate([self._sequences, np.ones_like(self._sequences)])
-        self._base = np.concatenate([self._base, np.zeros_like(self._base)])
-        self._started = np.concatenate([self._started, np.zeros_like(self._started)])
-        self._due = np.concatenate([self._due, np.full_like(self._due, -1)])
-        self._deposit = np.concatenate([self._deposit, np.zeros_like(self._deposit)])
+        rest = self._deposits.rest(place, self._now)
+        self._rows[self._deposits.rank[place], self._head : self._head + len(rest)] -= rest

@@ -1,0 +1,103 @@
+"""What a projection keeps of each bound request: arrays with one place per request."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RankId, RequestId
+
+
+class Deposits:
+    """The deposits of all bound requests, which grow together.
+
+    Args:
+        width: W, the steps that a deposit covers.
+
+    Attributes:
+        place_of: The place of each request in the arrays.
+        request: Its request, by place.
+        rank: Its rank.
+        since: The step at which the deposit starts.
+        tokens: KV tokens at that step.
+        sequences: Tokens that it gains with each step.
+        base: KV tokens at age 0: age = (tokens - base) / sequences.
+        due: The step at which it is predicted again; -1 for none.
+        started: Whether it decodes yet.
+        expected: int32[places, W], the tokens that it is expected to hold at each step.
+    """
+
+    def __init__(self, width: int) -> None:
+        places = 64
+        self.place_of: dict[RequestId, int] = {}
+        self.request = [RequestId(-1)] * places
+        self.rank = np.zeros(places, np.int64)
+        self.since = np.zeros(places, np.int64)
+        self.tokens = np.zeros(places, np.int64)
+        self.sequences = np.ones(places, np.int64)
+        self.base = np.zeros(places, np.int64)
+        self.due = np.full(places, -1, np.int64)
+        self.started = np.zeros(places, np.bool_)
+        self.expected: NDArray[np.int32] = np.zeros((places, width), np.int32)
+        self._free = list(range(places))
+
+    def add(
+        self,
+        request: RequestId,
+        rank: RankId,
+        *,
+        kv_tokens: int,
+        age: int,
+        sequences: int,
+        now: int,
+    ) -> int:
+        """Take in a request that has not started, and return its place; nothing is expected yet."""
+        if not self._free:
+            self._grow()
+        place = self._free.pop()
+        self.place_of[request] = place
+        self.request[place] = request
+        self.rank[place] = rank
+        self.since[place] = now
+        self.tokens[place] = kv_tokens
+        self.sequences[place] = sequences
+        self.base[place] = kv_tokens - age * sequences
+        self.started[place] = False
+        return place
+
+    def remove(self, request: RequestId) -> int:
+        """Forget a request, and return the place that it had."""
+        place = self.place_of.pop(request)
+        self._free.append(place)
+        return place
+
+    def ages(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens that each sequence of these requests has emitted."""
+        return (self.tokens[places] - self.base[places]) // self.sequences[places]
+
+    def rest(self, place: int, now: int) -> NDArray[np.int32]:
+        """Return what is left of a deposit, from the step `now` on."""
+        return self.expected[place, int(now - self.since[place]) :]
+
+    def advance(self, places: NDArray[np.int64], now: int) -> NDArray[np.int32]:
+        """Let deposits start at `now`, and return what was left of them, int32[n, W]."""
+        passed = now - self.since[places]
+        width = self.expected.shape[1]
+        # The last column of the padding stands for all steps past a deposit's end.
+        columns = np.minimum(passed[:, None] + np.arange(width), width)
+        padded = np.pad(self.expected[places], ((0, 0), (0, 1)))
+        self.tokens[places] += np.where(self.started[places], passed, 0) * self.sequences[places]
+        self.since[places] = now
+        return np.take_along_axis(padded, columns, axis=1)
+
+    def _grow(self) -> None:
+        """Double the number of places, so that binding is amortised O(1)."""
+        places = len(self.request)
+        self._free.extend(range(places, 2 * places))
+        self.request.extend([RequestId(-1)] * places)
+        self.rank = np.concatenate([self.rank, np.zeros_like(self.rank)])
+        self.since = np.concatenate([self.since, np.zeros_like(self.since)])
+        self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
+        self.sequences = np.concatenate([self.sequences, np.ones_like(self.sequences)])
+        self.base = np.concatenate([self.base, np.zeros_like(self.base)])
+        self.started = np.concatenate([self.started, np.zeros_like(self.started)])
+        self.due = np.concatenate([self.due, np.full_like(self.due, -1)])
+        self.expected = np.concatenate([self.expected, np.zeros_like(self.expected)])
