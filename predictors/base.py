@@ -1,4 +1,4 @@
-"""What a predictor is told of requests, besides being asked: the contract with the drivers.
+"""What drivers report to a predictor, besides asking it: the contract between them.
 
 The core only asks (`balanceroute.proxy.core.prediction.Predictor`); the driver of the core tells the
 predictor of every request's begin and end. Nothing that is told lies in the future of the question:
@@ -52,7 +52,7 @@ class Predictor(prediction.Predictor, Protocol):
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note what is known of a request, before the first question about it.
 
-        Told again when more is known, its true prompt length for example; the latest counts.
+        Called again when more is known, its true prompt length for example; the latest counts.
         """
 
     def observe(self, request: RequestId, output_tokens: int) -> None:

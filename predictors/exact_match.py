@@ -8,8 +8,9 @@ template), drawn towards those of prompts of about its length, and these towards
 
 Each stage answers (N(a + h) + c S(h | a)) / (N(a) + c) with its own counts N and the stage before as
 S, so that every stage has its say by as many outputs as it has, and none once a request has outlived
-them all; c is the larger, the less a stage has been found to tell. A less specific key is heard only if it has at least twice the outputs of the more specific
-one: else both mostly tell of the same requests, which would count double.
+them all; c is the larger, the less a stage has been found to tell. A less specific key is used only if
+it has at least twice the outputs of the more specific one: else both mostly stand for the same
+requests, which would count double.
 
 All is learned from requests that ended, and all is bounded. See `KeyTable` and `LengthBuckets` for how
 far each is trusted. Defaults were tuned on the first halves of the public traces.
@@ -46,7 +47,7 @@ _MAX_PROMPT_TOKENS = 2**40
 # A less specific key must have so many times the outputs.
 _MORE_OUTPUTS = 2
 # A key that is trusted less than this is not used at all; see `KeyTable.trust`.
-_HEARD_TRUST = 0.1
+_LEAST_TRUST = 0.1
 # Requests predicted at a time: what is made in between stays in the caches.
 _BLOCK = 256
 # How far an output lies from the one before, in ranks: two drawn alike differ by a third. An average of
@@ -229,28 +230,28 @@ class ExactMatch:
         slots[self._table.keys_of(slots) != self._keys[rows]] = 0
         trust = self._table.trust(slots)
         self._choose(slots, trust)
-        # All that is heard at once, then from the least specific to the most.
-        heard, places = slots.nonzero()
-        if not len(heard):
+        # All that is used at once, then from the least specific to the most.
+        used, places = slots.nonzero()
+        if not len(used):
             return
-        counts = self._table.counts(slots[heard, places], ages[heard], steps)
-        weights = (_KEY_WEIGHT / trust[heard, places])[:, None]
+        counts = self._table.counts(slots[used, places], ages[used], steps)
+        weights = (_KEY_WEIGHT / trust[used, places])[:, None]
         for place in range(int(places.max()), -1, -1):
             (here,) = (places == place).nonzero()
             if len(here):
-                which = heard[here]
+                which = used[here]
                 survival[which] = shrunk(counts[here], survival[which], weights[here])
 
     def _choose(self, slots: NDArray[np.int64], trust: NDArray[np.float64]) -> None:
-        """Set the keys that are not to be heard to 0, in int64[n, MAX_KEYS]."""
+        """Set the keys that are not used to 0, in int64[n, MAX_KEYS]."""
         added = self._table.added(slots)
-        slots[(added < self._least) | (trust < _HEARD_TRUST)] = 0
+        slots[(added < self._least) | (trust < _LEAST_TRUST)] = 0
         needed = np.zeros(len(slots), np.int64)
         for place in np.flatnonzero(slots.any(axis=0)).tolist():
             here = added[:, place] * (slots[:, place] > 0)
-            heard = here > needed
-            slots[:, place] *= heard
-            np.copyto(needed, _MORE_OUTPUTS * here - 1, where=heard)
+            used = here > needed
+            slots[:, place] *= used
+            np.copyto(needed, _MORE_OUTPUTS * here - 1, where=used)
 
     def _grow(self) -> None:
         rows = len(self._prompts)

@@ -75,7 +75,7 @@ class Gbdt:
         return self._features.marginal.horizon_steps
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        """Settle a request's features, its age apart; if told again, anew."""
+        """Settle a request's features, its age apart; if called again, anew."""
         slot = self._slot_of.get(request)
         if slot is None:
             if not self._free:

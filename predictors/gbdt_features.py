@@ -283,10 +283,10 @@ class _Kin:
 
     @classmethod
     def from_state(cls, state: State, name: str, *, least: int, most: int) -> Self:
-        """Return what `fields` told; the groups are in least..most.
+        """Return what `fields` returned; the groups are in least..most.
 
         Raises:
-            StateError: It cannot have been told by `fields`.
+            StateError: It cannot come from `fields`.
         """
         groups = state.integers(f"{name}_groups", least=least, most=most)
         counts = state.integers(f"{name}_counts", least=1, most=_DEPTH)

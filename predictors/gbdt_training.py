@@ -321,7 +321,7 @@ def _fit(
         )
         return made
 
-    def told(env: "CallbackEnv") -> None:
+    def report(env: "CallbackEnv") -> None:
         # Twice as many trees at most: first to find their number, then to grow them.
         grown = env.iteration + 1 + (0 if env.evaluation_result_list else _MAX_TREES)
         progress(grown / (2 * _MAX_TREES))
@@ -332,7 +332,7 @@ def _fit(
         fitted,
         _MAX_TREES,
         valid_sets=[dataset(later, fitted)],
-        callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False), told],
+        callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False), report],
     )
     stage = _judged(trial, objective, rows[later], truth[later], start=start, trained_on=len(rows))
     if stage.loss >= stage.marginal_loss:
@@ -340,7 +340,7 @@ def _fit(
         stage = replace(stage, trees=0, loss=stage.marginal_loss)
         parameters["min_data_in_leaf"] = len(rows)
     everything = dataset(np.ones(len(rows), np.bool_))
-    grown: Booster = lightgbm.train(parameters, everything, max(1, stage.trees), callbacks=[told])
+    grown: Booster = lightgbm.train(parameters, everything, max(1, stage.trees), callbacks=[report])
     progress(1.0)
     return grown, stage
 

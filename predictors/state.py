@@ -1,7 +1,7 @@
 """What a predictor has learned, as plain values: what is saved, and read back strictly.
 
-A state is JSON's types and texts, nothing else; reading one never runs code. Whoever restores a
-predictor reads the fields through the methods here, so that every value is checked in one manner.
+A state is JSON's types and texts, nothing else; reading one never runs code. A predictor is
+restored through the methods here, so that every value is checked in one manner.
 """
 
 import binascii

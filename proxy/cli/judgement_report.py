@@ -62,8 +62,8 @@ def _table(
     table.add_column("predictor", no_wrap=True)
     for heading in ("\nAUC", "\nBrier", "calibration\nerror", "MAE\ntokens", "composite\nMAE"):
         table.add_column(heading, justify="right", no_wrap=True)
-    told = ("brier",) if narrow else GAINS
-    for name in told:
+    shown_gains = ("brier",) if narrow else GAINS
+    for name in shown_gains:
         table.add_column(
             f"{_GAIN_HEADINGS[name][0]} better than\n{escape(baseline)} by",
             justify="right",
@@ -73,7 +73,7 @@ def _table(
         score = judgement.scores
         gained = (
             "" if name == baseline else gain_cell(judgement.gains[one], _GAIN_HEADINGS[one][1])
-            for one in told
+            for one in shown_gains
         )
         table.add_row(
             escape(name),

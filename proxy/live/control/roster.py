@@ -251,7 +251,7 @@ class Roster:
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
         self._driver.reopen()
-        self._tell_readiness()
+        self._log_readiness()
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
             for instance in self.instances.of(target):
@@ -271,7 +271,7 @@ class Roster:
         for endpoint in self.endpoints.values():
             endpoint.close()
 
-    def _tell_readiness(self) -> None:
+    def _log_readiness(self) -> None:
         """Log when a role has no engine left, and when each has one again."""
         missing = self.instances.missing
         if missing == self._missing:
@@ -313,7 +313,7 @@ class Roster:
             if instance.status is not Status.REMOVED:
                 instance.status = status
         self._driver.reopen()
-        self._tell_readiness()
+        self._log_readiness()
         _log.info(
             "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
         )

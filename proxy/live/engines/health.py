@@ -124,7 +124,8 @@ class Health:
             settings: How instances are watched.
             fetch: GETs a URL and returns the status; raises FetchError if no answer came.
             on_change: Called with every change.
-            on_error: Called with what a probe raised beyond `FetchError`, which says nothing of the engine.
+            on_error: Called with what a probe raised beyond `FetchError`: that says nothing of the
+                engine.
             clock: The loop's time.
             rng: Spreads the probes.
         """

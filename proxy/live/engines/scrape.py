@@ -3,10 +3,11 @@
 Rules:
 - An instance whose scrape fails, or whose last good one is older than three intervals, counts as
   full: a 1.0 keeps new work away from an engine of which nothing is known.
-- Of a new instance nothing is known yet. It counts as empty until three intervals have passed, so that the
-  start is not held up.
-- If no instance of a role can be scraped, the fault is the scraping's. They then count as
-  empty: the proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an engine lives is for its health to say.
+- Of a new instance nothing is known yet. It counts as empty until three intervals have passed, so
+  that the start is not held up.
+- If no instance of a role can be scraped, the fault is the scraping's. They then count as empty: the
+  proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an
+  engine lives is for its health to say.
 - A value that does not change is as good as any.
 
 Times are float seconds of the clock given.

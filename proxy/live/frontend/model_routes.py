@@ -115,11 +115,11 @@ class ModelRoutes:
 
     def _warn(self) -> None:
         found = sorted(self._eligible.items())
-        told = {one.name: names for one, names in self._names}
+        names_by_engine = {one.name: names for one, names in self._names}
         fields = {
             "engines": "; ".join(
                 f"{engine}: {'unknown' if names is None else ', '.join(sorted(names))}"
-                for engine, names in told.items()
+                for engine, names in names_by_engine.items()
             ),
             "without_prefiller": ", ".join(name for name, who in found if not who.prefillers),
             "without_rank": ", ".join(name for name, who in found if not who.ranks),

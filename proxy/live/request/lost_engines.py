@@ -27,7 +27,8 @@ class LostEngines:
 
     Args:
         sessions: All live requests.
-        call_soon: Calls back from the event loop: a session in the middle of a failure is notified after it.
+        call_soon: Calls back from the event loop, so that a session in the middle of a failure is
+            notified after it.
     """
 
     def __init__(

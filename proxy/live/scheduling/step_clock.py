@@ -2,7 +2,7 @@
 
 An engine does not say when a step ends. But every started request emits one token a step, so the
 median progress of the streams tells how many steps passed, and one `StepCompleted` brings all of the
-scheduler's mirror forward. A request that deviates (its engine paused it, its text comes in larger
+scheduler's ledger forward. A request that deviates (its engine paused it, its text comes in larger
 pieces) is corrected singly once it is off by more than a few tokens: on loads of thousands of tokens
 less does not matter, and single corrections are expensive. With speculative decoding a step of this
 clock is a token of the median request, of which the engine's step has several.

@@ -51,7 +51,8 @@ class LineWriter:
         Args:
             sink: The file to append to, or a descriptor such as standard output's, which stays open.
             capacity: Lines that may wait.
-            complain: Called with a message about dropped lines, at most once a minute and at the end, by the thread.
+            complain: Called by the thread with a message about dropped lines, at most once a minute
+                and at the end.
             clock: Seconds, for that minute.
 
         Raises:
@@ -69,8 +70,8 @@ class LineWriter:
         self._closing = False
         self._complain = complain
         self._clock = clock
-        self._told = 0  # Of the lines dropped.
-        self._told_s = -_COMPLAINT_S
+        self._reported = 0  # Of the lines dropped.
+        self._reported_s = -_COMPLAINT_S
         try:
             self._file = _open(sink) if isinstance(sink, Path) else sink
         except OSError as error:
@@ -127,21 +128,21 @@ class LineWriter:
             lines, order = self._next_batch()
             self._write_batch(lines)
             now_s = self._clock()
-            if now_s >= self._told_s + _COMPLAINT_S:
-                self._tell_dropped(now_s)
+            if now_s >= self._reported_s + _COMPLAINT_S:
+                self._report_dropped(now_s)
             if order is _REOPEN and self._path is not None:
                 self._reopen(self._path)
         self._lost += self._cut != b""
-        self._tell_dropped(self._clock())
+        self._report_dropped(self._clock())
         if self._path is not None:
             os.close(self._file)
 
-    def _tell_dropped(self, now_s: float) -> None:
+    def _report_dropped(self, now_s: float) -> None:
         """Say how many lines were dropped since it was said last, if any were."""
-        count = self.dropped - self._told
+        count = self.dropped - self._reported
         if count:
-            self._told += count
-            self._told_s = now_s
+            self._reported += count
+            self._reported_s = now_s
             reason = self.fault or "they come faster than they are written"
             self._complain(f"{count} lines of the log {self._sink} were dropped: {reason}")
 

@@ -1,6 +1,6 @@
 """How good predictions turn out on live traffic: of the predictor in use, and of its shadows.
 
-A row is one active request at one age, and what every predictor said of it: the chance to finish
+A row is one active request at one age, and what every predictor answers of it: the chance to finish
 within the horizon, and the mean remaining length if so. It is judged when the request has ended, or
 has outlived the horizon; scores are those of the latest rows. A request has at most one row that is
 not judged yet, so that the rows of a request do not overlap.
@@ -56,8 +56,8 @@ class Scoreboard:
     Args:
         predictors: P, how many there are.
         horizon_steps: H, at least 1.
-        observe_error: Called for each judged row with how far the first predictor's expectation was off, in
-            tokens within the horizon.
+        observe_error: Called for each judged row with how far the first predictor's expectation was
+            off, in tokens within the horizon.
         window: Judged rows that count.
 
     Attributes:
@@ -79,7 +79,7 @@ class Scoreboard:
         # The row of a request that is not judged yet: its age, and float64[2, P].
         self._open: dict[RequestId, tuple[int, NDArray[np.float64]]] = {}
         # The latest rows, in a ring. What remains is cut off at H + 1: more is not known of all.
-        self._said = np.zeros((2, predictors, window))
+        self._answers = np.zeros((2, predictors, window))
         self._remaining = np.zeros(window, np.int64)
 
     def __len__(self) -> int:
@@ -111,10 +111,10 @@ class Scoreboard:
         self,
         requests: Sequence[RequestId],
         ages: NDArray[np.int64],
-        said: Sequence[NDArray[np.float64]],
+        answers: Sequence[NDArray[np.float64]],
     ) -> None:
-        """Open a row for each of n free requests; `said` has float64[2, n] of each predictor."""
-        rows = np.stack(said, axis=1)
+        """Open a row for each of n free requests; `answers` has float64[2, n] of each predictor."""
+        rows = np.stack(answers, axis=1)
         for place, (request, age) in enumerate(zip(requests, ages.tolist(), strict=True)):
             self._open[request] = (age, rows[:, :, place].copy())
 
@@ -137,7 +137,7 @@ class Scoreboard:
     def scores(self, place: int, *, name: str, active: bool, failed: bool) -> PredictorScores:
         """Return the scores of one predictor. O(window log window)."""
         rows = 0 if failed else min(self.judged, self._window)
-        finish, mean = self._said[:, place, :rows]
+        finish, mean = self._answers[:, place, :rows]
         remaining = self._remaining[:rows]
         happened = remaining <= self._horizon_steps
         diagram = scores.reliability(finish, happened, bins=DECILES)
@@ -155,12 +155,12 @@ class Scoreboard:
             decile_rows=tuple(diagram.rows.tolist()),
         )
 
-    def _judge(self, said: NDArray[np.float64], remaining: int) -> None:
+    def _judge(self, answers: NDArray[np.float64], remaining: int) -> None:
         place = self.judged % self._window
         self.judged += 1
-        self._said[:, :, place] = said
+        self._answers[:, :, place] = answers
         self._remaining[place] = min(remaining, self._horizon_steps + 1)
-        finish, mean = said[:, 0].tolist()
+        finish, mean = answers[:, 0].tolist()
         expected = finish * mean + (1.0 - finish) * self._horizon_steps
         self._observe_error(abs(expected - min(remaining, self._horizon_steps)))
 
