@@ -99,7 +99,7 @@ class Pace:
     @property
     def tokens_left_per_step(self) -> float | None:
         """KV tokens of the requests that leave the fleet in a step; None if unknown."""
-        return self._left_tokens / self._steps if self._left_tokens else None
+        return self._left_tokens / self._steps if self._steps and self._left_tokens else None
 
     @property
     def prefill_ns_per_token(self) -> float | None:

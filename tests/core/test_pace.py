@@ -106,6 +106,9 @@ def test_the_rate_of_departures_is_known_after_a_window() -> None:
 def test_tokens_that_leave_are_counted_by_step() -> None:
     site = Site()
     assert site.pace.tokens_left_per_step is None
+    site.pace.left(0)  # Before any step, as requests that fail at once do.
+    site.pace.left(1)
+    assert site.pace.tokens_left_per_step is None
     for step in range(40):
         site.hear(StepCompleted(1_000), step)
         if step % 4 == 0:
