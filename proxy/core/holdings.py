@@ -1,4 +1,4 @@
-"""What requests hold, and how it is released.
+"""What requests hold, and how it is taken and released.
 
 A queued request holds its place in a queue, a prefilling one the budget of a prefiller, a pooled one
 its place in the pool, and a decoding one slots and KV tokens of a rank. The prefiller's budget stays
@@ -8,7 +8,7 @@ charged until the KV cache has left it.
 from collections.abc import Collection, Iterable
 from math import inf
 
-from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, ReleasePrefill
+from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, RankId, ReleasePrefill
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State
@@ -19,7 +19,7 @@ from balanceroute.proxy.core.recount import check_holdings
 
 
 class Holdings:
-    """Releases what the requests of one scheduler hold.
+    """Takes and releases what the requests of one scheduler hold.
 
     Attributes:
         ledger: Of the ranks; replaced when their number or the policy changes.
@@ -98,6 +98,11 @@ class Holdings:
             self._prefillers.release(request.prefiller, request.held_tokens)
             request.prefiller = None
 
+    def bind(self, request: Request, rank: RankId) -> None:
+        """Take its slots and its load on a rank."""
+        request.rank = rank
+        _bind(self.ledger, request, rank)
+
     def unbind(self, request: Request) -> None:
         """Release its slots and its load on its rank."""
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
@@ -116,18 +121,11 @@ class Holdings:
         for request in requests:
             if request.rank is None:
                 continue
-            number = request.request
             # With the prompt first, then what was emitted, so that a projection knows the age.
-            ledger.bind(
-                number,
-                request.rank,
-                request.kv_tokens,
-                age=request.emitted_before,
-                slots=request.ticket.slots,
-            )
-            ledger.emit(number, self.emitted(request))
+            _bind(ledger, request, request.rank)
+            ledger.emit(request.request, self.emitted(request))
             if request.started:
-                ledger.start(number)
+                ledger.start(request.request)
         self.ledger = ledger
 
     def check(self, requests: Collection[Request], waiting: int) -> None:
@@ -140,3 +138,13 @@ class Holdings:
             ledger=self.ledger,
             waiting=waiting,
         )
+
+
+def _bind(ledger: Ledger, request: Request, rank: RankId) -> None:
+    ledger.bind(
+        request.request,
+        rank,
+        request.kv_tokens,
+        age=request.emitted_before,
+        slots=request.ticket.slots,
+    )

@@ -444,14 +444,7 @@ class Scheduler:
         ):
             request = self.requests[number]
             request.move(Trigger.ADMIT)
-            request.rank = rank
-            self.ledger.bind(
-                number,
-                rank,
-                request.kv_tokens,
-                age=request.emitted_before,
-                slots=request.ticket.slots,
-            )
+            self._holdings.bind(request, rank)
             actions.append(Admit(number, rank))
         return actions
 
