@@ -361,16 +361,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         port: int | None = None,
         *,
         ssl: object = None,
-        family: int = 0,
-        proto: int = 0,
-        flags: int = 0,
         sock: None = None,
         local_addr: tuple[str, int] | None = None,
-        server_hostname: str | None = None,
-        ssl_handshake_timeout: float | None = None,
-        ssl_shutdown_timeout: float | None = None,
-        happy_eyeballs_delay: float | None = None,
-        interleave: int | None = None,
+        **ignored: object,
     ) -> tuple[asyncio.Transport, P]:
         """Connect over the in-memory network; see Network.connect for its faults.
 
@@ -379,8 +372,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             TimeoutError: Nothing answered for as long as Linux would try.
             NotImplementedError: TLS, or a real socket.
         """
-        del family, proto, flags, ssl_handshake_timeout, ssl_shutdown_timeout
-        del happy_eyeballs_delay, interleave, server_hostname
+        del ignored
         _refuse_real(ssl, sock)
         if host is None or port is None:
             raise ValueError("a virtual connection needs a host and a port")
@@ -392,16 +384,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         host: Any = None,
         port: int | None = None,
         *,
-        family: int = 0,
-        flags: int = 0,
         sock: None = None,
-        backlog: int = 100,
         ssl: object = None,
-        reuse_address: bool | None = None,
-        reuse_port: bool | None = None,
-        ssl_handshake_timeout: float | None = None,
-        ssl_shutdown_timeout: float | None = None,
         start_serving: bool = True,
+        **ignored: object,
     ) -> VirtualServer:
         """Listen on the in-memory network; port 0 takes the next free port from 20000 on.
 
@@ -409,8 +395,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             OSError: The address is in use.
             NotImplementedError: TLS, or a real socket.
         """
-        del family, flags, backlog, reuse_address, reuse_port
-        del ssl_handshake_timeout, ssl_shutdown_timeout
+        del ignored
         _refuse_real(ssl, sock)
         hosts = [host] if host is None or isinstance(host, str) else list(host)
         server = self.network.listen(protocol_factory, hosts, port or 0)
@@ -418,37 +403,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
             await server.start_serving()
         return server
 
-    # What only a real machine has
 
-    call_soon_threadsafe = _not_emulated("call_soon_threadsafe")
-    run_in_executor = _not_emulated("run_in_executor")
-    set_default_executor = _not_emulated("set_default_executor")
-    add_reader = _not_emulated("add_reader")
-    remove_reader = _not_emulated("remove_reader")
-    add_writer = _not_emulated("add_writer")
-    remove_writer = _not_emulated("remove_writer")
-    add_signal_handler = _not_emulated("add_signal_handler")
-    remove_signal_handler = _not_emulated("remove_signal_handler")
-    getnameinfo = _not_emulated("getnameinfo")
-    sock_accept = _not_emulated("sock_accept")
-    sock_connect = _not_emulated("sock_connect")
-    sock_recv = _not_emulated("sock_recv")
-    sock_recv_into = _not_emulated("sock_recv_into")
-    sock_recvfrom = _not_emulated("sock_recvfrom")
-    sock_recvfrom_into = _not_emulated("sock_recvfrom_into")
-    sock_sendall = _not_emulated("sock_sendall")
-    sock_sendfile = _not_emulated("sock_sendfile")
-    sock_sendto = _not_emulated("sock_sendto")
-    sendfile = _not_emulated("sendfile")
-    start_tls = _not_emulated("start_tls")
-    connect_accepted_socket = _not_emulated("connect_accepted_socket")
-    connect_read_pipe = _not_emulated("connect_read_pipe")
-    connect_write_pipe = _not_emulated("connect_write_pipe")
-    create_datagram_endpoint = _not_emulated("create_datagram_endpoint")
-    create_unix_connection = _not_emulated("create_unix_connection")
-    create_unix_server = _not_emulated("create_unix_server")
-    subprocess_exec = _not_emulated("subprocess_exec")
-    subprocess_shell = _not_emulated("subprocess_shell")
+# What only a real machine has.
+_REAL = """
+    call_soon_threadsafe run_in_executor set_default_executor add_reader remove_reader
+    add_writer remove_writer add_signal_handler remove_signal_handler getnameinfo
+    sock_accept sock_connect sock_recv sock_recv_into sock_recvfrom sock_recvfrom_into
+    sock_sendall sock_sendfile sock_sendto sendfile start_tls connect_accepted_socket
+    connect_read_pipe connect_write_pipe create_datagram_endpoint create_unix_connection
+    create_unix_server subprocess_exec subprocess_shell
+"""
+for _name in _REAL.split():
+    setattr(VirtualLoop, _name, _not_emulated(_name))
 
 
 def _refuse_real(ssl: object, sock: object) -> None:
