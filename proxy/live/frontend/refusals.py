@@ -7,7 +7,7 @@ That is so wherever it is refused: by the HTTP server (malformed, too large, too
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.frontend.request_head import (
@@ -21,7 +21,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.messages import Headers, Rejection
+    from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.messages import Headers, Rejection, Request
 
 BURST = 100
 """Lines of refused requests that may be logged at once."""
@@ -34,15 +35,6 @@ _log = logging.getLogger(__name__)
 _BUSY = frozenset({429, 503})
 # What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
 _NOT_OURS = frozenset({501, 505})
-
-
-class Head(Protocol):
-    """What is read of a request's head."""
-
-    @property
-    def path(self) -> bytes: ...  # noqa: D102
-    @property
-    def headers(self) -> "Headers": ...  # noqa: D102
 
 
 class RefusedLog:
@@ -99,7 +91,7 @@ class Refusals:
         self._unix_s = unix_s
 
     def render(
-        self, rejection: "Rejection", head: Head | None, peer: str
+        self, rejection: "Rejection", head: "RequestHead | Request | None", peer: str
     ) -> "tuple[Headers, bytes]":
         """Note a refused request; return the headers and the body of its answer."""
         record = self._record(head, peer)
@@ -118,7 +110,7 @@ class Refusals:
             ),
         )
 
-    def _record(self, head: Head | None, peer: str) -> RequestRecord:
+    def _record(self, head: "RequestHead | Request | None", peer: str) -> RequestRecord:
         now_ns = round(self._clock() * 1e9)
         request_id, endpoint, agent = None, "", ""
         if head is not None:
