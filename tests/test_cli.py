@@ -15,7 +15,7 @@ import pytest
 from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import BETA_PER_RANK, PATIENCE_PER_SLOT, PolicySettings
+from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.engine_options import EngineOptions
@@ -276,9 +276,9 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
         "horizon": DEFAULTS.horizon_steps,
         "gamma": DEFAULTS.gamma,
         "alpha": DEFAULTS.alpha,
-        "beta": BETA_PER_RANK * 2,
+        "beta": 2.0,
         "theta": 2,
-        "window": DEFAULTS.window,
+        "window": WINDOW,
         "patience": PATIENCE_PER_SLOT * 2 * 4,
         "paper": False,
     }

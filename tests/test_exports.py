@@ -25,6 +25,7 @@ proxy.core: admission avoidance balance config decision deposits errors events f
 proxy.core.admission: ADMISSIONS Admission BoundedQueue Ending Load Refusal
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
+proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillView
     Prefillers
 proxy.core.queueing: Arrival MakeQueueOrder QUEUE_ORDERS QueueOrder

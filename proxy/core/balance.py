@@ -2,6 +2,12 @@
 
 It is built once per round and updated after every admission, so that later decisions of a round see
 the earlier ones. With a horizon of 0 it reduces to the loads and margins of the present step.
+
+With a **target**, the load at which the ranks would be evenly full, F has a second kink. Its first
+part is how far an admission brings the rank towards the target, |T - L| - |T - L - s|: slope 1 up to
+the target and -1 beyond it. Past the envelope every other rank waits, as without a target. F stays
+concave and piecewise linear. Filling every rank to the envelope, as the paper's F does, leaves holes
+elsewhere that no request is left to fill, because the arrivals bring only so many tokens.
 """
 
 from dataclasses import dataclass
@@ -13,6 +19,8 @@ from balanceroute.proxy.core.fscore import f_peak, f_score
 
 # Avoids a division by 0 at steps that no admitted request reaches. Their weight is 0 as well.
 _LEAST_PERSISTENCE = 1e-6
+# The slope of a distance falls from 1 to -1.
+_BEYOND_TARGET = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class Balance:
         ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
         weights: The weights of F.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
+        target: float64[H + 1], KV tokens of a rank that is as full as the others; None for the
+            paper's F.
     """
 
     def __init__(
@@ -49,24 +59,34 @@ class Balance:
         ahead: NDArray[np.float64],
         weights: Weights,
         persistence: NDArray[np.float64],
+        target: NDArray[np.float64] | None = None,
     ) -> None:
         self._ahead = ahead
         # s tokens admitted now are s p(h) in h steps, and w (a s p - b (s p - m)+) is the same as
         # w p (a s - b (s - m / p)+): F keeps its form with margins and weights rescaled.
-        self._weights = Weights(weights.steps * persistence, weights.alpha, weights.beta)
+        self._steps = weights.steps * persistence
+        self._reward = weights.alpha * float(self._steps.sum())
         self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
+        self._past_envelope = weights.beta * self._steps
         self._envelope: NDArray[np.float64] = ahead.max(axis=0)
         self._margins = (self._envelope - ahead) * self._stretch
+        self._target = target
+        if target is None:
+            self._penalties = self._past_envelope
+        else:
+            past_target = min(_BEYOND_TARGET * weights.alpha, weights.beta) * self._steps
+            self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
         # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
         # Paper: §4.2, (ii).
         self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F of admitting each of float64[n] `totals` tokens to `rank`."""
-        weights = self._weights
-        return f_score(
-            totals, self._margins[rank], weights.steps, alpha=weights.alpha, beta=weights.beta
-        )
+        return f_score(totals, self._kinks(rank), self._penalties, reward=self._reward)
+
+    def scores_to_envelope(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return F without the target: it may be exceeded."""
+        return f_score(totals, self._margins[rank], self._past_envelope, reward=self._reward)
 
     def score(self, rank: int, total: int) -> float:
         """Return F of admitting `total` tokens to `rank`."""
@@ -74,8 +94,12 @@ class Balance:
 
     def peak(self, rank: int) -> float:
         """Return the number of tokens at which F of `rank` is largest."""
-        weights = self._weights
-        return f_peak(self._margins[rank], weights.steps, alpha=weights.alpha, beta=weights.beta)
+        return f_peak(self._kinks(rank), self._penalties, reward=self._reward)
+
+    def overflow(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64[n], the tokens of each total beyond the margin of `rank`, mean over steps."""
+        beyond = np.maximum(np.subtract.outer(totals, self._margins[rank]), 0.0)
+        return np.asarray(beyond @ self._steps / self._steps.sum())
 
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens score best; on a tie the one with most room.
@@ -83,15 +107,14 @@ class Balance:
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
         At least one rank must be open. O(G x H).
         """
-        weights = self._weights
         # The reward is the same on every rank, so the least overflow is the best score.
-        overflow = np.maximum(total - self._margins, 0.0) @ weights.steps
+        overflow = np.maximum(total - self._margins, 0.0) @ self._steps
         overflow[~open_ranks] = np.inf
         # NumPy's `min` and `flatnonzero` wrap these in Python code, and this runs per admission.
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
-        room = self._margins[ties] @ weights.steps
+        room = self._margins[ties] @ self._steps
         return int(ties[int(room.argmax())])
 
     def admit(self, rank: int, contribution: NDArray[np.float64]) -> None:
@@ -105,3 +128,11 @@ class Balance:
         else:
             self._margins[rank] = (self._envelope - self._ahead[rank]) * self._stretch
             self.safe_margins[rank] = self._margins[rank].min()
+
+    def _kinks(self, rank: int) -> NDArray[np.float64]:
+        margins: NDArray[np.float64] = self._margins[rank]
+        if self._target is None:
+            return margins
+        room = np.maximum(self._target - self._ahead[rank], 0.0) * self._stretch
+        # A target above the envelope is none.
+        return np.concatenate([np.minimum(room, margins), margins])

@@ -1,7 +1,7 @@
 """The F-score: what admitting more load to one rank does to imbalance.
 
-Pure functions on primitives and arrays. A *total* is the summed load of the admitted set and a
-*margin* the distance of a rank's load below the envelope; both are KV tokens and never negative.
+Pure functions on primitives and arrays. A *total* is the summed load of the admitted set, a *margin*
+the distance of a rank's load below the envelope; both are KV tokens and never negative.
 F depends on a set only through its total, and in the total it is concave and piecewise linear:
 the subset solvers rely on nothing else.
 
@@ -13,6 +13,9 @@ from math import exp
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+# Of a sum of some hundred floats, relative.
+_ROUNDING = 1e-12
 
 Loads = NDArray[np.int64] | Sequence[int]
 
@@ -67,65 +70,52 @@ def lasting_discount(gamma: float, departures_per_rank_step: float) -> float:
 
 
 def f_score(
-    totals: ArrayLike,
-    margins: NDArray[np.float64],
-    weights: NDArray[np.float64],
-    *,
-    alpha: float,
-    beta: float,
+    totals: ArrayLike, kinks: NDArray[np.float64], penalties: NDArray[np.float64], *, reward: float
 ) -> NDArray[np.float64]:
-    """Score admitting each of `totals` to one rank; O(n x H).
+    """Score admitting each of `totals` to one rank; O(n x k).
 
-    F(s) = sum over h of weights[h] * (alpha * s - beta * max(s - margins[h], 0)). BR-0 is H = 0,
-    weight 1, alpha = 1, beta = number of ranks: then F is minus the change of `idle_tokens`.
-    Paper: §3.1, Eq. 1; §4.1, Eq. 2.
+    F(s) = reward * s - sum over k of penalties[k] * max(s - kinks[k], 0). The paper's F has one kink
+    per step, the margin; the kink of BR-0 has one penalty per rank, and F is minus the change of
+    `idle_tokens`. Paper: §3.1, Eq. 1; §4.1, Eq. 2.
 
     Args:
         totals: float64[n] or int64[n], KV tokens.
-        margins: float64[H + 1], KV tokens, none negative.
-        weights: float64[H + 1], none negative.
-        alpha: Reward per token, at least 0.
-        beta: Penalty per token beyond a margin, at least 0.
+        kinks: float64[k], KV tokens, none negative.
+        penalties: float64[k], how much the slope falls at each kink, none negative.
+        reward: The slope at 0, at least 0.
 
     Returns:
-        float64[n]. One step is exact for whole tokens and coefficients; over a horizon the order of
+        float64[n]. One kink is exact for whole tokens and coefficients; with more the order of
         summation is the linear-algebra library's, so the last bit may depend on n.
     """
     admitted = np.asarray(totals, dtype=np.float64)
-    # BR-0's case, and the one that has to be exact: no sum over steps.
-    if len(margins) == 1:
-        overflow = np.maximum(admitted - margins, 0.0)
-        return np.multiply(weights, alpha * admitted - beta * overflow)
-    overflow = np.subtract.outer(admitted, margins)
+    # The paper's BR-0, and the case that has to be exact: no sum over kinks.
+    if len(kinks) == 1:
+        overflow = np.maximum(admitted - kinks, 0.0)
+        return np.asarray(reward * admitted - penalties * overflow)
+    overflow = np.subtract.outer(admitted, kinks)
     np.maximum(overflow, 0.0, out=overflow)
-    score: NDArray[np.float64] = alpha * weights.sum() * admitted - beta * (overflow @ weights)
+    score: NDArray[np.float64] = reward * admitted - overflow @ penalties
     return score
 
 
-def f_peak(
-    margins: NDArray[np.float64], weights: NDArray[np.float64], *, alpha: float, beta: float
-) -> float:
-    """Return the total at which `f_score` is largest; O(H log H).
+def f_peak(kinks: NDArray[np.float64], penalties: NDArray[np.float64], *, reward: float) -> float:
+    """Return the total at which `f_score` is largest; O(k log k).
 
-    Right of s the slope of F is alpha * sum(weights) - beta * (weight of the margins <= s). It only
-    falls, so F peaks where it first turns negative: at a weighted quantile of the margins.
+    Right of s the slope of F is the reward minus the penalties of the kinks <= s. It only falls, so F
+    peaks where it first turns negative: at a weighted quantile of the kinks.
 
     Args:
-        margins: float64[H + 1], KV tokens, none negative.
-        weights: float64[H + 1], none negative.
-        alpha: Reward per token, at least 0.
-        beta: Penalty per token beyond a margin, at least 0.
+        kinks: float64[k], KV tokens, none negative.
+        penalties: float64[k], none negative.
+        reward: At least 0.
 
     Returns:
         KV tokens, at least 0. On a plateau its right end, so that "the largest reachable total up
         to the peak" is also the fullest of the best ones. inf where the slope never turns negative.
     """
-    if len(margins) == 1:
-        return float(margins[0]) if beta * weights[0] > alpha * weights[0] else float("inf")
-    # Past each margin, in ascending order, the slope falls by beta times that step's weight.
-    order = np.argsort(margins)
-    weight_passed = np.cumsum(weights[order])
-    # The last cumulative sum, not weights.sum(): with alpha = beta the slope past the last margin is
-    # then exactly 0, however the order of summation rounds.
-    kink = int(np.searchsorted(beta * weight_passed, alpha * weight_passed[-1], side="right"))
-    return float(margins[order[kink]]) if kink < len(margins) else float("inf")
+    order = np.argsort(kinks)
+    passed = np.cumsum(penalties[order])
+    # A slope that is 0 but for rounding is 0, in whatever order the penalties were summed.
+    kink = int(np.searchsorted(passed, reward * (1.0 + _ROUNDING), side="right"))
+    return float(kinks[order[kink]]) if kink < len(kinks) else float("inf")

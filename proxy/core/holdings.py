@@ -126,6 +126,7 @@ class Holdings:
             ledger.emit(request.request, self.emitted(request))
             if request.started:
                 ledger.start(request.request)
+        ledger.turnover = self.ledger.turnover
         self.ledger = ledger
 
     def check(self, requests: Collection[Request], waiting: int) -> None:

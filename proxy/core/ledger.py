@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVarTuple
 import numpy as np
 
 from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.turnover import Turnover
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +69,7 @@ class Ledger:
         loads: int64[G], KV tokens of the bound requests.
         bound: int64[G], slots of the requests that each rank was sent and has not ended.
         started: int64[G], slots of those that are in the rank's batch.
+        turnover: How fast they leave.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Ledger:
         self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.turnover = Turnover()
         self.projection = projection
         self._on_failure = on_failure
         self._step = 0
@@ -113,6 +116,7 @@ class Ledger:
         self._step += 1
         # All ranks take each step together, at the barrier, so one clock serves every request.
         self.loads += self.started
+        self.turnover.step()
         if self.projection is not None:
             self._notify(self.projection.step)
 
@@ -138,6 +142,7 @@ class Ledger:
         self.bound[binding.rank] -= binding.slots
         if binding.since_step is not None:
             self.started[binding.rank] -= binding.slots
+            self.turnover.leave(binding.base, self._step - binding.since_step)
         if self.projection is not None:
             self._notify(self.projection.unbind, request)
         return tokens

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from balanceroute.proxy.core.deposits import Deposits
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
-from balanceroute.proxy.core.turnover import Turnover
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
@@ -60,9 +59,6 @@ class Projection:
         refresh_tokens: M, at least 1: tokens between two predictions of a request.
         predictor: Called in batches, with each request once per refresh.
         form: See the module.
-
-    Attributes:
-        turnover: How fast requests leave their ranks.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class Projection:
     ) -> None:
         self.ranks = ranks
         self.horizon_steps = horizon_steps
-        self.turnover = Turnover(ranks)
         self._refresh = refresh_tokens
         self._predictor = predictor
         self._form = form
@@ -85,7 +80,7 @@ class Projection:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all requests, also after a failure in mid-change. The turnover stays."""
+        """Remove all requests, also after a failure in mid-change."""
         # Global state: the step clock and the rows. Column `_head` is the present step.
         self._now = 0
         self._head = 0
@@ -127,14 +122,12 @@ class Projection:
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
-        self.turnover.leave()
         self._withdraw(self._deposits.remove(request))
 
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
         # Before the window moves: a deposit starts at the present step.
         self._flush()
-        self.turnover.step()
         self._now += 1
         self._head += 1
         if self._head > _TRAVEL - 1:

@@ -55,6 +55,7 @@ class Ranks:
             free_slots,
             free_kv_tokens,
             ledger.requests,
+            ledger.turnover,
         )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from balanceroute.proxy.core.fscore import (
     discounts,
@@ -26,6 +26,24 @@ COEFFICIENTS = st.just(0.0) | st.floats(1e-3, 64.0)
 DISCOUNTS = st.floats(0.0, 1.0)
 
 
+def score_of(
+    totals: ArrayLike,
+    margins: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    *,
+    alpha: float,
+    beta: float,
+) -> NDArray[np.float64]:
+    """F as the paper writes it: a reward and a penalty per weighted step."""
+    return f_score(totals, margins, beta * weights, reward=alpha * float(weights.sum()))
+
+
+def peak_of(
+    margins: NDArray[np.float64], weights: NDArray[np.float64], *, alpha: float, beta: float
+) -> float:
+    return f_peak(margins, beta * weights, reward=alpha * float(weights.sum()))
+
+
 def margin(loads: Sequence[int], rank: int) -> int:
     return max(loads) - loads[rank]
 
@@ -33,7 +51,7 @@ def margin(loads: Sequence[int], rank: int) -> int:
 def br0_score(total: int, loads: Sequence[int], rank: int) -> float:
     """F with horizon 0, reward 1 and one penalty per rank: BR-0."""
     margins = np.array([margin(loads, rank)], np.float64)
-    return float(f_score([total], margins, np.ones(1), alpha=1.0, beta=len(loads))[0])
+    return float(score_of([total], margins, np.ones(1), alpha=1.0, beta=len(loads))[0])
 
 
 def exact_score(
@@ -130,7 +148,7 @@ def test_br0_score_of_known_totals(total: int, score: int) -> None:
 )
 def test_horizon_score_of_known_totals(total: int, score: float) -> None:
     margins = np.array([10.0, 4.0, 0.0])
-    scores = f_score([total], margins, discounts(2, 0.5), alpha=2.0, beta=3.0)
+    scores = score_of([total], margins, discounts(2, 0.5), alpha=2.0, beta=3.0)
     assert scores.tolist() == [score]
 
 
@@ -183,7 +201,7 @@ def test_score_is_its_definition(
         float(exact_score(Fraction(total), margins, weights, alpha, beta)) for total in totals
     ]
     for form in (np.array(totals, np.int64), np.array(totals, np.float64)):
-        scores = f_score(form, limits, weights, alpha=alpha, beta=beta)
+        scores = score_of(form, limits, weights, alpha=alpha, beta=beta)
         assert scores.dtype == np.float64
         assert scores.shape == (len(totals),)
         scale = (alpha + beta) * len(margins) * 400_000
@@ -194,8 +212,8 @@ def test_score_is_its_definition(
 def test_a_horizon_of_equal_steps_scores_like_one_step(
     total: int, kink: int, alpha: int, beta: int
 ) -> None:
-    one = f_score([total], np.array([float(kink)]), np.ones(1), alpha=alpha, beta=beta)
-    two = f_score([total], np.full(2, float(kink)), np.full(2, 0.5), alpha=alpha, beta=beta)
+    one = score_of([total], np.array([float(kink)]), np.ones(1), alpha=alpha, beta=beta)
+    two = score_of([total], np.full(2, float(kink)), np.full(2, 0.5), alpha=alpha, beta=beta)
     assert one == two
 
 
@@ -206,7 +224,7 @@ def test_score_is_concave(margins: list[int], alpha: int, beta: int, start: int,
     # Whole numbers throughout, so that no rounding blurs the comparison.
     totals = np.array([start, start + step, start + 2 * step])
     weights = discounts(len(margins) - 1, 1.0)
-    low, middle, high = f_score(
+    low, middle, high = score_of(
         totals, np.array(margins, np.float64), weights, alpha=alpha, beta=beta
     )
     assert low + high <= 2 * middle
@@ -232,16 +250,16 @@ def test_peak_of_known_margins(
     margins: list[float], alpha: float, beta: float, peak: float
 ) -> None:
     weights = np.ones(len(margins))
-    assert f_peak(np.array(margins), weights, alpha=alpha, beta=beta) == peak
+    assert peak_of(np.array(margins), weights, alpha=alpha, beta=beta) == peak
 
 
 def test_peak_follows_the_weights() -> None:
     margins = np.array([10.0, 20.0, 30.0])
     heavy_first, heavy_last = np.array([1.0, 0.1, 0.1]), np.array([0.1, 0.1, 1.0])
-    assert f_peak(margins, heavy_first, alpha=1.0, beta=2.0) == 10.0
-    assert f_peak(margins, heavy_last, alpha=1.0, beta=2.0) == 30.0
+    assert peak_of(margins, heavy_first, alpha=1.0, beta=2.0) == 10.0
+    assert peak_of(margins, heavy_last, alpha=1.0, beta=2.0) == 30.0
     # A step without weight has no say.
-    assert f_peak(margins, np.array([0.0, 1.0, 0.0]), alpha=1.0, beta=2.0) == 20.0
+    assert peak_of(margins, np.array([0.0, 1.0, 0.0]), alpha=1.0, beta=2.0) == 20.0
 
 
 @given(
@@ -256,16 +274,16 @@ def test_nothing_scores_above_the_peak_and_nothing_larger_as_high(
     # With discount 1 all is whole numbers, so that plateaus are exact.
     weights = discounts(len(margins) - 1, 1.0)
     limits = np.array(margins, np.float64)
-    peak = f_peak(limits, weights, alpha=alpha, beta=beta)
+    peak = peak_of(limits, weights, alpha=alpha, beta=beta)
     far = 1_000_000.0
     if np.isinf(peak):
-        at_far, beyond = f_score([far, far + 1], limits, weights, alpha=alpha, beta=beta)
+        at_far, beyond = score_of([far, far + 1], limits, weights, alpha=alpha, beta=beta)
         assert beyond >= at_far
         peak = far
     else:
-        at_peak, beyond = f_score([peak, peak + 1], limits, weights, alpha=alpha, beta=beta)
+        at_peak, beyond = score_of([peak, peak + 1], limits, weights, alpha=alpha, beta=beta)
         assert beyond < at_peak
-    scores = f_score([peak, 0, *margins, *others], limits, weights, alpha=alpha, beta=beta)
+    scores = score_of([peak, 0, *margins, *others], limits, weights, alpha=alpha, beta=beta)
     assert scores[0] == scores.max()
 
 
@@ -274,7 +292,7 @@ def test_peak_is_a_maximiser_under_any_discount(
     margins: list[int], gamma: float, alpha: float, beta: float, other: int
 ) -> None:
     weights = discounts(len(margins) - 1, gamma)
-    peak = f_peak(np.array(margins, np.float64), weights, alpha=alpha, beta=beta)
+    peak = peak_of(np.array(margins, np.float64), weights, alpha=alpha, beta=beta)
     at_peak = Fraction(min(peak, 1_000_000.0))
     best = exact_score(at_peak, margins, weights, alpha, beta)
     for total in (0, other, *margins):
@@ -289,4 +307,4 @@ def test_a_penalty_equal_to_the_reward_has_no_peak(
 ) -> None:
     weights = discounts(len(margins) - 1, gamma)
     limits = np.array(margins, np.float64)
-    assert f_peak(limits, weights, alpha=coefficient, beta=coefficient) == np.inf
+    assert peak_of(limits, weights, alpha=coefficient, beta=coefficient) == np.inf

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.turnover import Turnover
 
 RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
 EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv", *RIVALS]
@@ -64,6 +65,7 @@ class Ranks:
     batch_limit: int = 4
     kv_limit: int | None = None
     closed: Collection[int] = ()
+    turnover: Turnover = field(default_factory=Turnover)
 
     def fleet(self, policy: Policy) -> Fleet:
         """Return the policy's view, as the scheduler makes it."""
@@ -77,7 +79,8 @@ class Ranks:
             if self.kv_limit is not None:
                 room = self.kv_limit - loads
         is_open = np.array([rank not in self.closed for rank in range(len(loads))])
-        return Fleet(is_open, loads, count, np.maximum(slots, 0) * is_open, room)
+        free_slots = np.maximum(slots, 0) * is_open
+        return Fleet(is_open, loads, count, free_slots, room, turnover=self.turnover)
 
     def fill(self, policy: Policy) -> None:
         """Tell the policy's projection who is bound."""
@@ -550,8 +553,8 @@ def test_br_h_looks_ahead_only_as_far_as_slots_last(departures: float, rank: int
     bound = [(100, 59), (90, 0), (300, 0)]
     for number, (kv_tokens, age) in enumerate(bound):
         projection.bind(RequestId(BOUND + number), RankId(number), kv_tokens, age)
-    projection.turnover.per_rank_step = departures
     fleet = Ranks([[kv_tokens] for kv_tokens, _ in bound]).fleet(policy)
+    fleet.turnover.per_step = 3 * departures
     assert chosen_ranks(policy.dispatch(fleet, pool_of([100]), 0)) == [rank]
 
 
@@ -560,9 +563,9 @@ def test_the_discount_of_the_paper_is_constant(
     bound: list[list[int]], prompts: list[int], departures: float
 ) -> None:
     calm, busy = (build("br-h", len(bound), paper=True) for _ in range(2))
-    assert busy.projection is not None
-    busy.projection.turnover.per_rank_step = departures
-    assert decide(calm, Ranks(bound), prompts) == decide(busy, Ranks(bound), prompts)
+    quiet, lively = Ranks(bound), Ranks(bound)
+    lively.turnover.per_step = departures
+    assert decide(calm, quiet, prompts) == decide(busy, lively, prompts)
 
 
 @pytest.mark.parametrize("name", ["least-kv", "fifo", "br-0", "br-0-bypass"])

@@ -191,12 +191,12 @@ class Score:
     @property
     def peak(self) -> float:
         limits = np.array(self.margins, np.float64)
-        return f_peak(limits, self._weights, alpha=self.alpha, beta=self.beta)
+        return f_peak(limits, self.beta * self._weights, reward=self._reward)
 
     def of(self, totals: Sequence[int]) -> list[float]:
         limits = np.array(self.margins, np.float64)
         scores: list[float] = f_score(
-            totals, limits, self._weights, alpha=self.alpha, beta=self.beta
+            totals, limits, self.beta * self._weights, reward=self._reward
         ).tolist()
         return scores
 
@@ -206,6 +206,10 @@ class Score:
     @property
     def _weights(self) -> NDArray[np.float64]:
         return discounts(len(self.margins) - 1, self.gamma)
+
+    @property
+    def _reward(self) -> float:
+        return self.alpha * float(self._weights.sum())
 
 
 def margins_near(sizes: Sequence[int]) -> st.SearchStrategy[list[int]]:

@@ -68,9 +68,10 @@ class PolicySettings:
         gamma: Discount per step, in (0, 1]. It is an upper bound, see `lasting_discount`; in the
             paper's form it is constant.
         alpha: Reward per token filled.
-        beta: Penalty per token overflowed; None for `BETA_PER_RANK` times the number of ranks.
+        beta: BR-H's penalty per token overflowed; None for one per rank, which makes F minus the
+            change of the idle tokens, or `PAPER_BETA_PER_RANK` per rank.
         theta: Free slots below which Stage 2 decides; None for one per rank.
-        window: K, the entries that Stage 2 considers.
+        window: K, the entries that Stage 2 considers; None for `WINDOW`, or `PAPER_WINDOW`.
         patience: Overtakings that offset an overflow of one mean prompt; None for
             `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no credit.
         form: How BR-H projects; None for expected, or point in the paper's form.
@@ -84,7 +85,7 @@ class PolicySettings:
     alpha: float = 1.0
     beta: float | None = None
     theta: int | None = None
-    window: int = 16
+    window: int | None = None
     patience: float | None = None
     form: Form | None = None
     refresh_tokens: int = 20
@@ -121,7 +122,8 @@ class PolicySettings:
         return replace(
             self,
             # Zeros were rejected above, so `or` replaces None only.
-            beta=self.beta or BETA_PER_RANK * ranks,
+            beta=self.beta or (PAPER_BETA_PER_RANK if self.paper else 1.0) * ranks,
+            window=self.window or (PAPER_WINDOW if self.paper else WINDOW),
             theta=ranks if self.theta is None else self.theta,
             patience=self.patience or PATIENCE_PER_SLOT * ranks * batch_limit,
             form=self.form or default,
@@ -129,8 +131,11 @@ class PolicySettings:
 
 
 # Measured on the public traces; docs/results.md has the sweeps.
-BETA_PER_RANK = 3.0
-PATIENCE_PER_SLOT = 2.0
+PATIENCE_PER_SLOT = 1.0
+# From 32 on the saturated results are the same within their errors.
+WINDOW = 64
+PAPER_BETA_PER_RANK = 3.0
+PAPER_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,7 @@ def _two_stage(
     chosen = inputs.settings
     assert chosen.theta is not None
     assert chosen.patience is not None
+    assert chosen.window is not None
     settings = TwoStageSettings(
         weights=weights,
         theta=chosen.theta,

@@ -6,7 +6,7 @@ unseeded generator.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.ledger import BoundRequest
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.turnover import Turnover
 
 # Stands for "no limit" in `Fleet.free_slots` and `Fleet.free_kv_tokens`.
 UNLIMITED = 1 << 62
@@ -35,6 +36,7 @@ class Fleet:
         free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
         free_kv_tokens: int64[G], KV tokens that still fit.
         requests: Returns the bound requests, in O(requests); without those of this round.
+        turnover: How fast requests leave the ranks. Read-only.
     """
 
     is_open: NDArray[np.bool_]
@@ -43,6 +45,7 @@ class Fleet:
     free_slots: NDArray[np.int64]
     free_kv_tokens: NDArray[np.int64]
     requests: Callable[[], list[BoundRequest]] = list
+    turnover: Turnover = field(default_factory=Turnover)
 
     def room(self, rank: int) -> int:
         """Return the KV tokens of the largest request that fits on `rank`; slots do not count.

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.policies import (
-    BETA_PER_RANK,
+    PAPER_BETA_PER_RANK,
+    PAPER_WINDOW,
     PATIENCE_PER_SLOT,
     POLICIES,
+    WINDOW,
     PolicySettings,
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
@@ -283,15 +285,21 @@ class PolicyOptions:
         "br-h's penalty per token beyond a margin",
         1e-9,
         1e9,
-        shown_default=f"{BETA_PER_RANK:g} G",
+        shown_default=f"G; {PAPER_BETA_PER_RANK:g} G with --paper",
         word="auto",
         metavar="β",
     )
     theta: int | None = integer(
         None, "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
     )
-    window: int = integer(
-        _POLICY_DEFAULTS.window, "candidates that stage 2 chooses from", 1, 10**9, metavar="K"
+    window: int | None = integer(
+        None,
+        "candidates that stage 2 chooses from",
+        1,
+        10**9,
+        shown_default=f"{WINDOW}; {PAPER_WINDOW} with --paper",
+        word="auto",
+        metavar="K",
     )
     patience: float | None = number(
         None,

@@ -1,0 +1,143 @@
+"""Ranks that make room for a large entry that is late.
+
+A request that overflows a rank makes all the others wait until the rank has shed the overflow, or
+the request has left. It costs less to make room on one rank first: a **reserved** rank takes only the
+smallest entries until the overflow is tolerable. While it does so, it alone is idle.
+
+**When is an overflow tolerable?** Let a reserved rank shed v tokens per step (its slots are freed, and
+replaced by small entries). To shed one token more of the overflow x takes 1 / v steps, in which the
+rank stands s - x below the others. It spares each of the G - 1 others a token for as long as the
+overflow would have lasted: x / v steps if the request stays, its residence R if that is shorter, and
+with exponential residences R (1 - exp(-x / (v R))). So both together cost least where
+
+    (G - 1) v R (1 - exp(-x / (v R))) = s - x.
+
+The entry is admitted once the left side is no more than the right side and the entry's credit. With a
+long residence and no credit that is x <= s / G: F without the target is not negative. With a short
+one, as on traces whose large prompts have short outputs, the overflow is gone before room could be
+made, and the entry is admitted at once. The credit grows with every overtaking, so that no entry
+waits for ever, however large.
+
+**Who may reserve?** An entry is **late** by the admissions beyond its turn, first come, first served,
+in lengths of the pool. From a quarter of a pool on it may reserve the rank that has most room at the
+moment, provided that this is enough of its size: all of it, less 40 % per pool of lateness.
+"""
+
+from math import exp
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
+from balanceroute.proxy.core.policies.two_stage.subsets import best_choice
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.core.pool import PoolEntry
+
+# In lengths of the pool; any value from 0.15 to 0.35 gives the same results within their errors.
+_LATE = 0.25
+# Lateness at which an entry may reserve any rank. Flat in idle time from 2 to 3; the p99 wait rises by
+# a tenth from one to the other.
+_ANY_RANK = 2.5
+
+
+class Reservations:
+    """The reserved ranks. They outlast a round; each ends when its entry leaves the pool."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, RequestId] = {}
+
+    def prune(self, work: Round) -> None:
+        """End the reservations whose entry has left the pool, or whose rank is closed."""
+        is_open = work.fleet.is_open
+        self._of_rank = {
+            rank: request
+            for rank, request in self._of_rank.items()
+            if request in work.pool and rank < len(is_open) and is_open[rank]
+        }
+
+    def choose(self, work: Round, rank: int) -> "list[PoolEntry]":
+        """Return what `rank` takes of its candidates; [] for nothing."""
+        candidates = work.candidates(rank)
+        if not candidates:
+            return []
+        # One that avoids the rank now, or is no candidate any more, has no use for it.
+        if self._of_rank.get(rank) not in [entry.request for entry in candidates]:
+            self._of_rank.pop(rank, None)
+        view = _View(work, rank, candidates, set(self._of_rank.values()))
+        if rank not in self._of_rank and not self._reserve(work, rank, view):
+            # An entry with a rank of its own may still go where it fits.
+            free = np.flatnonzero(view.has_room & (view.fills | ~view.reserved))
+            late = view.late[free] >= _LATE
+            return best_choice(work, rank, [candidates[index] for index in free], late)
+        own = self._of_rank[rank]
+        for index, entry in enumerate(candidates):
+            if entry.request == own and view.has_room[index]:
+                if _tolerable(work, entry, float(view.overflow[index])):
+                    return [entry]
+                break
+        others = view.has_room & ~view.reserved
+        # The smallest, so that the departures make room.
+        smallest = int(np.where(others, view.sizes, np.inf).argmin())
+        return [candidates[smallest]] if others[smallest] else []
+
+    def _reserve(self, work: Round, rank: int, view: "_View") -> bool:
+        """Reserve `rank` for the latest candidate that may; return whether there is one."""
+        enough = (1.0 - view.late / _ANY_RANK) * view.sizes
+        wanting = ~(view.reserved | view.fills)
+        wanting &= (view.late >= _LATE) & (work.balance.safe_margins[rank] >= enough)
+        if not wanting.any():
+            return False
+        latest = int(np.where(wanting, view.late, -np.inf).argmax())
+        self._of_rank[rank] = view.candidates[latest].request
+        view.reserved[latest] = True
+        return True
+
+
+class _View:
+    """The n candidates of one rank, in order of the pool.
+
+    Attributes:
+        candidates: The entries.
+        sizes: float64[n], their KV tokens.
+        late: float64[n], admissions beyond their turn, in lengths of the pool.
+        overflow: float64[n], tokens beyond the rank's margin.
+        has_room: bool[n], whether the rank has the memory.
+        fills: bool[n], whether F without the target is not negative.
+        reserved: bool[n], whether a rank is reserved for them.
+    """
+
+    def __init__(
+        self, work: Round, rank: int, candidates: "list[PoolEntry]", reserved: "set[RequestId]"
+    ) -> None:
+        fleet = work.fleet
+        self.candidates = candidates
+        self.sizes = sizes(candidates)
+        overtaken = np.array([entry.overtaken for entry in candidates], np.float64)
+        # First come, first served, the entries ahead would be admitted before it.
+        self.late = (overtaken - np.arange(len(candidates))) / len(work.pool)
+        self.overflow = work.balance.overflow(rank, self.sizes)
+        self.has_room = self.sizes <= fleet.room(rank)
+        self.fills = len(fleet.loads) * self.overflow <= self.sizes
+        self.reserved = np.zeros(len(candidates), np.bool_)
+        if reserved:
+            self.reserved |= [entry.request in reserved for entry in candidates]
+
+
+def _tolerable(work: Round, entry: "PoolEntry", overflow: float) -> bool:
+    """Return whether it costs no more to admit `entry` now than to make more room."""
+    others = len(work.fleet.loads) - 1
+    credit = work.credit(entry) / float(work.settings.weights.steps.sum())
+    return others * _lasting_tokens(work, entry, overflow) <= entry.kv_tokens - overflow + credit
+
+
+def _lasting_tokens(work: Round, entry: "PoolEntry", overflow: float) -> float:
+    """Return the overflow without the share that ends with its request before it could be shed."""
+    turnover = work.fleet.turnover
+    stay_steps = turnover.stay_steps(entry.kv_tokens)
+    if stay_steps is None:
+        return overflow
+    # Of one rank, during the stay.
+    shed = turnover.per_step / len(work.fleet.loads) * work.pool.mean_prompt_tokens * stay_steps
+    return shed * (1.0 - exp(-overflow / shed)) if shed > 0.0 else 0.0

@@ -1,0 +1,121 @@
+"""What the stages of one round share: the ranks, the pool, the balance, and what was admitted."""
+
+from collections.abc import Iterator
+from itertools import islice
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.balance import Balance
+from balanceroute.proxy.core.events import RankId
+from balanceroute.proxy.core.policies.base import Assignment, Fleet
+from balanceroute.proxy.core.policies.two_stage.settings import TwoStageSettings
+from balanceroute.proxy.core.policies.two_stage.target import target_tokens
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Projection
+
+_RESTRICTED = attrgetter("restricted")
+
+
+class Round:
+    """One call of `TwoStage.dispatch`.
+
+    Args:
+        settings: The parameters of the rule.
+        projection: The projected loads; None for the present step only.
+        fleet: The ranks; every admission is charged to it.
+        pool: What waits; an admitted entry leaves it.
+
+    Attributes:
+        assignments: The admissions so far.
+        balance: Margins and scores after them.
+    """
+
+    def __init__(
+        self,
+        settings: TwoStageSettings,
+        projection: Projection | None,
+        fleet: Fleet,
+        pool: Pool,
+    ) -> None:
+        self.assignments: list[Assignment] = []
+        self.settings = settings
+        self.fleet = fleet
+        self.pool = pool
+        self._projection = projection
+        if projection is None:
+            ahead = fleet.loads.astype(np.float64)[:, None]
+            persistence = np.ones(1)
+        else:
+            ahead = projection.loads_ahead(fleet.loads)
+            # One persistence for the whole round, the mean of the candidates: with one for each
+            # request F would not depend on the sum alone, and the solvers could not be used.
+            candidates = pool.first(settings.window)
+            persistence = projection.persistence(
+                [entry.request for entry in candidates], [entry.age for entry in candidates]
+            )
+        target = None if settings.paper else target_tokens(fleet, pool, ahead, persistence)
+        self.balance = Balance(ahead, settings.weights, persistence, target)
+        # The credit of one overtaking, in units of F: `patience` of them offset the penalty of one
+        # mean prompt beyond the margin.
+        offset_tokens = pool.mean_prompt_tokens / settings.patience
+        self._credit_each = settings.weights.penalty * offset_tokens
+
+    def candidates(self, rank: int) -> list[PoolEntry]:
+        """Return the K oldest entries that may go to the open `rank`, whether they fit or not."""
+        window = self.settings.window
+        entries = self.pool.first(window)
+        # Usually every entry may go to every rank, and the first K need no filter.
+        if any(map(_RESTRICTED, entries)):
+            return list(islice(self.allowed(rank), window))
+        return entries
+
+    def allowed(self, rank: int) -> Iterator[PoolEntry]:
+        """Iterate over the entries that may go to the open `rank`, oldest first."""
+        fleet = self.fleet
+        # Lazily, as the first K entries are usually enough.
+        return (
+            entry
+            for entry in self.pool
+            if (entry.ranks is None or rank in entry.ranks)
+            and (not entry.lost_on or fleet.allowed(entry)[rank])
+        )
+
+    def credit(self, entry: PoolEntry) -> float:
+        """Return the overflow that an entry may cause for having been overtaken, in units of F."""
+        if self.settings.paper:
+            return 0.0
+        # Linear, so that the credit of a waiting entry exceeds any overflow at last.
+        return entry.overtaken * self._credit_each
+
+    def place(self, entries: list[PoolEntry]) -> None:
+        """Admit entries in turn, each to the rank where it scores best, if it may go there."""
+        for entry in entries:
+            open_ranks = self.fleet.open_to(entry)
+            if not open_ranks.any():
+                continue
+            rank = self.balance.best_rank(entry.kv_tokens, open_ranks)
+            overflow = self.fleet.loads[rank] + entry.kv_tokens - self.fleet.loads.max()
+            if overflow <= entry.overflow_limit:
+                self.admit(entry, rank)
+
+    def admit(self, entry: PoolEntry, rank: int) -> None:
+        """Admit an entry to a rank; later decisions of the round see it."""
+        self.pool.admit(entry.request)
+        self.fleet.bind(rank, entry)
+        self.assignments.append(Assignment(entry.request, RankId(rank)))
+        if len(self.pool) == 0:
+            return  # No decision of this round is left to see it.
+        if self._projection is None:
+            contribution = np.array([entry.kv_tokens], np.float64)
+        else:
+            contribution = self._projection.newcomer(
+                entry.request, entry.kv_tokens, entry.age, entry.slots
+            )
+        self.balance.admit(rank, contribution)
+
+
+def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
+    """Return float64[n], the load of each entry on the rank that admits it."""
+    return np.array([entry.kv_tokens for entry in entries], np.float64)

@@ -1,0 +1,26 @@
+"""The parameters of the two-stage rule."""
+
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.balance import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStageSettings:
+    """The parameters of the rule.
+
+    Attributes:
+        weights: F's weights; with a `gamma`, those for a fleet without turnover.
+        theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
+        window: K, the entries that Stage 2 considers.
+        patience: Overtakings that offset an overflow of one mean prompt; inf for no credit.
+        gamma: The discount of `weights`, lowered as slots turn over; None keeps the weights.
+        paper: Use the paper's stages and candidates, without target, credit or reservations.
+    """
+
+    weights: Weights
+    theta: int
+    window: int
+    patience: float
+    gamma: float | None = None
+    paper: bool = False

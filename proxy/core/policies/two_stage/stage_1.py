@@ -1,0 +1,38 @@
+"""Stage 1, slots abound: only the rank of each request is open.
+
+Every pooled request gets a slot now. The largest goes first, the classic rule for even sums, each to
+the rank where its F is best.
+"""
+
+from balanceroute.proxy.core.policies.two_stage.round import Round
+from balanceroute.proxy.core.pool import PoolEntry
+
+
+def place_overdue(work: Round, now_ns: int) -> None:
+    """Admit entries past their deadline, oldest first, each where it scores best."""
+    # The deadline bounds the wait of entries that never fit, whatever it costs in balance; near the
+    # end of a lease it does so only up to what a repeated prefill costs.
+    work.place(work.pool.overdue(now_ns))
+
+
+def place_all(work: Round) -> None:
+    """Admit the oldest entries, the largest of them first."""
+    free = int(work.fleet.free_slots.sum())
+    # If all entries fit, there is nothing to choose. Otherwise the last theta slots are left to
+    # Stage 2, which chooses the entries as well.
+    fits = work.pool.slots <= free
+    entries = _oldest(work, free if fits else max(0, free - work.settings.theta))
+    # Ties by arrival.
+    entries.sort(key=lambda entry: (-entry.kv_tokens, entry.request))
+    work.place(entries)
+
+
+def _oldest(work: Round, slots: int) -> list[PoolEntry]:
+    """Return the oldest entries that together need at most `slots` slots."""
+    entries: list[PoolEntry] = []
+    for entry in work.pool.first(slots):
+        slots -= entry.slots
+        if slots < 0:
+            break
+        entries.append(entry)
+    return entries

@@ -1,0 +1,120 @@
+"""F of one round: its definition, with a target and without, and that it stays concave."""
+
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.core.balance import Balance, Weights
+from balanceroute.proxy.core.fscore import discounts, f_score
+from balanceroute.proxy.core.subset import best_subset
+
+LOADS = st.lists(st.integers(0, 2_000), min_size=1, max_size=6)
+HORIZON = 3
+
+
+def ahead_of(loads: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return loads that fall at different speeds."""
+    steps = np.arange(HORIZON + 1)
+    return np.array(
+        [[max(0, load - (7 + rank) * h) for h in steps] for rank, load in enumerate(loads)],
+        np.float64,
+    )
+
+
+def present(loads: list[int], target: int | None = None) -> Balance:
+    """Return the balance of the present step, as BR-0 sees it."""
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(len(loads)))
+    aim = None if target is None else np.array([float(target)])
+    return Balance(np.array(loads, np.float64)[:, None], weights, np.ones(1), aim)
+
+
+@given(loads=LOADS, total=st.integers(0, 4_000), target=st.integers(0, 3_000))
+def test_f_is_the_way_to_the_target_less_what_the_others_wait(
+    loads: list[int], total: int, target: int
+) -> None:
+    ranks, envelope = len(loads), max(loads)
+    balance = present(loads, target)
+    for rank, load in enumerate(loads):
+        aim = min(max(target, load), envelope)
+        nearer = abs(aim - load) - abs(aim - load - total)
+        waiting = (ranks - 2) * max(0, total - (envelope - load))
+        # With one rank nobody waits, and there is nothing to aim at.
+        expected = nearer - waiting if ranks > 1 else 0
+        assert balance.score(rank, total) == expected
+
+
+@given(loads=LOADS, totals=st.lists(st.integers(0, 4_000), max_size=9), gamma=st.floats(0.0, 1.0))
+def test_without_a_target_f_is_the_papers(
+    loads: list[int], totals: list[int], gamma: float
+) -> None:
+    ahead = ahead_of(loads)
+    steps = discounts(HORIZON, gamma)
+    balance = Balance(ahead.copy(), Weights(steps, 2.0, 48.0), np.ones(HORIZON + 1))
+    for rank in range(len(loads)):
+        margins = ahead.max(axis=0) - ahead[rank]
+        paper = f_score(totals, margins, 48.0 * steps, reward=2.0 * float(steps.sum()))
+        sizes = np.array(totals, np.float64)
+        assert balance.scores(rank, sizes).tolist() == paper.tolist()
+        assert balance.scores_to_envelope(rank, sizes).tolist() == paper.tolist()
+
+
+@given(
+    loads=LOADS,
+    target=st.integers(0, 3_000),
+    beta=st.integers(1, 64),
+    start=st.integers(0, 3_000),
+    step=st.integers(1, 1_000),
+)
+def test_f_with_a_target_is_concave(
+    loads: list[int], target: int, beta: int, start: int, step: int
+) -> None:
+    ahead = ahead_of(loads)
+    weights = Weights(np.ones(HORIZON + 1), 1.0, float(beta))
+    balance = Balance(ahead, weights, np.ones(HORIZON + 1), np.full(HORIZON + 1, float(target)))
+    totals = np.array([start, start + step, start + 2 * step], np.float64)
+    for rank in range(len(loads)):
+        low, middle, high = balance.scores(rank, totals)
+        assert low + high <= 2 * middle
+
+
+@given(
+    loads=LOADS,
+    target=st.integers(0, 3_000),
+    sizes=st.lists(st.integers(1, 1_500), min_size=1, max_size=7),
+    slots=st.integers(1, 7),
+)
+def test_the_solvers_find_the_best_subset_for_a_target(
+    loads: list[int], target: int, sizes: list[int], slots: int
+) -> None:
+    balance = Balance(
+        ahead_of(loads),
+        Weights(np.ones(HORIZON + 1), 1.0, float(len(loads))),
+        np.ones(HORIZON + 1),
+        np.full(HORIZON + 1, float(target)),
+    )
+    for rank in range(len(loads)):
+        found = best_subset(sizes, slots, balance.peak(rank), partial(balance.score, rank))
+        totals = [
+            sum(chosen)
+            for count in range(1, min(slots, len(sizes)) + 1)
+            for chosen in combinations(sizes, count)
+        ]
+        best = max(0.0, *(balance.score(rank, total) for total in totals))
+        assert balance.score(rank, found.total) == best
+
+
+def test_the_peak_is_at_the_target() -> None:
+    balance = present([1000, 400, 700], target=720)
+    assert [balance.peak(rank) for rank in range(3)] == [0.0, 320.0, 20.0]
+    # Without one it is at the envelope.
+    assert [present([1000, 400, 700]).peak(rank) for rank in range(3)] == [0.0, 600.0, 300.0]
+
+
+@pytest.mark.parametrize(("total", "beyond"), [(500, 0.0), (600, 0.0), (700, 100.0)])
+def test_overflow_is_what_is_beyond_the_envelope(total: int, beyond: float) -> None:
+    balance = present([1000, 400, 700], target=720)
+    assert balance.overflow(1, np.array([float(total)])).tolist() == [beyond]
