@@ -8,7 +8,7 @@ from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
 
 
 class VirtualServer(asyncio.Server):
-    """See asyncio.Server for the public methods.
+    """See asyncio.Server for the public methods; there is no serve_forever().
 
     wait_closed() waits for the connections too, as in Python 3.12 and later; Python 3.11 returns
     at once, so code that relies on either is wrong on the other, and a wait shows here.
@@ -30,7 +30,6 @@ class VirtualServer(asyncio.Server):
         self._accepting = False
         self._connections = 0
         self._closed: list[asyncio.Future[None]] = []
-        self._serving_forever: asyncio.Future[None] | None = None
 
     def attach(self) -> None:
         """Count an accepted connection."""
@@ -63,29 +62,12 @@ class VirtualServer(asyncio.Server):
         self._accepting = True
         await asyncio.sleep(0)
 
-    async def serve_forever(self) -> None:
-        """Accept connections until cancelled, then close."""
-        if self._serving_forever is not None:
-            raise RuntimeError(f"server {self!r} is already being awaited on serve_forever()")
-        await self.start_serving()
-        self._serving_forever = self._loop.create_future()
-        try:
-            await self._serving_forever
-        except asyncio.CancelledError:
-            self.close()
-            await self.wait_closed()
-            raise
-        finally:
-            self._serving_forever = None
-
     def close(self) -> None:
         """Stop accepting; accepted connections stay."""
         if not self._bound:
             return
         self._bound = self._accepting = False
         self._unlisten(self)
-        if self._serving_forever is not None and not self._serving_forever.done():
-            self._serving_forever.cancel()
         self._wake_if_over()
 
     async def wait_closed(self) -> None:

@@ -316,36 +316,6 @@ def test_a_factory_that_fails_is_reported_and_the_listener_goes_on() -> None:
     run(main, seed=1, check=False)
 
 
-def test_serve_forever_closes_when_cancelled() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        listener = await loop.create_server(Recorder, HOST, PORT, start_serving=False)
-        with pytest.raises(ConnectionRefusedError):
-            await loop.create_connection(Recorder, HOST, PORT)
-        serving = asyncio.create_task(listener.serve_forever())
-        transport, _ = await loop.create_connection(Recorder, HOST, PORT)
-        transport.close()
-        await asyncio.sleep(1.0)
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        assert loop.network.listeners == []
-
-    run(main, seed=1)
-
-
-def test_closing_a_listener_ends_serve_forever() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        listener = await loop.create_server(Recorder, HOST, PORT, start_serving=False)
-        serving = asyncio.create_task(listener.serve_forever())
-        await asyncio.sleep(1.0)
-        assert listener.is_serving()
-        listener.close()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-
-    run(main, seed=1)
-
-
 def test_wait_closed_waits_for_the_accepted_connections() -> None:
     async def main(loop: VirtualLoop) -> float:
         listener = await loop.create_server(Recorder, HOST, PORT)
