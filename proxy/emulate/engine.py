@@ -1,7 +1,7 @@
 """One emulated engine: its life cycle, its requests, and their counts."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.emulate.answer import json_headers
 from balanceroute.proxy.emulate.api_error import compact
@@ -17,29 +17,8 @@ from balanceroute.proxy.wire.messages import Request, ServerLimits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-class Work(Protocol):
-    """The model executor behind the server. Ranks are numbered from 0 within the engine."""
-
-    def serve(self, call: EngineCall) -> None:
-        """Start a request."""
-        ...
-
-    def running(self, rank: int) -> int:
-        """Return the number of running sequences."""
-        ...
-
-    def waiting(self, rank: int) -> int:
-        """Return the number of sequences that wait for room."""
-        ...
-
-    def arriving(self, rank: int) -> int:
-        """Return the number of sequences that wait for their KV cache."""
-        ...
-
-    def usage(self, rank: int) -> float:
-        """Return the share of the KV cache in use."""
-        ...
+    from balanceroute.proxy.emulate.decoder import Decoder
+    from balanceroute.proxy.emulate.prefiller import Prefiller
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +63,7 @@ class Engine:
         role: EngineRole,
         hub: Hub,
         *,
-        begin: "Callable[[Engine], Work]",
+        begin: "Callable[[Engine], Prefiller | Decoder]",
         routes: "Callable[[Engine], Application]",
     ) -> None:
         self.role = role
@@ -96,7 +75,7 @@ class Engine:
         self.bootstrap_port = 0
         self.faults = Faults()
         self.counters: list[RankCounters] = []
-        self.work: Work
+        self.work: Prefiller | Decoder
         self.exchanges: dict[Exchange, EngineCall] = {}
         self.held: dict[Reply, None] = {}
         self._hub = hub

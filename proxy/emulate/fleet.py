@@ -9,7 +9,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.barrier import Barrier, StepCounters
 from balanceroute.proxy.emulate.control import FleetControl
 from balanceroute.proxy.emulate.decoder import Decoder
-from balanceroute.proxy.emulate.engine import Engine, EngineRole, Work
+from balanceroute.proxy.emulate.engine import Engine, EngineRole
 from balanceroute.proxy.emulate.fault_board import FaultBoard
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
@@ -240,7 +240,7 @@ class EmulatedFleet:
         ]
         return prefillers + decoders
 
-    def _begin(self, engine: Engine) -> Work:
+    def _begin(self, engine: Engine) -> Prefiller | Decoder:
         """Return the executor behind an engine's server."""
         hub = self._hub
         if engine.name.startswith("prefill/"):
