@@ -1,7 +1,7 @@
 """What sessions report and ask goes to those who keep count for all of them."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Ending
@@ -65,31 +65,22 @@ class Feedback:
         self._metrics = metrics
         self._log = log
         self._now_ns = now_ns
+        # A table, because `match` costs more, and every request has half a dozen reports.
+        self._takers: dict[type[Report], Callable[[Any], None]] = {
+            LegSucceeded: self._leg_succeeded,
+            LegFailed: self._leg_failed,
+            PullSucceeded: self._pull_succeeded,
+            PullFailed: self._pull_failed,
+            EngineSeen: self._engine_seen,
+            PromptCounted: self._prompt_counted,
+            KvAbandoned: self._kv_abandoned,
+            RemotePrefillEnded: self._remote_prefill_ended,
+            SessionEnded: self._session_ended,
+        }
 
     def take(self, report: Report) -> None:
         """Pass on a report."""
-        prefillers = self._instances.prefillers
-        # Ordered by frequency: `match` tries the cases in turn.
-        match report:
-            case LegSucceeded(target):
-                self._health.succeeded(target)
-            case PullSucceeded(prefiller, rank):
-                self._transfers.succeeded(prefillers[prefiller], self._instances.ranks[rank])
-            case PromptCounted(number, prompt_tokens):
-                self._counted(number, prompt_tokens)
-            case EngineSeen(prefiller, engine_id):
-                self._lost.engine_seen(prefillers[prefiller], engine_id)
-            case SessionEnded(number, record):
-                self._ended(number, record)
-            case RemotePrefillEnded(prefiller):
-                prefillers[prefiller].hand_offs -= 1
-            case KvAbandoned(how):
-                self._metrics.legs.abandoned_lease(how)
-            case LegFailed(target, fault, reason):
-                self._health.failed(target, fault, reason)
-            case PullFailed(number, prefiller, rank, fault, reason):
-                pair = prefillers[prefiller], self._instances.ranks[rank]
-                self._transfers.failed(number, *pair, fault, reason)
+        self._takers[type(report)](report)
 
     def may_retry(self, leg: str, fault: Fault, pulled_from: PrefillerId | None) -> bool:
         """Take one retry from the budget, if there is one; see `Host.ask_retry`."""
@@ -116,15 +107,40 @@ class Feedback:
             chosen.hand_offs += 1
         return chosen
 
-    def _counted(self, number: RequestId, prompt_tokens: int) -> None:
-        session = self._table.live[number]
-        ticket = session.ticket
-        features = RequestFeatures(prompt_tokens, ticket.max_tokens, ticket.keys)
-        self._predictors.begin(number, features)
-        self.estimate.learn(session.shape, prompt_tokens)
+    def _leg_succeeded(self, report: LegSucceeded) -> None:
+        self._health.succeeded(report.target)
 
-    def _ended(self, number: RequestId, record: RequestRecord) -> None:
+    def _leg_failed(self, report: LegFailed) -> None:
+        self._health.failed(report.target, report.fault, report.reason)
+
+    def _pull_succeeded(self, report: PullSucceeded) -> None:
+        prefiller = self._instances.prefillers[report.prefiller]
+        self._transfers.succeeded(prefiller, self._instances.ranks[report.rank])
+
+    def _pull_failed(self, report: PullFailed) -> None:
+        prefiller = self._instances.prefillers[report.prefiller]
+        rank = self._instances.ranks[report.rank]
+        self._transfers.failed(report.request, prefiller, rank, report.fault, report.reason)
+
+    def _engine_seen(self, report: EngineSeen) -> None:
+        self._lost.engine_seen(self._instances.prefillers[report.prefiller], report.engine_id)
+
+    def _prompt_counted(self, report: PromptCounted) -> None:
+        session = self._table.live[report.request]
+        ticket = session.ticket
+        features = RequestFeatures(report.prompt_tokens, ticket.max_tokens, ticket.keys)
+        self._predictors.begin(report.request, features)
+        self.estimate.learn(session.shape, report.prompt_tokens)
+
+    def _kv_abandoned(self, report: KvAbandoned) -> None:
+        self._metrics.legs.abandoned_lease(report.how)
+
+    def _remote_prefill_ended(self, report: RemotePrefillEnded) -> None:
+        self._instances.prefillers[report.prefiller].hand_offs -= 1
+
+    def _session_ended(self, report: SessionEnded) -> None:
         """Forget a session that is over, and count it."""
+        number, record = report.request, report.record
         session = self._table.live[number]
         self._table.remove(number, record)
         self._progress.ended(session)

@@ -17,6 +17,7 @@ from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
+from balanceroute.proxy.live.request.reports import SessionEnded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.feedback import Feedback
@@ -189,14 +190,14 @@ def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
 
 @bug("the proxy did not log it")
 def a_request_is_not_logged(patch: Patch) -> None:
-    ended = Feedback._ended
+    ended = Feedback._session_ended
 
-    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
+    def end(self: Feedback, report: SessionEnded) -> None:
         log, self._log = self._log, Nowhere()
-        ended(self, number, record)
+        ended(self, report)
         self._log = log
 
-    patch.setattr(Feedback, "_ended", end)
+    patch.setattr(Feedback, "_session_ended", end)
 
 
 class Nowhere:
@@ -208,37 +209,37 @@ class Nowhere:
 
 @bug("requests req-")
 def a_request_is_logged_twice(patch: Patch) -> None:
-    ended = Feedback._ended
+    ended = Feedback._session_ended
 
-    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
-        ended(self, number, record)
-        self._log.request_ended(record)
+    def end(self: Feedback, report: SessionEnded) -> None:
+        ended(self, report)
+        self._log.request_ended(report.record)
 
-    patch.setattr(Feedback, "_ended", end)
+    patch.setattr(Feedback, "_session_ended", end)
 
 
 @bug("timers, there were")
 def a_timer_is_left_behind(patch: Patch) -> None:
-    ended = Feedback._ended
+    ended = Feedback._session_ended
 
-    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
-        ended(self, number, record)
+    def end(self: Feedback, report: SessionEnded) -> None:
+        ended(self, report)
         asyncio.get_running_loop().call_later(3600.0, lambda: None)
 
-    patch.setattr(Feedback, "_ended", end)
+    patch.setattr(Feedback, "_session_ended", end)
 
 
 @bug("tasks, there were")
 def a_task_is_left_behind(patch: Patch) -> None:
-    ended = Feedback._ended
+    ended = Feedback._session_ended
 
-    def end(self: Feedback, number: RequestId, record: RequestRecord) -> None:
-        ended(self, number, record)
+    def end(self: Feedback, report: SessionEnded) -> None:
+        ended(self, report)
         self.__dict__.setdefault("left", []).append(
             asyncio.get_running_loop().create_task(asyncio.sleep(3600.0))
         )
 
-    patch.setattr(Feedback, "_ended", end)
+    patch.setattr(Feedback, "_session_ended", end)
 
 
 @bug("tokens were logged as")
