@@ -118,6 +118,7 @@ class Setup:
             "admin_port": 0,
             "lease_s": lease_s,
             "lease_margin_s": lease_s / 6,
+            "connect_timeout_s": lease_s / 12,
             "probe_limit": 1,
             # With early binding a request waits in the engine for its first token.
             "first_token_timeout_s": 600.0,

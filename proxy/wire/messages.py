@@ -124,6 +124,7 @@ class WireFault(Enum):
     PROTOCOL = "malformed response"
     TOO_LARGE = "past a size limit"
     TIMEOUT = "no complete response in time"
+    TOO_LATE = "not sent in time"
 
 
 class WireError(BalanceRouteError):

@@ -36,6 +36,7 @@ _FAULTS = {
     WireFault.PROTOCOL: Fault.PROTOCOL,
     WireFault.TOO_LARGE: Fault.PROTOCOL,
     WireFault.TIMEOUT: Fault.TIMEOUT,
+    WireFault.TOO_LATE: Fault.LOCAL,
 }
 
 

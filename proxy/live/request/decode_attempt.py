@@ -139,7 +139,8 @@ class DecodeAttempt(Attempt):
         headers = session.headers
         if self._rank is not None and self._rank.header is not None:
             headers = [*headers, (b"x-data-parallel-rank", self._rank.header)]
-        self._post(headers, body, handler, timeout_s=timeout_s)
+        expires_s = None if self._kv is None else self._kv.expires_s
+        self._post(headers, body, handler, timeout_s=timeout_s, expires_s=expires_s)
 
     def leg_at(self, target: "Target") -> Leg | None:
         """Return the leg, or that of the prefill which the rank called for."""

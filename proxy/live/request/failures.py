@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_error
 from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Target
@@ -39,6 +40,7 @@ class What(Enum):
     NO_KV = "no usable KV parameters"
     ERROR_EVENT = "the first event is an error of 5xx"
     NOT_SENT = "no connection"
+    TOO_LATE = "not sent before the end of the lease"
     BROKEN = "connection lost after the request was sent"
     TIMED_OUT = "timed out"
     NO_PREFILL = "the prefill that the decode rank requested failed"
@@ -125,6 +127,7 @@ RULES = {
     # What vLLM does when it cannot pull the KV cache.
     (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.OTHERS_KV),
     (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
+    (Leg.DECODE, What.TOO_LATE): Rule(Blame.NOBODY, False, Next.NEW_KV),
     (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
     (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
@@ -182,4 +185,6 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
 def breakage(error: "WireError") -> Failure:
     """Return the failure that an exchange without a complete answer is."""
     what = What.BROKEN if error.sent else What.NOT_SENT
+    if error.kind is WireFault.TOO_LATE:
+        what = What.TOO_LATE
     return Failure(what, fault_of(error), str(error))

@@ -163,13 +163,25 @@ class Attempt(Holding):
             self._call = None
 
     def _post(
-        self, headers: "Headers", body: bytes, handler: "ResponseHandler", *, timeout_s: float
+        self,
+        headers: "Headers",
+        body: bytes,
+        handler: "ResponseHandler",
+        *,
+        timeout_s: float,
+        expires_s: float | None = None,
     ) -> None:
         session = self._session
         self._deadline_s = session.context.clock() + timeout_s
         target = session.shape.api.value.encode()
         self._call = self.engine.endpoint.request(
-            b"POST", target, headers, body, handler, crashed=session.crashed
+            b"POST",
+            target,
+            headers,
+            body,
+            handler,
+            crashed=session.crashed,
+            expires_s=expires_s,
         )
 
 

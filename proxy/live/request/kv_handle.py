@@ -13,14 +13,21 @@ class KvHandle:
     Attributes:
         prefiller: Who computed it.
         params: How a rank pulls it; None if none can, so that the rank computes the prompt itself.
+        expires_s: The loop's time from which on no rank may be asked to pull it; None for never.
         offers: How many ranks it was offered to.
     """
 
-    __slots__ = ("_losses", "offers", "params", "prefiller")
+    __slots__ = ("_losses", "expires_s", "offers", "params", "prefiller")
 
-    def __init__(self, prefiller: "Prefiller", params: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        prefiller: "Prefiller",
+        params: Mapping[str, Any] | None,
+        expires_s: float | None = None,
+    ) -> None:
         self.prefiller = prefiller
         self.params = params
+        self.expires_s = expires_s
         self.offers = 0
         self._losses = prefiller.lost_kv
 

@@ -26,6 +26,7 @@ class LegSettings:
             these; else, and if these are refused, it is prefilled again elsewhere.
         count_tokens: "usage" if the tokens of a stream are counted by the engine's own word, which is
             asked for in every event; else an event counts as one.
+        lease_margin_s: How long before the end of its lease a KV cache counts as lost.
         pass_priority: Whether engines get the priority that a client gives its request.
     """
 
@@ -40,6 +41,7 @@ class LegSettings:
     direct: Direct
     on_missing_kv: str
     count_tokens: str
+    lease_margin_s: float
     pass_priority: bool
 
     @property

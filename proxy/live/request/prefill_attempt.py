@@ -74,11 +74,12 @@ class PrefillAttempt(Attempt):
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
         try:
-            kv = KvHandle(self.prefiller, self._params(answer))
+            lease_ns = self._lease_ns()
+            kv = KvHandle(self.prefiller, self._params(answer), self._expires_s(lease_ns))
         except MissingKvError as error:
             self._go_on_without_kv(answer, str(error))
         else:
-            session.prefilled(kv, answer.prompt_tokens, self._lease_ns())
+            session.prefilled(kv, answer.prompt_tokens, lease_ns)
 
     def _params(self, answer: PrefillAnswer) -> Mapping[str, Any]:
         """Return how a rank pulls the KV cache that this leg left behind.
@@ -104,6 +105,14 @@ class PrefillAttempt(Attempt):
             return None
         since_s = max(self.sent_s, context.stalls.waiting_since_s())
         return round((since_s + context.lease_s) * 1e9)
+
+    def _expires_s(self, lease_ns: int | None) -> float | None:
+        context = self._session.context
+        if lease_ns is None or context.lease_s is None:
+            return None
+        # The margin covers the way to the rank and its pull; the request is sent in its first half.
+        margin_s = min(context.legs.lease_margin_s, context.lease_s / 2)
+        return lease_ns / 1e9 - margin_s / 2
 
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
         session, legs = self._session, self._session.context.legs

@@ -81,7 +81,9 @@ def make_config(
     log = given.read(LogSettings)
     _check_logs(given, log)
     times = given.read(TimeLimits)
-    lease_s = scheduling.lease_s or CONNECTORS[engines.connector].lease_s
+    lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
+    if lease_s is not None:
+        _check_margin(given, scheduling, times)
     return ProxyConfig(
         topology=None if topology is None else topology.name,
         engines=engines,
@@ -96,7 +98,7 @@ def make_config(
         decoders=decoders,
         credentials=credentials,
         direct=scheduling.direct or _direct(engines.connector),
-        lease_s=_finite(lease_s),
+        lease_s=lease_s,
     )
 
 
@@ -249,6 +251,15 @@ def _finite(time_s: float | None) -> float | None:
 
 
 # The rest.
+
+
+def _check_margin(given: Given, scheduling: SchedulingSettings, times: TimeLimits) -> None:
+    margin_s, connect_s = scheduling.lease_margin_s, times.connect_timeout_s
+    if margin_s <= connect_s:
+        reason = f"is {margin_s:g}, must exceed {given.where('connect_timeout_s')} ({connect_s:g})"
+        raise ConfigError(
+            f"{given.where('lease_margin_s')} {reason}: a rank's connection takes from the margin"
+        )
 
 
 def _check_backoff(given: Given, failures: FailureSettings) -> None:

@@ -351,7 +351,10 @@ class TimeLimits:
         word="auto",
         metavar="S",
     )
-    connect_timeout_s: float = seconds(5.0, "for a connection to an engine")
+    # Long enough for the second SYN, and short enough for the margin of a lease.
+    connect_timeout_s: float = seconds(
+        2.5, "for a connection to an engine; less than --lease-margin-s where KV caches have leases"
+    )
     tcp_timeout_s: float = seconds(
         30.0,
         "silence of an engine's host, to TCP's own probes too, after which its connections end",

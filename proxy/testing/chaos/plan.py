@@ -175,7 +175,7 @@ def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
         "pool_ttl_s": rng.choice([60.0, 60.0, 60.0, 0.3]),
         # The fleet's own, so that what lapses has to be noticed here.
         "lease_s": engines.lease_s,
-        "lease_margin_s": rng.choice([0.2, 5.0]),
+        "lease_margin_s": rng.choice([1.5, 5.0]),
         "on_missing_kv": rng.choice(["recompute", "fail"]),
         "connect_timeout_s": 1.0,
         "prefill_timeout_s": 6.0,

@@ -99,6 +99,7 @@ class Endpoint:
         handler: ResponseHandler,
         *,
         crashed: Callable[[Exception], None] | None = None,
+        expires_s: float | None = None,
     ) -> Call:
         """Begin an exchange.
 
@@ -110,6 +111,7 @@ class Endpoint:
             handler: Receives the response, never before this returns.
             crashed: Called with what the handler raised, after which the call is over; None lets the
                 exception propagate.
+            expires_s: The loop's time from which on the request must not be written; None for never.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -123,12 +125,13 @@ class Endpoint:
             head_only=head_only,
             repeatable=head_only or method == b"GET",
             crashed=crashed,
+            expires_s=expires_s,
         )
         connection = self._take_idle()
         if connection is None:
             self._connect(call)
         else:
-            connection.begin(call)
+            self._begin(connection, call)
         return call
 
     def close(self) -> None:
@@ -167,6 +170,21 @@ class Endpoint:
     def retry(self, call: Call) -> None:
         """Repeat a call on a new connection."""
         self._connect(call)
+
+    # Sending.
+
+    def _begin(self, connection: ClientConnection, call: Call) -> None:
+        # The last moment before the write: to connect takes time, and the process may have been
+        # suspended since the request was decided on.
+        if call.expires_s is None or self._loop.time() < call.expires_s:
+            connection.begin(call)
+            return
+        self.release(connection)
+        self._loop.call_soon(self._expire, call)
+
+    def _expire(self, call: Call) -> None:
+        if not call.done:
+            call.fail(WireFault.TOO_LATE, f"the request to {self.name} was not sent in time")
 
     # Idle connections.
 
@@ -239,7 +257,7 @@ class Endpoint:
             return
         if connection.usable:
             connection.join()
-            connection.begin(call)
+            self._begin(connection, call)
         else:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")
 

@@ -76,6 +76,7 @@ class Call:
         "connection",
         "crashed",
         "done",
+        "expires_s",
         "handler",
         "head",
         "head_only",
@@ -93,7 +94,9 @@ class Call:
         head_only: bool,
         repeatable: bool,
         crashed: Callable[[Exception], None] | None = None,
+        expires_s: float | None = None,
     ) -> None:
+        self.expires_s = expires_s
         self.head = head
         self.body = body
         self.handler = handler

@@ -89,8 +89,11 @@ def prefill_answer(
 class Sent:
     """One request to an engine, which answers by hand."""
 
-    def __init__(self, engine: str, headers: Headers, body: bytes, handler: Any) -> None:
+    def __init__(
+        self, engine: str, headers: Headers, body: bytes, handler: Any, expires_s: float | None
+    ) -> None:
         self.engine = engine
+        self.expires_s = expires_s
         self.headers = headers
         self.values = json.loads(body)
         self.handler: ResponseHandler = handler
@@ -130,9 +133,9 @@ class Sent:
         self.begin(*pieces)
         self.end()
 
-    def break_off(self, *, sent: bool = True) -> None:
+    def break_off(self, kind: WireFault = WireFault.RESET, *, sent: bool = True) -> None:
         self.done = True
-        self.handler.on_error(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
+        self.handler.on_error(WireError(kind, "gone", sent=sent, answered=False))
 
 
 class Engine:
@@ -144,10 +147,18 @@ class Engine:
         self._sent = sent
 
     def request(
-        self, method: bytes, path: bytes, headers: Headers, body: bytes, handler: Any, **_: object
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Headers,
+        body: bytes,
+        handler: Any,
+        *,
+        expires_s: float | None = None,
+        **_: object,
     ) -> Sent:
         assert (method, path) == (b"POST", b"/v1/completions")
-        self._sent.append(Sent(self.name, headers, body, handler))
+        self._sent.append(Sent(self.name, headers, body, handler, expires_s))
         return self._sent[-1]
 
     def close_idle(self) -> None:

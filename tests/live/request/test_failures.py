@@ -46,6 +46,7 @@ def test_every_failure_of_a_leg_has_its_rule() -> None:
     of_some_legs = {
         What.NO_KV: [Leg.PREFILL],
         What.NO_PREFILL: [Leg.DECODE],
+        What.TOO_LATE: [Leg.DECODE],
         What.ERROR_EVENT: [Leg.DECODE, Leg.DIRECT],
     }
     for leg in Leg:
@@ -87,6 +88,8 @@ def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -
 def test_what_broke_before_it_was_sent_was_never_taken(*, sent: bool) -> None:
     one = breakage(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
     assert one.what is (What.BROKEN if sent else What.NOT_SENT)
+    late = breakage(WireError(WireFault.TOO_LATE, "late", sent=False, answered=False))
+    assert (late.what, late.fault) == (What.TOO_LATE, Fault.LOCAL)
     assert one.fault is Fault.RESET
 
 

@@ -23,6 +23,7 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.request.failures import RULES, Blame, Next, What
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome
+from balanceroute.proxy.wire.messages import WireFault
 
 NUMBER = events.RequestId(3)
 WHOLE = b'{"choices":[{"index":0,"text":"a"}],"usage":{"prompt_tokens":7,"completion_tokens":5}}'
@@ -168,6 +169,7 @@ FAIL: dict[What, Callable[[Site, Sent], None]] = {
     What.NO_KV: lambda _, sent: sent.answer(200, prefill_answer(None)),
     What.ERROR_EVENT: lambda _, sent: sent.begin(b'data: {"error":{"code":500}}\n\n'),
     What.NOT_SENT: lambda _, sent: sent.break_off(sent=False),
+    What.TOO_LATE: lambda _, sent: sent.break_off(WireFault.TOO_LATE, sent=False),
     What.BROKEN: lambda _, sent: sent.break_off(),
     What.TIMED_OUT: lambda site, _: site.wait(1e6),
     What.NO_PREFILL: lambda site, _: no_prefill(site),
@@ -542,6 +544,15 @@ def test_a_lease_began_when_its_answer_may_have_come_but_not_before_it_was_asked
     site.stalled_since_s = stalled_since_s
     probe.answer(200, prefill_answer())
     assert site.fed == [events.PrefillDone(NUMBER, 7, round((begins_s + 30.0) * 1e9))]
+
+
+@pytest.mark.parametrize(("flags", "expires_s"), [({}, 27.5), ({"lease_margin_s": 20.0}, 22.5)])
+def test_a_rank_is_asked_in_the_first_half_of_the_margin_at_the_latest(
+    flags: dict[str, Any], expires_s: float
+) -> None:
+    site = Site(**flags)
+    asked_s = site.now_s
+    assert site.to_rank().expires_s == asked_s + expires_s
 
 
 def test_a_kv_cache_that_is_lost_during_a_backoff_goes_to_no_other_rank() -> None:

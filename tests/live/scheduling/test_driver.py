@@ -284,7 +284,7 @@ def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> Non
         assert b"balanceroute_lease_lapses_total " + lapses in page
         assert b'balanceroute_abandoned_leases_total{reason="lapsed"} ' + lapses in page
 
-    flags = {"lease_s": 2.0, "lease_margin_s": 0.5, "batch": 1}
+    flags = {"lease_s": 2.0, "lease_margin_s": 0.5, "connect_timeout_s": 0.25, "batch": 1}
     play(scenario, ranks=1, lease_s=2.0, flags=flags)
 
 

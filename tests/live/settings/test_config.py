@@ -79,7 +79,7 @@ def test_the_defaults_are_these() -> None:
     assert config.lease_s == 30.0
     assert config.engines.model == ()
     assert (config.engines.engine_ca_file, config.engines.insecure_engines) == (None, False)
-    assert config.times.connect_timeout_s == 5.0
+    assert config.times.connect_timeout_s == 2.5
     scheduling = config.scheduling
     assert (scheduling.policy, scheduling.predictor, scheduling.seed) == ("br-h", "survival", 0)
     assert config.policies == PolicySettings()
@@ -97,6 +97,7 @@ def test_the_defaults_are_these() -> None:
         direct=Direct.DECODE,
         on_missing_kv="recompute",
         count_tokens="usage",
+        lease_margin_s=5.0,
         pass_priority=False,
     )
     assert config.health == HealthSettings(2.0, 2.0, quarantine_failures=3)
@@ -132,7 +133,7 @@ SAMPLES: dict[str, object] = {
     "queue_limit": 10,
     "single_engine_limit": 12,
     "lease_s": 60.0,
-    "lease_margin_s": 1.0,
+    "lease_margin_s": 4.75,
     "direct": "refuse",
     "direct_limit": 7,
     "on_missing_kv": "fail",
@@ -313,7 +314,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         deadline_ns=3_500_000_000,
         ttl_ns=2_500_000_000,
         lease_ns=60_000_000_000,
-        lease_margin_ns=1_000_000_000,
+        lease_margin_ns=4_750_000_000,
         queue_ttl_ns=1_500_000_000,
     )
     assert config.legs == LegSettings(
@@ -328,6 +329,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         direct=Direct.REFUSE,
         on_missing_kv="fail",
         count_tokens="events",
+        lease_margin_s=4.75,
         pass_priority=True,
     )
     assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
@@ -443,6 +445,8 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         ({"retry_backoff_s": -1}, "--retry-backoff-s", "must be from 0"),
         ({"retry_backoff_s": 2}, "--retry-backoff-s", "is 2, beyond --retry-backoff-limit-s (1)"),
         ({"retry_backoff_limit_s": -1}, "--retry-backoff-limit-s", "must be from 0"),
+        ({"lease_margin_s": 2}, "--lease-margin-s", "is 2, must exceed --connect-timeout-s (2.5)"),
+        ({"connect_timeout_s": 5}, "--lease-margin-s", "is 5, must exceed --connect-timeout-s (5)"),
         ({"health_interval_s": 0}, "--health-interval-s", "must be from"),
         ({"health_timeout_s": 0}, "--health-timeout-s", "must be from"),
         ({"scrape_interval_s": 0}, "--scrape-interval-s", "must be from"),
@@ -651,6 +655,11 @@ def test_the_shipped_emulated_topology_is_a_configuration_once_its_engines_run()
 def test_every_connector_is_served_with_its_own_lease(name: str, tmp_path: Path) -> None:
     config = of_file(tmp_path, top=f'connector = "{name}"')
     assert config.lease_s == CONNECTORS[name].lease_s
+
+
+def test_without_leases_a_connection_may_take_any_time() -> None:
+    config = of_flags(lease_s=inf, lease_margin_s=0, connect_timeout_s=60)
+    assert config.times.connect_timeout_s == 60.0
 
 
 def test_a_lease_that_is_told_goes_before_the_connectors() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.wire.http1.test_client import (
     OK,
+    Handler,
     answer_and_close,
     answering,
     begin,
@@ -173,5 +174,49 @@ def test_a_reused_connection_that_answered_a_byte_is_not_retried(
             assert handler.error.kind is WireFault.RESET
             assert handler.error.answered
             assert raw.accepted == 1
+
+    run(main())
+
+
+def test_a_request_whose_time_is_over_is_not_written(run: "Run", engine: "Engine") -> None:
+    """It may be over when the connection is there, or when the process goes on after a stop."""
+
+    async def late(endpoint: Endpoint) -> None:
+        handler = Handler()
+        expires_s = asyncio.get_running_loop().time()
+        call = endpoint.request(b"POST", b"/", [], b"late", handler, expires_s=expires_s)
+        assert not handler.over  # Never before the caller has the call.
+        await until(lambda: handler.over)
+        assert call.done
+        assert handler.error is not None
+        assert (handler.error.kind, handler.error.sent) == (WireFault.TOO_LATE, False)
+
+    async def main() -> None:
+        async with engine(answering(OK, OK)) as raw:
+            await late(raw.endpoint)  # On a new connection, which is kept.
+            assert raw.endpoint.idle == 1
+            assert (await exchange(raw.endpoint)).ended
+            await late(raw.endpoint)  # On an idle one.
+            assert raw.endpoint.idle == 1
+            in_time = Handler()
+            expires_s = asyncio.get_running_loop().time() + 600.0
+            raw.endpoint.request(b"POST", b"/", [], b"", in_time, expires_s=expires_s)
+            await until(lambda: in_time.over)
+            assert in_time.ended
+            assert raw.accepted == 1
+
+    run(main())
+
+
+def test_a_late_request_that_is_aborted_ends_without_a_callback(
+    run: "Run", engine: "Engine"
+) -> None:
+    async def main() -> None:
+        async with engine(answering(OK, OK)) as raw:
+            assert (await exchange(raw.endpoint)).ended
+            handler = Handler()
+            raw.endpoint.request(b"POST", b"/", [], b"", handler, expires_s=0.0).abort()
+            assert (await exchange(raw.endpoint)).ended
+            assert not handler.over
 
     run(main())
