@@ -129,9 +129,10 @@ def test_the_mirror_is_true_of_engines_that_are_not_plain(
         await run_load(site, streamed=streamed, requests=150)
         assert mirror.decisions > 100
         assert mirror.deviation < 0.02
-        # Ranks that differ only in speed and size still emit a token a step.
+        # Ranks that differ only in speed and size still emit a token a step. Few requests are paused,
+        # and one that is not streamed shows it at its end alone.
         in_step = engines.tokens_per_step == 1.0 and engines.pause_above is None
-        assert in_step or mirror.corrections > 0
+        assert in_step or streamed < 1.0 or mirror.corrections > 0
 
     play(scenario, **(FLEET | {"engines": engines, "step_ns_per_token": 20_000.0}))
 
