@@ -12,6 +12,7 @@ from balanceroute.proxy.core.events import (
     Event,
     PrefillDone,
     PrefillerId,
+    RankId,
     ReleasePrefill,
     RequestArrived,
     RequestFinished,
@@ -23,6 +24,10 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.leases import MOST_LAPSES
+from balanceroute.proxy.core.policies.base import Assignment, OldestFirst
+from balanceroute.proxy.core.policies.base import Fleet as View
+from balanceroute.proxy.core.policies.fifo import least_kv_with_room
+from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -89,6 +94,24 @@ class Fleet:
         return next(one.overflow_limit for one in pool if one.request == number)
 
 
+class SmallOnes(OldestFirst):
+    """Admits a large entry only if it must go at any cost."""
+
+    def __init__(self) -> None:
+        super().__init__(least_kv_with_room, slots_beyond_batch=0)
+
+    def dispatch(self, fleet: View, pool: Pool, now_ns: int) -> list[Assignment]:
+        admitted: list[Assignment] = []
+        forced = [entry for entry in pool.overdue(now_ns) if entry.overflow_limit == inf]
+        for entry in [*forced, *(one for one in pool if one.kv_tokens == 300)]:
+            rank = least_kv_with_room(fleet, entry)
+            if rank is not None and entry.request in pool:
+                pool.admit(entry.request)
+                fleet.bind(rank, entry)
+                admitted.append(Assignment(entry.request, RankId(rank)))
+        return admitted
+
+
 def test_too_little_is_known_at_first_and_a_late_request_goes_at_any_cost(
     new_driver: "type[Driver]",
 ) -> None:
@@ -132,8 +155,8 @@ def test_a_deadline_that_is_set_holds_at_any_cost(new_driver: "type[Driver]") ->
 def test_a_request_whose_lease_is_left_to_end_is_served_in_the_end(
     new_driver: "type[Driver]",
 ) -> None:
-    # 4,000 tokens overflow any rank by more than it sheds during a lease.
     fleet = Fleet(new_driver, pool_limit=100)
+    fleet.scheduler.policy = SmallOnes()
     fleet.run(600)
     number = fleet.arrive(4_000)
     before_ns = fleet.driver.now_ns

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.leases import MOST_LAPSES
 from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
@@ -167,6 +168,17 @@ def audit_retries(plan: Plan, world: World) -> list[str]:
     free = _counted(world.proxy.metrics.render(), _PULL_FAILURE_LINE).total()
     allowed = _RETRY_RESERVE + _RETRY_SHARE * len(world.ended) + free
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
+
+
+def audit_lapses(ended: "Sequence[RequestRecord]") -> list[str]:
+    """Return the requests whose leases were left to end too often: a wait has to have an end."""
+    return [
+        f"{record.request_id}: {record.cheaper_lapses} of its leases were left to end"
+        for record in ended
+        # After a rank took it, a request waits as if it had just arrived.
+        if record.cheaper_lapses > MOST_LAPSES * (1 + record.recomputes + record.retries)
+        or record.cheaper_lapses > record.lease_lapses
+    ]
 
 
 def audit_rest(world: World) -> list[str]:

@@ -19,6 +19,7 @@ from balanceroute.proxy.testing.chaos.audit import (
     Census,
     audit_answers,
     audit_decisions,
+    audit_lapses,
     audit_leases,
     audit_metrics,
     audit_misreads,
@@ -143,6 +144,7 @@ class Trial:
         report.violations += audit_metrics(world.ended, world.proxy.metrics.render())
         report.violations += audit_decisions(world)
         report.violations += audit_retries(plan, world)
+        report.violations += audit_lapses(world.ended)
         await self._look_at_the_rest(before)
         oracle = Oracle(plan.world.engines)
         await oracle.start()
@@ -265,6 +267,7 @@ class Trial:
             counters["retries"] += record.retries
             counters["recomputes"] += record.recomputes
             counters["lease lapses"] += record.lease_lapses
+            counters["cheaper lapses"] += record.cheaper_lapses
             counters["output tokens"] += record.output_tokens
             world.journal.write("ended", record)
         stats = world.fleet.stats()

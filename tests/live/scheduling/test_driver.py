@@ -137,6 +137,21 @@ def test_the_mirror_is_true_of_engines_that_are_not_plain(
     play(scenario, **(FLEET | {"engines": engines, "step_ns_per_token": 20_000.0}))
 
 
+def test_the_costs_of_a_late_request_are_measured(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        fleet, pace = site.fleet.settings, site.world.scheduler.leases.pace
+        assert pace is not None
+        for _ in range(3):
+            await run_load(site, streamed=1.0, requests=150)
+        assert pace.step_model.ns_per_token == pytest.approx(fleet.step_ns_per_token, rel=0.1)
+        assert pace.tokens_left_per_step is not None
+        # A prefill of 175 tokens in the mean, of which a part is the constant time of the engine.
+        per_token = fleet.prefill_ns_per_token + fleet.prefill_base_ns / 175
+        assert pace.prefill_ns_per_token == pytest.approx(per_token, rel=0.3)
+
+    play(scenario, **(FLEET | {"step_ns_per_token": 20_000.0}))
+
+
 def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         await run_load(site, streamed=1.0, requests=100)
