@@ -19,7 +19,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.live.settings.declared import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer, number, text
+from balanceroute.proxy.live.settings.setting import flag, integer, number, text
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -106,6 +106,7 @@ class Machines:
     lease_margin_s: float = number(
         5.0, "how long before the end of its lease a KV cache counts as lost", 0, 1e6, metavar="S"
     )
+    speeds_unknown: bool = flag("do not tell the scheduler the --rank-speeds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +248,7 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
         engines=given.read(EngineFlags).options,
+        speeds_known=not machines.speeds_unknown,
     )
 
 

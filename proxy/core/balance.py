@@ -52,6 +52,8 @@ class Balance:
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
         target: float64[H + 1], KV tokens of a rank that is as full as the others; None for the
             paper's F.
+        speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
+            are those of a rank of speed 1.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Balance:
         weights: Weights,
         persistence: NDArray[np.float64],
         target: NDArray[np.float64] | None = None,
+        speeds: NDArray[np.float64] | None = None,
     ) -> None:
         self._ahead = ahead
         # s tokens admitted now are s p(h) in h steps, and w (a s p - b (s p - m)+) is the same as
@@ -68,8 +71,9 @@ class Balance:
         self._reward = weights.alpha * float(self._steps.sum())
         self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
         self._past_envelope = weights.beta * self._steps
-        self._envelope: NDArray[np.float64] = ahead.max(axis=0)
-        self._margins = (self._envelope - ahead) * self._stretch
+        self._speeds = (np.ones(len(ahead)) if speeds is None else speeds)[:, None]
+        self._envelope: NDArray[np.float64] = (ahead / self._speeds).max(axis=0)
+        self._margins = (self._envelope * self._speeds - ahead) * self._stretch
         self._target = target
         if target is None:
             self._penalties = self._past_envelope
@@ -102,37 +106,40 @@ class Balance:
         return np.asarray(beyond @ self._steps / self._steps.sum())
 
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
-        """Return the open rank where `total` tokens score best; on a tie the one with most room.
+        """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
 
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
         At least one rank must be open. O(G x H).
         """
         # The reward is the same on every rank, so the least overflow is the best score.
-        overflow = np.maximum(total - self._margins, 0.0) @ self._steps
+        overflow = np.maximum(total - self._margins, 0.0) @ self._steps / self._speeds[:, 0]
         overflow[~open_ranks] = np.inf
         # NumPy's `min` and `flatnonzero` wrap these in Python code, and this runs per admission.
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
-        room = self._margins[ties] @ self._steps
+        room = self._margins[ties] @ self._steps / self._speeds[ties, 0]
         return int(ties[int(room.argmax())])
 
     def admit(self, rank: int, contribution: NDArray[np.float64]) -> None:
         """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it."""
         self._ahead[rank] += contribution
+        level = self._ahead[rank] / self._speeds[rank]
         # A higher envelope widens every rank's margin; below it only this rank's margin changes.
-        if (self._ahead[rank] > self._envelope).any():
-            np.maximum(self._envelope, self._ahead[rank], out=self._envelope)
-            self._margins = (self._envelope - self._ahead) * self._stretch
+        if (level > self._envelope).any():
+            np.maximum(self._envelope, level, out=self._envelope)
+            self._margins = (self._envelope * self._speeds - self._ahead) * self._stretch
             self.safe_margins = self._margins.min(axis=1)
         else:
-            self._margins[rank] = (self._envelope - self._ahead[rank]) * self._stretch
+            below = self._envelope * self._speeds[rank] - self._ahead[rank]
+            self._margins[rank] = below * self._stretch
             self.safe_margins[rank] = self._margins[rank].min()
 
     def _kinks(self, rank: int) -> NDArray[np.float64]:
         margins: NDArray[np.float64] = self._margins[rank]
         if self._target is None:
             return margins
-        room = np.maximum(self._target - self._ahead[rank], 0.0) * self._stretch
+        target = self._target * self._speeds[rank]
+        room = np.maximum(target - self._ahead[rank], 0.0) * self._stretch
         # A target above the envelope is none.
         return np.concatenate([np.minimum(room, margins), margins])

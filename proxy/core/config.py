@@ -1,6 +1,7 @@
 """The size and the limits of the deployment that a `Scheduler` serves."""
 
 from dataclasses import dataclass
+from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
 
@@ -13,6 +14,8 @@ class SchedulerConfig:
         ranks: G, decode ranks.
         batch_limit: B, slots of a rank's batch.
         rank_batch_limits: The slots of each rank; None if all have `batch_limit`.
+        rank_speeds: How fast each rank reads its KV cache, relative to the others; None if all are
+            equally fast.
         rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
         probe_limit: Prefills that run on one prefiller at a time; None for no limit.
@@ -46,6 +49,7 @@ class SchedulerConfig:
     lease_margin_ns: int = 5_000_000_000
     queue_ttl_ns: int | None = None
     rank_batch_limits: tuple[int, ...] | None = None
+    rank_speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -71,6 +75,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"rank_batch_limits is {limits}, must be {self.ranks} numbers of at least 1"
             )
+        speeds = self.rank_speeds
+        if speeds is not None and (
+            len(speeds) != self.ranks or not all(0.0 < speed < inf for speed in speeds)
+        ):
+            raise ConfigError(f"rank_speeds is {speeds}, must be {self.ranks} positive numbers")
         if self.lease_margin_ns < 0:
             raise ConfigError(f"lease_margin_ns is {self.lease_margin_ns}, must be at least 0")
 

@@ -56,7 +56,27 @@ class Ranks:
             free_kv_tokens,
             ledger.requests,
             ledger.turnover,
+            speeds_of(config),
         )
+
+
+def repeated(speeds: tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    """Return the speed of each rank: the given ones in turn; () if there are none."""
+    return tuple(speeds[rank % len(speeds)] for rank in range(ranks)) if speeds else ()
+
+
+def speeds_of(config: SchedulerConfig) -> "NDArray[np.float64] | None":
+    """Return float64[G], the ranks' speeds, 1 on average; None if all are equally fast."""
+    if config.rank_speeds is None:
+        return None
+    speeds = np.array(config.rank_speeds)
+    return np.asarray(speeds / speeds.mean())
+
+
+def loads_at_mean_speed(ledger: Ledger, config: SchedulerConfig) -> "NDArray[np.int64]":
+    """Return int64[G], the KV tokens that a rank of mean speed would read in each rank's time."""
+    speeds = speeds_of(config)
+    return ledger.loads if speeds is None else np.rint(ledger.loads / speeds).astype(np.int64)
 
 
 def free_slots_of(

@@ -63,6 +63,7 @@ class Deployment:
             counts from the start of the prefill, the earliest moment at which it can have begun.
         lease_margin_ns: See `SchedulerConfig`.
         engines: How the decode ranks differ from plain ones.
+        speeds_known: Whether the scheduler is told the speeds of the ranks.
     """
 
     ranks: int
@@ -78,6 +79,7 @@ class Deployment:
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
+    speeds_known: bool = True
 
     @property
     def rank_batch_limits(self) -> tuple[int, ...] | None:
@@ -85,6 +87,12 @@ class Deployment:
         if not self.engines.rank_batches:
             return None
         return tuple(self.engines.batches_of(self.ranks, self.batch_limit))
+
+    @property
+    def told_speeds(self) -> tuple[float, ...] | None:
+        """The speeds of the ranks as the scheduler knows them; None if they are equal for it."""
+        speeds = self.engines.speeds_of(self.ranks) if self.speeds_known else None
+        return None if speeds is None else tuple(speeds)
 
     def transfer_ns(self, kv_tokens: int) -> int:
         """Return the duration of a KV transfer."""
@@ -128,6 +136,7 @@ class Simulation:
                 lease_ns=deployment.lease_ns,
                 lease_margin_ns=deployment.lease_margin_ns,
                 rank_batch_limits=deployment.rank_batch_limits,
+                rank_speeds=deployment.told_speeds,
             ),
             policy,
             observer=observer,

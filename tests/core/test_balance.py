@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.fscore import discounts, f_score
@@ -60,6 +61,45 @@ def test_without_a_target_f_is_the_papers(
         sizes = np.array(totals, np.float64)
         assert balance.scores(rank, sizes).tolist() == paper.tolist()
         assert balance.scores_to_envelope(rank, sizes).tolist() == paper.tolist()
+
+
+@given(
+    ranks=st.lists(st.tuples(st.integers(0, 2_000), st.sampled_from([0.5, 1.0, 1.5])), min_size=1),
+    total=st.integers(1, 4_000),
+)
+def test_with_speeds_f_is_what_the_barrier_costs_in_time(
+    ranks: list[tuple[int, float]], total: int
+) -> None:
+    loads = np.array([load for load, _ in ranks], np.float64)
+    speeds = np.array([speed for _, speed in ranks])
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(len(ranks)))
+    balance = Balance(loads[:, None].copy(), weights, np.ones(1), speeds=speeds)
+
+    def idle(loads: NDArray[np.float64]) -> float:
+        times = loads / speeds
+        return float(len(times) * times.max() - times.sum())
+
+    slower = []
+    for rank in range(len(ranks)):
+        more = loads.copy()
+        more[rank] += total
+        saved = idle(loads) - idle(more)
+        assert balance.score(rank, total) / speeds[rank] == pytest.approx(saved, abs=1e-6)
+        slower.append((more / speeds).max())
+    best = balance.best_rank(total, np.ones(len(ranks), np.bool_))
+    assert slower[best] == pytest.approx(min(slower))
+    # An admission moves the margins as if the balance were made anew.
+    balance.admit(best, np.array([float(total)]))
+    loads[best] += total
+    again = Balance(loads[:, None], weights, np.ones(1), speeds=speeds)
+    assert balance.safe_margins == pytest.approx(again.safe_margins, abs=1e-6)
+
+
+def test_the_target_of_a_fast_rank_is_higher() -> None:
+    weights = Weights(np.ones(1), alpha=1.0, beta=2.0)
+    speeds, target = np.array([1.5, 0.5]), np.array([100.0])
+    balance = Balance(np.array([[0.0], [400.0]]), weights, np.ones(1), target, speeds)
+    assert balance.peak(0) == 150.0
 
 
 @given(

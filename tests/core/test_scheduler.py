@@ -565,3 +565,15 @@ def test_check_notices_a_leaked_slot(new_driver: "type[Driver]") -> None:
     driver.scheduler.ledger.bind(A, RANK0, 1)
     with pytest.raises(AssertionError):
         driver.scheduler.check()
+
+
+@pytest.mark.parametrize("speeds", [(), (1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, float("nan"))])
+def test_speeds_that_are_not_those_of_the_ranks_are_refused(speeds: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="must be 2 positive numbers"):
+        SchedulerConfig(ranks=2, batch_limit=1, rank_speeds=speeds)
+
+
+@pytest.mark.parametrize("limits", [(), (4,), (4, 0)])
+def test_batch_limits_that_are_not_those_of_the_ranks_are_refused(limits: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="must be 2 numbers of at least 1"):
+        SchedulerConfig(ranks=2, batch_limit=1, rank_batch_limits=limits)

@@ -37,6 +37,8 @@ class Fleet:
         free_kv_tokens: int64[G], KV tokens that still fit.
         requests: Returns the bound requests, in O(requests); without those of this round.
         turnover: How fast requests leave the ranks. Read-only.
+        speeds: float64[G], KV tokens that each rank reads in the same time, 1 on average; None if
+            all are equally fast.
     """
 
     is_open: NDArray[np.bool_]
@@ -46,6 +48,7 @@ class Fleet:
     free_kv_tokens: NDArray[np.int64]
     requests: Callable[[], list[BoundRequest]] = list
     turnover: Turnover = field(default_factory=Turnover)
+    speeds: NDArray[np.float64] | None = None
 
     def room(self, rank: int) -> int:
         """Return the KV tokens of the largest request that fits on `rank`; slots do not count.

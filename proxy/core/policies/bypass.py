@@ -19,5 +19,6 @@ def best_score(fleet: Fleet, entry: PoolEntry) -> int | None:
     if not open_ranks.any():
         return None
     weights = Weights(np.ones(1), alpha=1.0, beta=float(len(fleet.loads)))
-    balance = Balance(fleet.loads.astype(np.float64)[:, None], weights, np.ones(1))
+    ahead = fleet.loads.astype(np.float64)[:, None]
+    balance = Balance(ahead, weights, np.ones(1), speeds=fleet.speeds)
     return balance.best_rank(entry.kv_tokens, open_ranks)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.snapshot import (
@@ -41,6 +42,7 @@ def take_snapshot(
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
     serving = driver.instances.serving()
+    loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)
     now_s = driver.context.clock()
     return Snapshot(
         policy=policy,
@@ -53,7 +55,7 @@ def take_snapshot(
         decoding=states.count(State.DECODING),
         pool_limit=scheduler.leases.pool_limit,
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
-        imbalance_tokens=imbalance_tokens(scheduler.ledger.loads[serving]) if serving else 0,
+        imbalance_tokens=imbalance_tokens(loads[serving]) if serving else 0,
         steps=driver.decisions.progress.steps.steps,
         step_s=driver.decisions.progress.steps.step_s,
         idle_tokens=driver.decisions.progress.idle_tokens,

@@ -14,6 +14,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.fscore import idle_tokens
+from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -111,11 +112,11 @@ class Progress:
                 self._feed(DecodeStarted(number))
         advance = self.steps.advance(self.started.values(), now_s)
         if advance.steps:
-            step_s = advance.step_s
+            step_s, scheduler = advance.step_s, self._scheduler
             step = StepCompleted(None if step_s is None else round(1e9 * step_s))
             for _ in range(advance.steps):
                 self._tell(step)
-            loads = self._scheduler.ledger.loads[serving]
+            loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)[serving]
             self.idle_tokens += advance.steps * idle_tokens(loads)
             self.capacity_tokens += advance.steps * len(loads) * int(loads.max())
         for session, rounds in advance.corrections:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.ranks import repeated
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
@@ -100,6 +101,7 @@ class ProxyConfig:
             self.scheduling,
             ranks=ranks,
             batch_limit=self.scheduling.batch,
+            rank_speeds=repeated(self.scheduling.rank_speeds, ranks) or None,
             prefillers=prefillers,
             pool_limit=pool_limit,
             deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),

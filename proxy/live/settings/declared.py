@@ -40,6 +40,7 @@ from balanceroute.proxy.live.settings.setting import (
     integer,
     named,
     number,
+    numbers,
     part,
     seconds,
     switch,
@@ -179,6 +180,13 @@ class SchedulingSettings:
     )
     rank_kv_tokens: int | None = integer(
         None, "KV tokens that fit on a rank", 1, 10**9, word="none"
+    )
+    rank_speeds: tuple[float, ...] = numbers(
+        "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "
+        "repeated if they are more",
+        1e-3,
+        1e3,
+        metavar="X[,X..]",
     )
     probe_limit: int | None = integer(
         None, "prefills at a time on one prefiller", 1, 10**6, word="none"

@@ -211,6 +211,20 @@ def texts(
     return _declare(nothing, text, checked, shown_default, metavar, many=True, at_top=at_top)
 
 
+def integers(text: str, least: int, most: int, *, metavar: str) -> tuple[int, ...]:
+    """Declare a list of integers: with commas on the command line, an array in a file."""
+    check = partial(_integer, least=least, most=most)
+    nothing: tuple[int, ...] = ()
+    return _declare(nothing, text, _all_of(check, _parse_integer), "", metavar)
+
+
+def numbers(text: str, least: float, most: float, *, metavar: str) -> tuple[float, ...]:
+    """Declare a list of numbers; see `integers`."""
+    check = partial(_number, least=least, most=most)
+    nothing: tuple[float, ...] = ()
+    return _declare(nothing, text, _all_of(check, _parse_number), "", metavar)
+
+
 def file(text: str, *, metavar: str = "FILE") -> Path | None:
     """Declare the name of a file."""
     return _declare(None, text, lambda value: Path(_text(value)), "", metavar, is_path=True)
@@ -265,6 +279,18 @@ def _declare(
 
 def _or_word(check: Callable[[object], T], word: str) -> Callable[[object], T | None]:
     return lambda value: None if word and value == word else check(value)
+
+
+def _all_of(
+    check: Callable[[object], T], parse: Callable[[str], object]
+) -> Callable[[object], tuple[T, ...]]:
+    def checked(value: object) -> tuple[T, ...]:
+        items = list(map(parse, value.split(","))) if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"is {shown(value)}, must be a list of numbers")
+        return tuple(map(check, items))
+
+    return checked
 
 
 def _boolean(value: object) -> bool:

@@ -126,6 +126,7 @@ SAMPLES: dict[str, object] = {
     "seed": 1,
     "batch": 16,
     "rank_kv_tokens": 100_000,
+    "rank_speeds": "1,1.5",
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
@@ -316,6 +317,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         lease_ns=60_000_000_000,
         lease_margin_ns=4_750_000_000,
         queue_ttl_ns=1_500_000_000,
+        rank_speeds=(1.0, 1.5, 1.0),
     )
     assert config.legs == LegSettings(
         prefill_timeout_s=5.5,
@@ -408,6 +410,9 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         ({"batch": 0}, "--batch", "is 0, must be from 1 to"),
         ({"rank_kv_tokens": 0}, "--rank-kv-tokens", "is 0, must be from 1 to 1e+09, or 'none'"),
         ({"rank_kv_tokens": "all"}, "--rank-kv-tokens", "must be an integer, or 'none'"),
+        ({"rank_speeds": "1,fast"}, "--rank-speeds", "is 'fast', must be a number"),
+        ({"rank_speeds": [1, 0]}, "--rank-speeds", "is 0, must be from 0.001 to 1000"),
+        ({"rank_speeds": 2}, "--rank-speeds", "is 2, must be a list of numbers"),
         ({"probe_limit": 0}, "--probe-limit", "must be from 1"),
         ({"prefiller_kv_tokens": 0}, "--prefiller-kv-tokens", "must be from 1"),
         ({"prefiller_utilisation_limit": 0}, "--prefiller-utilisation-limit", "from 0.01 to 1"),

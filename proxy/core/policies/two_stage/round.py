@@ -55,8 +55,10 @@ class Round:
             persistence = projection.persistence(
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
             )
-        target = None if settings.paper else target_tokens(fleet, pool, ahead, persistence)
-        self.balance = Balance(ahead, settings.weights, persistence, target)
+        target = speeds = None
+        if not settings.paper:
+            target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
+        self.balance = Balance(ahead, settings.weights, persistence, target, speeds)
         # The credit of one overtaking, in units of F: `patience` of them offset the penalty of one
         # mean prompt beyond the margin.
         offset_tokens = pool.mean_prompt_tokens / settings.patience

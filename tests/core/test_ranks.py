@@ -1,0 +1,39 @@
+"""The view of the ranks that a policy gets, where ranks differ."""
+
+import numpy as np
+
+from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.ledger import Ledger
+from balanceroute.proxy.core.ranks import Ranks, free_slots_of, loads_at_mean_speed, repeated
+
+
+def test_the_loads_at_mean_speed_are_as_the_times_of_the_ranks() -> None:
+    ledger = Ledger(2)
+    ledger.bind(RequestId(0), RankId(0), 300)
+    ledger.bind(RequestId(1), RankId(1), 200)
+    unequal = SchedulerConfig(2, 1, rank_speeds=(3.0, 1.0))
+    assert loads_at_mean_speed(ledger, unequal).tolist() == [200, 400]
+    assert loads_at_mean_speed(ledger, SchedulerConfig(2, 1)).tolist() == [300, 200]
+
+
+def test_a_policy_sees_speeds_only_if_ranks_differ() -> None:
+    ledger, ranks = Ledger(3), Ranks(3)
+    assert ranks.fleet(ledger, SchedulerConfig(3, 1), 0).speeds is None
+    speeds = ranks.fleet(ledger, SchedulerConfig(3, 1, rank_speeds=(1.0, 2.0, 3.0)), 0).speeds
+    assert speeds is not None
+    assert np.array_equal(speeds, [0.5, 1.0, 1.5])
+
+
+def test_each_rank_has_the_slots_of_its_own_batch() -> None:
+    ledger = Ledger(3)
+    ledger.bind(RequestId(0), RankId(1), 10, slots=3)
+    config = SchedulerConfig(3, 9, rank_batch_limits=(4, 2, 1))
+    assert free_slots_of(ledger, config, 0).tolist() == [4, 0, 1]
+    assert free_slots_of(ledger, config, 2).tolist() == [6, 1, 3]
+
+
+def test_speeds_repeat_over_the_ranks() -> None:
+    assert repeated((1.0, 1.5), 5) == (1.0, 1.5, 1.0, 1.5, 1.0)
+    assert repeated((1.0, 1.5), 1) == (1.0,)
+    assert repeated((), 3) == ()
