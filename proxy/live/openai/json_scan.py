@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.openai.json_text import find_quote, plain_characters
 from balanceroute.proxy.live.openai.prompt_summary import DATA_MEMBERS, HEADS, PromptSummary
 
 # Of one body: arrays and objects, and strings with the keys among them. A long conversation has some
@@ -25,6 +26,7 @@ _MAX_NUMBER = 65_536
 # Work is counted in nanoseconds, roughly: of a step, and of a byte within one.
 _STEP = 1_000
 _STRING_BYTE = 3
+_PLAIN_BYTE = 1
 _NUMBER_BYTE = 40
 _SPACE_BYTE = 5
 # Bytes that are read in one step.
@@ -194,9 +196,17 @@ class JsonScanner:
         return _STEP
 
     def _string(self) -> int:
-        """Read a piece of a string. `json` judges it: it is decoded as if it ended there."""
+        """Read a piece of a string. If it is not plain, `json` judges it, as if it ended there."""
         data, begin = self._data, self._at
         end = _piece_end(data, begin)
+        characters = plain_characters(data, begin, end)
+        if characters is not None:
+            # Else the quote is escaped, as `_piece_end` passes over those alone.
+            ended = data[end - 1] == _QUOTE and data[end - 2] != _BACKSLASH
+            if end < len(data) or ended:
+                self._at = end
+                self._take_content(characters - ended, ended=ended)
+                return _STEP + _PLAIN_BYTE * (end - begin)
         piece = self._text(begin, end)
         try:
             content, stop = _decode_string(f'"{piece}"')
@@ -210,7 +220,7 @@ class JsonScanner:
             raise self._malformed("Unterminated string")
         else:
             self._at = end
-        self._take_content(content, ended=ended)
+        self._take_content(len(content), ended=ended)
         return _STEP + _STRING_BYTE * (end - begin)
 
     def _scalars(self) -> int:
@@ -289,13 +299,13 @@ class JsonScanner:
         if self._summary is not None and self._key_begin < 0 and not self._is_text:
             self._summary.data_strings += 1
 
-    def _take_content(self, content: str, *, ended: bool) -> None:
+    def _take_content(self, characters: int, *, ended: bool) -> None:
         summary, begin = self._summary, self._key_begin
         if begin < 0:
             if summary is not None and self._is_text:
-                summary.characters += len(content)
+                summary.characters += characters
             elif summary is not None:
-                summary.data_characters += len(content)
+                summary.data_characters += characters
             if ended:
                 self._ended()
             return
@@ -378,10 +388,9 @@ def decoded_beginning(text: bytes) -> str:
 
 def _piece_end(data: bytes, begin: int) -> int:
     """Return where a piece of a string can end: behind its quote, or as far as a step may go."""
-    limit = begin + _WINDOW
-    quote = data.find(b'"', begin, limit)
-    while quote > begin and data[quote - 1] == _BACKSLASH:  # Escaped, or else `json` will see it.
-        quote = data.find(b'"', quote + 1, limit)
+    limit = min(begin + _WINDOW, len(data))
+    # An escaped one is passed over; if the backslash before it is escaped, `json` will see that.
+    quote = find_quote(data, begin, limit)
     return _whole(data, begin, limit) if quote < 0 else quote + 1
 
 
