@@ -21,6 +21,10 @@ TRACES = Path("traces/public")
 MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
 BASELINES = "random,round-robin,power-of-two,jsq,least-kv,fifo"
 ALL = f"{BASELINES},br-0-bypass,br-0,br-h"
+LEASES = (
+    f"{MOONCAKE} --concurrency 192 --prefill-servers 2 --prefill-us-per-token 5 "
+    "--transfer-base-ms 2 --transfer-us-per-token 1 --segments 6"
+)
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
 
 
@@ -57,6 +61,11 @@ EXPERIMENTS = (
         "--backlog 512 --segments 2",
         "azure_code_batch_128": f"--trace {TRACES}/azure_2023_code.csv.gz --batch 128 "
         "--backlog 512 --segments 2",
+        "leases": f"{LEASES} --lease-s 30 --policy jsq,fifo,br-0,br-h",
+        "leases_forced": f"{LEASES} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0,br-h",
+        "leases_none": f"{LEASES} --policy jsq,fifo,br-0,br-h",
+        "leases_15": f"{LEASES} --lease-s 15 --policy br-0",
+        "leases_60": f"{LEASES} --lease-s 60 --policy br-0",
         "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
         "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
     }
