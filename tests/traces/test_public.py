@@ -20,6 +20,7 @@ from balanceroute.traces import detect_format, read_trace
         ),
         ("azure_2023_conv.csv.gz", "azure", 19366, 3_501_721_937_000, 22361870, 4088665),
         ("azure_2023_code.csv.gz", "azure", 8819, 3_435_948_056_000, 18059974, 245896),
+        ("servegen_reasoning.jsonl.gz", "jsonl", 23721, 86_393_495_702_485, 2928055, 54432190),
     ],
 )
 def test_a_public_trace_is_read_whole(
