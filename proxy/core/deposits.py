@@ -1,9 +1,21 @@
 """What a projection keeps of each bound request: arrays with one place per request."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import RankId, RequestId
+
+
+class Running(NamedTuple):
+    """Bound requests and, as int64[n] each, their rank, KV tokens, age and sequences."""
+
+    requests: list[RequestId]
+    ranks: NDArray[np.int64]
+    kv_tokens: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    sequences: NDArray[np.int64]
 
 
 class Deposits:
@@ -15,7 +27,7 @@ class Deposits:
     Attributes:
         place_of: The place of each request in the arrays.
         request: Its request, by place.
-        rank: Its rank.
+        rank: Its rank; -1 without a request.
         since: The step at which the deposit starts.
         tokens: KV tokens at that step.
         sequences: Tokens that it gains with each step.
@@ -29,7 +41,7 @@ class Deposits:
         places = 64
         self.place_of: dict[RequestId, int] = {}
         self.request = [RequestId(-1)] * places
-        self.rank = np.zeros(places, np.int64)
+        self.rank = np.full(places, -1, np.int64)
         self.since = np.zeros(places, np.int64)
         self.tokens = np.zeros(places, np.int64)
         self.sequences = np.ones(places, np.int64)
@@ -69,6 +81,20 @@ class Deposits:
         self._free.append(place)
         return place
 
+    def running_on(self, ranks: NDArray[np.bool_], now: int) -> Running:
+        """Return the requests bound to some ranks, bool[G], as they are at the step `now`."""
+        # A place without a request reads the last one.
+        (places,) = np.append(ranks, False)[self.rank].nonzero()
+        sequences = self.sequences[places]
+        grown = (now - self.since[places]) * self.started[places]
+        return Running(
+            [self.request[place] for place in places.tolist()],
+            self.rank[places],
+            self.tokens[places] + grown * sequences,
+            self.ages(places) + grown,
+            sequences,
+        )
+
     def ages(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens that each sequence of these requests has emitted."""
         return (self.tokens[places] - self.base[places]) // self.sequences[places]
@@ -93,7 +119,7 @@ class Deposits:
         places = len(self.request)
         self._free.extend(range(places, 2 * places))
         self.request.extend([RequestId(-1)] * places)
-        self.rank = np.concatenate([self.rank, np.zeros_like(self.rank)])
+        self.rank = np.concatenate([self.rank, np.full_like(self.rank, -1)])
         self.since = np.concatenate([self.since, np.zeros_like(self.since)])
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
         self.sequences = np.concatenate([self.sequences, np.ones_like(self.sequences)])

@@ -22,14 +22,14 @@ the predicted departure (point; the paper's floor rule, §C.2.3), or once the re
 chance to be running still (expected).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.deposits import Deposits
+from balanceroute.proxy.core.deposits import Deposits, Running
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
 
@@ -59,6 +59,10 @@ class Projection:
         refresh_tokens: M, at least 1: tokens between two predictions of a request.
         predictor: Called in batches, with each request once per refresh.
         form: See the module.
+
+    Attributes:
+        on_leave: Called with each request that decoded and leaves, its prompt tokens and the tokens
+            that it emitted, both of one sequence; None for nobody.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Projection:
     ) -> None:
         self.ranks = ranks
         self.horizon_steps = horizon_steps
+        self.on_leave: Callable[[RequestId, int, int], None] | None = None
         self._refresh = refresh_tokens
         self._predictor = predictor
         self._form = form
@@ -89,6 +94,7 @@ class Projection:
         # Places to refresh by step modulo M + 1, since none is due later than in M steps. A place
         # whose `due` has changed is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
+        self._resting = False
         # Places without a deposit yet: one call of the predictor serves all of them. A dictionary,
         # because the order of a set differs from run to run.
         self._new: dict[int, None] = {}
@@ -122,10 +128,21 @@ class Projection:
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
-        self._withdraw(self._deposits.remove(request))
+        deposits = self._deposits
+        place = deposits.remove(request)
+        if self.on_leave is not None and deposits.started[place]:
+            sequences, base = int(deposits.sequences[place]), int(deposits.base[place])
+            passed = int(self._now - deposits.since[place])
+            age = (int(deposits.tokens[place]) - base) // sequences + passed
+            self.on_leave(request, base // sequences, age)
+        self._withdraw(place)
+        deposits.rank[place] = -1
 
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
+        if self._resting:
+            self._now += 1
+            return
         # Before the window moves: a deposit starts at the present step.
         self._flush()
         self._now += 1
@@ -144,6 +161,29 @@ class Projection:
                 # Once each: one that was withdrawn and is due again is in the bucket twice.
                 due = np.unique(due)
                 self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
+
+    def rest(self, resting: bool) -> None:
+        """Make no deposits while nobody asks for the loads ahead, or make them again."""
+        if resting == self._resting:
+            return
+        deposits = self._deposits
+        for place in deposits.place_of.values():
+            passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
+            self._restart(place, grown=passed * int(deposits.sequences[place]))
+        self._resting = resting
+
+    @property
+    def now(self) -> int:
+        """The step clock; it restarts when all requests are removed."""
+        return self._now
+
+    def __contains__(self, request: RequestId) -> bool:
+        """Return whether a request is bound."""
+        return request in self._deposits.place_of
+
+    def running_on(self, ranks: NDArray[np.bool_]) -> Running:
+        """Return the requests that are bound to some ranks, bool[G]."""
+        return self._deposits.running_on(ranks, self._now)
 
     def loads_ahead(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float64[G, H + 1], each rank's projected KV tokens 0..H steps ahead.
@@ -188,9 +228,12 @@ class Projection:
 
     def check(self) -> None:
         """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""
-        self._flush()
+        if not self._resting:
+            self._flush()
         rows = np.zeros_like(self._rows)
         for place in self._deposits.place_of.values():
+            if place in self._new:
+                continue
             rest = self._deposits.rest(place, self._now)
             rows[self._deposits.rank[place], self._head : self._head + len(rest)] += rest
         now = slice(self._head, None)

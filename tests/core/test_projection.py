@@ -506,3 +506,56 @@ def test_check_notices_a_tampered_row(column: int) -> None:
     fleet.projection._rows[2, fleet.projection._head + column] += 1
     with pytest.raises(AssertionError, match="differs from a recount"):
         fleet.projection.check()
+
+
+def test_a_rest_leaves_no_trace() -> None:
+    rested, awake = (Fleet(make_projection(Form.EXPECTED, NoPrediction(), 20)) for _ in range(2))
+    for fleet in (rested, awake):
+        for number in range(4):
+            fleet.start(fleet.bind(number, number % RANKS, 10 * number, age=number))
+        fleet.step()
+    rested.projection.rest(True)
+    for fleet in (rested, awake):
+        for _ in range(50):
+            fleet.step()
+        fleet.start(fleet.bind(9, 0, 70))
+        fleet.emit(RequestId(1), 3)
+        fleet.unbind(RequestId(2))
+        fleet.step()
+        fleet.projection.check()
+    rested.projection.rest(False)
+    loads = awake.ledger.loads
+    assert np.array_equal(rested.projection.loads_ahead(loads), awake.projection.loads_ahead(loads))
+    rested.projection.check()
+
+
+@pytest.mark.parametrize("resting", [False, True])
+def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
+    projection = make_projection(Form.EXPECTED, NoPrediction(), 20)
+    left: list[tuple[int, int, int]] = []
+    projection.on_leave = lambda *request: left.append(request)
+    projection.rest(resting)
+    fleet = Fleet(projection)
+    fleet.start(fleet.bind(1, 0, 50, age=5))
+    fleet.start(fleet.bind(2, 2, 80, sequences=2))
+    fleet.bind(3, 0, 30)
+    for _ in range(7):
+        fleet.step()
+    fleet.emit(RequestId(1), 2)
+    running = projection.running_on(np.array([True, False, True]))
+    told = {
+        request: (rank, tokens, age)
+        for request, rank, tokens, age in zip(
+            running.requests,
+            running.ranks.tolist(),
+            running.kv_tokens.tolist(),
+            running.ages.tolist(),
+            strict=True,
+        )
+    }
+    assert told == {1: (0, 59, 14), 2: (2, 94, 7), 3: (0, 30, 0)}
+    for number in (1, 2, 3):
+        fleet.unbind(RequestId(number))
+    # The third never decoded.
+    assert left == [(1, 45, 14), (2, 40, 7)]
+    assert projection.running_on(np.ones(RANKS, np.bool_)).requests == []

@@ -34,6 +34,7 @@ from balanceroute.proxy.core.policies.jsq import shortest_queue
 from balanceroute.proxy.core.policies.least_charged import LeastCharged
 from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
+from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
@@ -204,9 +205,11 @@ def _br_h(inputs: PolicyInputs) -> Policy:
         predictor=inputs.predictor,
         form=settings.form,
     )
-    # The paper's discount is constant; ours falls with the turnover.
-    gamma = None if settings.paper else settings.gamma
-    return _two_stage(inputs, weights, projection, gamma)
+    if settings.paper:
+        # The paper's discount is constant; ours falls with the turnover.
+        return _two_stage(inputs, weights, projection)
+    rule = _two_stage(inputs, weights, projection, settings.gamma)
+    return OwnTrajectory(rule, projection, inputs.predictor, inputs.on_stage)
 
 
 def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:

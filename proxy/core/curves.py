@@ -1,0 +1,101 @@
+"""Survival curves of whole outputs, asked once per request and read at any age.
+
+A curve is Pr[output > k x width] for k = 0..`LONGEST`. At age a the survival h steps ahead is the
+ratio of the curve at a + h and at a, between two points linear. So a request costs its predictor one
+question, when it is first a candidate, however long it then runs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.trajectories import POINTS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.prediction import Predictor
+
+# Six lasting outputs.
+LONGEST = 3 * (POINTS - 1)
+# The last point is repeated behind it, so that every window exists: what outlives its curve stays.
+_COLUMNS = LONGEST + 1 + POINTS
+_WINDOW = np.arange(POINTS + 1)
+# Rows of one question: a row has a probability for every single step.
+_BATCH = 16
+_FIRST_ROWS = 256
+
+
+class Curves:
+    """The curves of the requests that may be admitted or run.
+
+    Args:
+        predictor: Asked for each request once.
+    """
+
+    def __init__(self, predictor: "Predictor") -> None:
+        self._predictor = predictor
+        self._row_of: dict[RequestId, int] = {}
+        # Row 0 stands for requests that were never asked about: the mean of the latest candidates.
+        self._curves = np.ones((_FIRST_ROWS, _COLUMNS))
+        self._free = list(range(1, _FIRST_ROWS))
+
+    def __len__(self) -> int:
+        """Return the number of curves that there is memory for."""
+        return len(self._curves)
+
+    def ask(self, requests: Sequence[RequestId], width: int) -> None:
+        """Ask about the requests that have no curve yet."""
+        unknown = [request for request in requests if request not in self._row_of]
+        for begin in range(0, len(unknown), _BATCH):
+            batch = unknown[begin : begin + _BATCH]
+            survival = self._predictor.survival(
+                batch, np.zeros(len(batch), np.int64), LONGEST * width
+            )
+            rows = [self._free.pop() for _ in batch]
+            self._curves[rows, : LONGEST + 1] = survival[:, ::width]
+            self._curves[rows, LONGEST + 1 :] = survival[:, -1:]
+            self._row_of.update(zip(batch, rows, strict=True))
+        self._curves[0] = self._curves[[self._row_of[request] for request in requests]].mean(axis=0)
+
+    def lasting_output(self, width: int) -> float:
+        """Return E[o**2] / E[o] of the requests asked about last, up to the end of the curves."""
+        mean = self._curves[0, : LONGEST + 1]
+        # Sums by the trapezoid rule: half of the first point.
+        return 2.0 * width * float(mean @ np.arange(LONGEST + 1)) / (float(mean.sum()) - 0.5)
+
+    def make_room(self, requests: int, is_known: Callable[[RequestId], bool]) -> None:
+        """Have room for so many more requests, of which no longer known ones make way first."""
+        if len(self._free) >= requests:
+            return
+        for request in [request for request in self._row_of if not is_known(request)]:
+            self._free.append(self._row_of.pop(request))
+        rows = len(self._curves)
+        if len(self._free) < max(requests, rows // 2):
+            more = max(requests, rows)
+            self._free.extend(range(rows, rows + more))
+            self._curves = np.concatenate([self._curves, np.ones((more, _COLUMNS))])
+
+    def stretch(self, factor: float) -> None:
+        """Follow the grid, whose points are now `factor` times as far apart."""
+        places = np.minimum(np.arange(_COLUMNS) * factor, _COLUMNS - 1)
+        below = np.minimum(places.astype(np.int64), _COLUMNS - 2)
+        share = places - below
+        self._curves = (1.0 - share) * self._curves[:, below] + share * self._curves[:, below + 1]
+
+    def survival(
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], width: int
+    ) -> NDArray[np.float64]:
+        """Return float64[n, POINTS], the survival of each request at its age."""
+        row_of = self._row_of
+        rows = np.array([row_of.get(request, 0) for request in requests], np.int64)
+        places, rest = np.divmod(ages, width)
+        share = (rest / width)[:, None]
+        columns = np.minimum(places, LONGEST)[:, None] + _WINDOW
+        curves = self._curves[rows[:, None], columns]
+        ahead = (1.0 - share) * curves[:, :-1] + share * curves[:, 1:]
+        now = ahead[:, :1].copy()
+        survival = np.ones_like(ahead)
+        np.divide(ahead, now, out=survival, where=now > 0.0)
+        return survival

@@ -1,0 +1,250 @@
+"""BR-H where outputs are long beside prompts: each candidate by its own predicted trajectory.
+
+F knows a candidate by its size alone. Where outputs exceed prompts the size says little: a rank's
+load is what its requests have emitted, and two requests of one size differ by when they end. Here a
+free slot of rank g takes the entry e of the `_WINDOW` oldest that minimises
+
+    sum over h of v(h) (P_g(h) + trajectory_e(h) - T(h))**2 / sum of v(h) mean(h)**2 - credit_e,
+
+P_g the summed trajectories of its requests (`trajectories.py`), T the mean of all ranks with every
+free slot taken by a mean candidate, more on a faster rank. The credit of an entry is its overtakings, in lengths of the pool:
+how much later it is than it would be first come, first served.
+
+Two measurements decide by themselves whether this is used. The two-stage rule decides until the mean
+output is `_LEAST_RATIO` times the mean prompt. And a candidate's trajectory counts by as much as the
+predictor's deviations from the mean candidate came true so far (`skill.py`), so that a predictor that
+cannot tell requests apart leaves the credit to decide: first come, first served.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.curves import Curves
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.skill import Skill
+from balanceroute.proxy.core.trajectories import POINTS, WEIGHTS, Slots
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.prediction import Predictor
+
+# With prompts of two thirds of the outputs a slot holds on average as much of one as of the other.
+_LEAST_RATIO = 1.5
+_WINDOW = 64
+# The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
+_CREDIT = 2.0
+
+
+class OwnTrajectory:
+    """Decides in place of the two-stage rule while outputs are long beside prompts.
+
+    Args:
+        rule: Decides otherwise.
+        projection: The running requests.
+        predictor: Asked for each candidate once.
+        on_stage: Called with the name of each stage as it ends.
+    """
+
+    slots_beyond_batch = 0
+
+    def __init__(
+        self,
+        rule: Policy,
+        projection: Projection,
+        predictor: "Predictor",
+        on_stage: Callable[[str], None],
+    ) -> None:
+        self.projection = projection
+        self.skill = Skill()
+        self.slots = Slots()
+        self._rule = rule
+        self._curves = Curves(predictor)
+        self._on_stage = on_stage
+        self._in_use = False
+        self._ranks = np.zeros((projection.ranks, POINTS))
+        self._made_at = np.full(projection.ranks, -1)
+        # What was predicted of each admitted request, and the scale of its deviation.
+        self._predicted: dict[RequestId, tuple[float, float]] = {}
+        projection.on_leave = self._leave
+
+    @property
+    def next_decision_ns(self) -> int | None:
+        """See `Policy`."""
+        return None if self._in_use else self._rule.next_decision_ns
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Admit what fits."""
+        self._in_use = self.slots.output_ratio >= _LEAST_RATIO
+        self.projection.rest(self._in_use)
+        if not self._in_use:
+            return self._rule.dispatch(fleet, pool, now_ns)
+        free = fleet.free_slots > 0
+        if not free.any():
+            return []
+        factor = self.slots.fit()
+        if factor != 1.0:
+            self._made_at[:] = -1
+            self._curves.stretch(factor)
+        # One entry of the window moves up with every admission.
+        entries = pool.first(_WINDOW + int(fleet.free_slots.sum()))
+        loads = self._loads_of(entries, pool)
+        self._project(free)
+        self._on_stage("projection")
+        chosen = _Round(
+            fleet,
+            pool,
+            entries=entries,
+            loads=loads,
+            ranks=self._ranks,
+            share=self.skill.share,
+        )
+        chosen.place_overdue(now_ns)
+        chosen.fill()
+        self._predicted.update(chosen.predicted)
+        self._on_stage("stage_2")
+        return chosen.assignments
+
+    def _loads_of(self, entries: list[PoolEntry], pool: Pool) -> NDArray[np.float64]:
+        """Return float64[n, POINTS], the trajectories of the entries if they were admitted now."""
+        requests = [entry.request for entry in entries]
+        self._curves.make_room(
+            len(entries), lambda request: request in self.projection or request in pool
+        )
+        self._curves.ask(requests, self.slots.width)
+        self.slots.expect(self._curves.lasting_output(self.slots.width))
+        ages, tokens, sequences = np.array(
+            [(entry.age, entry.kv_tokens, entry.slots) for entry in entries]
+        ).T
+        survival = self._curves.survival(requests, ages, self.slots.width)
+        # Empty slots are refilled from the pool, of which these are the next.
+        self.slots.refill_with(tokens // sequences, survival)
+        return self.slots.loads(tokens, sequences, survival)
+
+    def _project(self, free: NDArray[np.bool_]) -> None:
+        """Make the rows of the ranks with a free slot, and of those that had none for long."""
+        # Between two free slots a rank's requests go on as expected, but a point's width later its row
+        # has to move. The step clock may have restarted.
+        age = self.projection.now - self._made_at
+        stale = free | (self._made_at < 0) | (age < 0) | (age >= self.slots.width)
+        running = self.projection.running_on(stale)
+        survival = self._curves.survival(running.requests, running.ages, self.slots.width)
+        loads = self.slots.loads(running.kv_tokens, running.sequences, survival)
+        self._ranks[stale] = 0.0
+        np.add.at(self._ranks, running.ranks, loads)
+        self._made_at[stale] = self.projection.now
+
+    def _leave(self, request: RequestId, prompt_tokens: int, age: int) -> None:
+        """Learn from a request that left its rank, whatever the reason: its slot is free."""
+        self.slots.leave(prompt_tokens, age)
+        predicted = self._predicted.pop(request, None)
+        if predicted is not None:
+            deviation, mean = predicted
+            held = self.slots.loads(
+                np.array([prompt_tokens]), np.ones(1, np.int64), self.slots.ended_at(age)
+            )
+            self.skill.learn(deviation, float(held[0] @ WEIGHTS) / mean - 1.0)
+
+
+class _Round:
+    """One call of `OwnTrajectory.dispatch`.
+
+    Args:
+        fleet: The ranks.
+        pool: Not empty.
+        entries: Its oldest.
+        loads: float64[n, POINTS], their trajectories.
+        ranks: float64[G, POINTS], the summed trajectories of each rank's requests.
+        share: How much of a trajectory's deviation from the mean counts.
+
+    Attributes:
+        assignments: The admissions.
+        predicted: For each of one sequence its deviation, and the mean that this is relative to.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        pool: Pool,
+        *,
+        entries: list[PoolEntry],
+        loads: NDArray[np.float64],
+        ranks: NDArray[np.float64],
+        share: float,
+    ) -> None:
+        self.assignments: list[Assignment] = []
+        self.predicted: dict[RequestId, tuple[float, float]] = {}
+        self._fleet = fleet
+        self._pool = pool
+        speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds
+        self._speeds = speeds[:, None]
+        slots = np.array([entry.slots for entry in entries])[:, None]
+        self._mean: NDArray[np.float64] = (loads / slots).mean(axis=0)
+        self._level = float(self._mean @ WEIGHTS)
+        self._scale = float(self._mean**2 @ WEIGHTS)
+        self._loads = loads
+        self._believed = share * loads + (1.0 - share) * slots * self._mean
+        self._full = ranks + fleet.free_slots[:, None] * self._mean
+        self._places = {entry.request: place for place, entry in enumerate(entries)}
+
+    def place_overdue(self, now_ns: int) -> None:
+        """Admit entries past their deadline, oldest first, where most is missing."""
+        for entry in self._pool.overdue(now_ns):
+            open_ranks = self._fleet.open_to(entry)
+            if entry.request in self._places and open_ranks.any():
+                self._admit(entry, self._emptiest(self._missing(), open_ranks))
+
+    def fill(self) -> None:
+        """Serve the ranks in the order of what they miss until slots or entries run out."""
+        open_ranks = self._fleet.free_slots > 0
+        while len(self._pool) and open_ranks.any():
+            missing = self._missing()
+            rank = self._emptiest(missing, open_ranks)
+            candidates = self._candidates(rank)
+            if not candidates:
+                # Done: room only shrinks during a round.
+                open_ranks[rank] = False
+                continue
+            places = [self._places[entry.request] for entry in candidates]
+            deviation = self._believed[places] - missing[rank]
+            late = np.array([entry.overtaken for entry in candidates]) / len(self._pool)
+            cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
+            # On a tie `argmin` returns the oldest.
+            self._admit(candidates[int(cost.argmin())], rank)
+            open_ranks[rank] = self._fleet.free_slots[rank] > 0
+
+    def _missing(self) -> NDArray[np.float64]:
+        """Return float64[G, POINTS], what one slot of each rank should hold."""
+        is_open = self._fleet.is_open
+        target = self._full[is_open].sum(axis=0) / self._speeds[is_open].sum()
+        return np.asarray(target * self._speeds - self._full + self._mean)
+
+    def _emptiest(self, missing: NDArray[np.float64], among: NDArray[np.bool_]) -> int:
+        return int(np.where(among, missing @ WEIGHTS, -np.inf).argmax())
+
+    def _candidates(self, rank: int) -> list[PoolEntry]:
+        room = self._fleet.room(rank)
+        return [
+            entry
+            for entry in self._pool.first(_WINDOW)
+            if entry.request in self._places
+            and entry.kv_tokens <= room
+            and (not entry.restricted or self._fleet.open_to(entry)[rank])
+        ]
+
+    def _admit(self, entry: PoolEntry, rank: int) -> None:
+        place = self._places[entry.request]
+        if entry.slots == 1:
+            deviation = float(self._loads[place] @ WEIGHTS) / self._level - 1.0
+            self.predicted[entry.request] = deviation, self._level
+        free = int(self._fleet.free_slots[rank])
+        self._pool.admit(entry.request)
+        self._fleet.bind(rank, entry)
+        self.assignments.append(Assignment(entry.request, RankId(rank)))
+        taken = free - int(self._fleet.free_slots[rank])
+        # Later decisions of this round see the admission.
+        self._full[rank] += self._believed[place] - taken * self._mean

@@ -1,0 +1,131 @@
+"""Expected KV load of a decode slot over a whole output, on a coarse grid of steps.
+
+The grid has `POINTS` points, `width` steps apart, up to `HORIZON_OUTPUTS` **lasting outputs** ahead: the
+mean output of the requests that a slot holds at any one time, E[o**2] / E[o]. With many short outputs
+and a few long ones it is a multiple of the mean. A slot holds w + h tokens while its request still runs, and after that what a refilled slot holds: a mean
+request, and when that one ends the next. So the **trajectory** of a request is
+
+    (w + h) S(h) + sum over departures at u <= h of Pr[ends at u] R(h - u),
+
+R the same sum for a mean request that starts at once (the renewal equation). Without R a rank whose
+requests end soon would look empty for the rest of the horizon.
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+POINTS = 32
+HORIZON_OUTPUTS = 2.5
+# What is further ahead weighs less: the admissions until then can still correct it.
+WEIGHTS: NDArray[np.float64] = np.exp(-np.arange(POINTS) / (POINTS - 1))
+WEIGHTS /= WEIGHTS.sum()
+
+# Departures that the means are of, and how many have to be known first.
+_REMEMBERED = 512
+_LEAST_KNOWN = 64
+# The first requests that leave are the short ones. Predictions tell of all; this bounds by how much
+# longer these may be.
+_MOST_CENSORED = 4.0
+_MEAN_WEIGHT = 1 / 512
+_AHEAD = np.arange(POINTS)
+_HALVES = np.arange(2 * POINTS - 1) / 2
+# For each column, the points since a request left on the way to the row's next point.
+_SINCE = _AHEAD[:-1] - _AHEAD[:-1, None]
+
+
+class Slots:
+    """The grid, and what a refilled slot holds.
+
+    Attributes:
+        width: Steps between two points of the grid; 0 until it was fitted.
+    """
+
+    def __init__(self) -> None:
+        self.width = 0
+        self._left: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._prompts = 0
+        self._outputs = 0
+        self._squares = 0
+        self._predicted = 0.0
+        # [j, m]: what a slot holds at point m + 1 if its request ends before point j + 1.
+        self._refill = np.zeros((POINTS - 1, POINTS - 1))
+
+    def leave(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Note a request that left its rank."""
+        if len(self._left) == _REMEMBERED:
+            prompt, output = self._left[0]
+            self._prompts -= prompt
+            self._outputs -= output
+            self._squares -= output * output
+        self._left.append((prompt_tokens, output_tokens))
+        self._prompts += prompt_tokens
+        self._outputs += output_tokens
+        self._squares += output_tokens * output_tokens
+
+    @property
+    def output_ratio(self) -> float:
+        """Mean output over mean prompt; 0 until enough requests have left."""
+        if len(self._left) < _LEAST_KNOWN:
+            return 0.0
+        return self._outputs / max(self._prompts, 1)
+
+    def fit(self) -> float:
+        """Fit the grid to the lasting output; return the factor by which its width grew.
+
+        It stays while it reaches far enough, but not twice as far as it should: what is known on a grid
+        is less exact on another.
+        """
+        left = self._squares / self._outputs
+        lasting = min(max(self._predicted, left), _MOST_CENSORED * left)
+        fitting = max(1, round(HORIZON_OUTPUTS * lasting / (POINTS - 1)))
+        if fitting <= self.width <= 2 * fitting:
+            return 1.0
+        fitting = round(1.25 * fitting)
+        before, self.width = self.width or fitting, fitting
+        return self.width / before
+
+    def expect(self, output_tokens: float) -> None:
+        """Note the lasting output that is predicted of the candidates."""
+        weight = _MEAN_WEIGHT if self._predicted else 1.0
+        self._predicted += weight * (output_tokens - self._predicted)
+
+    def refill_with(self, prompts: NDArray[np.int64], survival: NDArray[np.float64]) -> None:
+        """Take it that empty slots are refilled with such requests, by the renewal equation.
+
+        Args:
+            prompts: int64[n], KV tokens of one sequence.
+            survival: float64[n, POINTS], on the grid.
+        """
+        runs = survival.mean(axis=0)
+        held = (prompts @ survival) / len(prompts) + self.width * _AHEAD * runs
+        # At every half width: a request that ends between two points leaves half way.
+        ends = -np.diff(np.interp(_HALVES, _AHEAD, runs))
+        refill = np.interp(_HALVES, _AHEAD, held)
+        for half in range(1, len(refill)):
+            refill[half] += ends[:half] @ refill[:half][::-1]
+        self._refill = np.where(_SINCE >= 0, refill[2 * _SINCE + 1], 0.0)
+
+    def loads(
+        self,
+        kv_tokens: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+        survival: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return float64[n, POINTS], the expected KV tokens of the requests' slots.
+
+        Args:
+            kv_tokens: int64[n], held now.
+            sequences: int64[n], tokens gained per step.
+            survival: float64[n, POINTS], on the grid.
+        """
+        ends = survival[:, :-1] - survival[:, 1:]
+        grown = kv_tokens[:, None] + np.multiply.outer(sequences, self.width * _AHEAD)
+        loads = grown * survival
+        loads[:, 1:] += (ends @ self._refill) * sequences[:, None]
+        return np.asarray(loads)
+
+    def ended_at(self, age: int) -> NDArray[np.float64]:
+        """Return float64[1, POINTS], the survival of a request that was known to end at an age."""
+        return np.asarray(self.width * _AHEAD < age, np.float64)[None]

@@ -1,0 +1,183 @@
+"""Candidates scored by their own trajectories, where outputs are long beside prompts."""
+
+import random
+from dataclasses import replace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from balanceroute.predictors import Oracle
+from balanceroute.proxy.core.events import RankId, RequestId, Ticket
+from balanceroute.proxy.core.policies import (
+    Assignment,
+    Fleet,
+    PolicyInputs,
+    PolicySettings,
+    make_policy,
+)
+from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
+from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import make_simulation
+from balanceroute.proxy.sim.forecast import FORECASTS
+from balanceroute.proxy.sim.workload import Workload
+from balanceroute.traces import TraceRequest
+
+PROMPT = 100
+
+
+def build(outputs: dict[int, int]) -> OwnTrajectory:
+    """Return the policy of two ranks that knows these outputs."""
+    oracle = Oracle({RequestId(number): tokens for number, tokens in outputs.items()})
+    inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), oracle)
+    policy = make_policy("br-h", inputs)
+    assert isinstance(policy, OwnTrajectory)
+    return policy
+
+
+def see_leave(policy: OwnTrajectory, output_tokens: int, count: int = 64) -> None:
+    """Let requests of one prompt and output leave."""
+    for _ in range(count):
+        policy.slots.leave(PROMPT, output_tokens)
+
+
+def pooled(*numbers: int) -> Pool:
+    pool = Pool(Arrival())
+    for number in numbers:
+        pool.add(PoolEntry(RequestId(number), Ticket(PROMPT), PROMPT, 0, None, None, None))
+    return pool
+
+
+def fleet(loads: list[int], free: list[int]) -> Fleet:
+    slots = np.array(free)
+    return Fleet(
+        np.ones(len(loads), np.bool_), np.array(loads), 4 - slots, slots, np.full(len(loads), 2**40)
+    )
+
+
+def run_on(policy: OwnTrajectory, rank: int, number: int, age: int) -> None:
+    """Bind a request that was a candidate before, and let it have emitted `age` tokens."""
+    policy.projection.bind(RequestId(number), RankId(rank), PROMPT + age, age)
+    policy.projection.start(RequestId(number))
+
+
+def test_the_two_stage_rule_decides_while_prompts_are_long() -> None:
+    policy = build({1: 50, 2: 50})
+    see_leave(policy, 149)
+    rule = Mock(return_value=[])
+    policy._rule.dispatch = rule  # type: ignore[method-assign]
+    assert policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2), 0) == []
+    rule.assert_called_once()
+
+
+def test_without_skill_the_oldest_goes_first() -> None:
+    policy = build({1: 10, 2: 3_000, 3: 500})
+    see_leave(policy, 500)
+    assignments = policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2, 3), 0)
+    assert [one.request for one in assignments] == [1, 2]
+
+
+def test_a_rank_that_empties_soon_takes_the_long_request() -> None:
+    outputs = {1: 100, 2: 2_000, 3: 2_000, 4: 2_000, 5: 2_000, 6: 2_000, 7: 2_000, 8: 1_000}
+    policy = build(outputs)
+    see_leave(policy, 1_000)
+    policy.skill.share = 1.0
+    # All running requests have been candidates; rank 0 has old ones, rank 1 young ones.
+    policy.dispatch(fleet([0, 0], [3, 3]), pooled(3, 4, 5, 6, 7, 8), 0)
+    for number in (3, 4, 5):
+        run_on(policy, 0, number, 1_900)
+    for number in (6, 7, 8):
+        run_on(policy, 1, number, 100)
+    policy._made_at[:] = -1
+    assignments = policy.dispatch(fleet([6_000, 600], [1, 1]), pooled(1, 2), 0)
+    assert sorted(assignments) == [
+        Assignment(RequestId(1), RankId(1)),
+        Assignment(RequestId(2), RankId(0)),
+    ]
+
+
+def test_an_entry_that_others_overtook_goes_at_last() -> None:
+    policy = build({1: 10, 2: 2_000, 3: 2_000})
+    see_leave(policy, 1_000)
+    policy.skill.share = 1.0
+    run_on(policy, 1, 3, 0)
+    pool = pooled(1, 2)
+    pool.first(1)[0].overtaken = 10_000
+    assignments = policy.dispatch(fleet([0, 100], [1, 0]), pool, 0)
+    assert assignments[0].request == 1
+
+
+def test_an_overdue_entry_goes_first() -> None:
+    policy = build({1: 10, 2: 2_000, 3: 400})
+    see_leave(policy, 1_000)
+    pool = pooled(1, 2, 3)
+    pool.replace(replace(pool.first(3)[2], deadline_ns=5))
+    assignments = policy.dispatch(fleet([0, 0], [1, 0]), pool, 5)
+    assert assignments == [(RequestId(3), RankId(0))]
+
+
+def test_a_faster_rank_may_hold_more() -> None:
+    policy = build({1: 1_000, 2: 1_000, 3: 1_000})
+    see_leave(policy, 1_000)
+    run_on(policy, 0, 2, 0)
+    run_on(policy, 0, 3, 0)
+    run_on(policy, 1, 4, 0)
+    equal, unequal = fleet([200, 100], [1, 1]), fleet([200, 100], [1, 1])
+    unequal.speeds = np.array([1.6, 0.4])
+    assert policy.dispatch(equal, pooled(1), 0)[0].rank == 1
+    assert policy.dispatch(unequal, pooled(1), 0)[0].rank == 0
+
+
+def test_no_rank_gets_more_than_its_slots() -> None:
+    policy = build(dict.fromkeys(range(100), 700))
+    see_leave(policy, 500)
+    assignments = policy.dispatch(fleet([0, 0], [3, 2]), pooled(*range(100)), 0)
+    ranks = [one.rank for one in assignments]
+    assert (ranks.count(RankId(0)), ranks.count(RankId(1))) == (3, 2)
+
+
+def test_a_prediction_is_compared_with_what_the_request_did() -> None:
+    policy = build({1: 100, 2: 3_000})
+    see_leave(policy, 1_000)
+    for round_ in range(200):
+        number = 1 + round_ % 2
+        policy.dispatch(fleet([0, 0], [2, 0]), pooled(1, 2), 0)
+        policy._leave(RequestId(number), PROMPT, (100, 3_000)[number - 1])
+        policy._leave(RequestId(3 - number), PROMPT, (3_000, 100)[number - 1])
+    assert policy.skill.share > 0.8
+
+
+@pytest.fixture(scope="module")
+def long_outputs() -> Workload:
+    rng = random.Random("long outputs")
+    requests = [
+        TraceRequest(number, 20, 1 + round(rng.expovariate(1 / 200))) for number in range(1_500)
+    ]
+    return Workload(requests, requests[:300], backlog=32)
+
+
+def idle(workload: Workload, policy: str, forecast: str) -> float:
+    simulation = make_simulation(
+        Deployment(4, 8),
+        workload,
+        policy,
+        PolicySettings(),
+        FORECASTS[forecast],
+        seed="0",
+        clock_ns=lambda: 0,
+    )
+    return simulation.run().metrics().idle_fraction
+
+
+def test_an_oracle_removes_most_of_the_idle_time(long_outputs: Workload) -> None:
+    assert idle(long_outputs, "br-h", "oracle") < 0.5 * idle(long_outputs, "fifo", "oracle")
+
+
+def test_predictors_that_cannot_tell_requests_apart_leave_it_as_with_fifo(
+    long_outputs: Workload,
+) -> None:
+    first_come = idle(long_outputs, "fifo", "none")
+    assert idle(long_outputs, "br-h", "survival") == pytest.approx(first_come, rel=0.1)
+    assert idle(long_outputs, "br-h", "none") == pytest.approx(first_come, rel=0.1)
