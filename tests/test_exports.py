@@ -39,8 +39,8 @@ proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health ins
     scrape served_models
 proxy.live.frontend: body_queue cors gateway model_routes pass_through refusals
     request_head single_exchange
-proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text leg_body
-    named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
+proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
+    leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
     stream_event stream_opening stream_reader token_counts token_estimate transcript usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off

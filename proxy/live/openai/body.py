@@ -85,7 +85,7 @@ class RequestBody:
         self.values: Mapping[str, Any]
         self._places: Places
         if scan is None and len(data) <= SMALL_BYTES:
-            self.values, self._places = _parse(data)
+            self.values, self._places = read_object(data)
             return
         if scan is None:
             scan = JsonScanner(data, _PROMPTS)
@@ -103,8 +103,16 @@ class RequestBody:
         """Return the members, decoded whatever their size; expensive."""
         return Members(self._data, self._places, len(self._data))
 
-    def encode(self, overrides: Mapping[str, object], drop: Collection[str] = ()) -> bytes:
-        """Return the object without `drop` and with `overrides`, which come last."""
+    def encode(
+        self, overrides: Mapping[str, object], drop: Collection[str] = (), *, last: bytes = b""
+    ) -> bytes:
+        """Return the object without `drop`, with `overrides` behind its members, and then `last`.
+
+        Args:
+            overrides: Members with these names are left out.
+            drop: Names of members that are left out.
+            last: One more member as JSON, of a name that is in `drop`; empty for none.
+        """
         # Pieces of the body itself, so that a prompt of megabytes is copied once.
         data = memoryview(self._data)
         parts: list[bytes | memoryview] = []
@@ -112,7 +120,9 @@ class RequestBody:
             if key not in overrides and key not in drop:
                 parts += (b", ", data[begin:end])
         if overrides:
-            parts += (b", ", "".join(_dump_in_pieces(overrides, 0))[1:-1].encode())
+            parts += (b", ", dump(overrides)[1:-1])
+        if last:
+            parts += (b", ", last)
         if not parts:
             return b"{}"
         parts[0] = b"{"
@@ -247,8 +257,12 @@ def _twice(key: str) -> BodyError:
     return BodyError(f"the body has the key {name!r} twice", name)
 
 
-def _parse(data: bytes) -> tuple[dict[str, Any], Places]:
-    """Decode a small body."""
+def read_object(data: bytes) -> tuple[dict[str, Any], Places]:
+    """Decode all of a small body; return its members and where they stand.
+
+    Raises:
+        BodyError: See `RequestBody`.
+    """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -332,6 +346,11 @@ def is_deep(value: object) -> bool:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def dump(value: object) -> bytes:
+    """Return a value as JSON, spaced and escaped as `json.dumps` does it."""
+    return "".join(_dump_in_pieces(value, 0)).encode()
 
 
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode

@@ -7,7 +7,7 @@ that reaches the prompt is touched.
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, refuse_internal
 
@@ -54,18 +54,25 @@ def prefill_body(
 def decode_body(
     body: "RequestBody",
     members: Mapping[str, object],
-    params: Mapping[str, Any] | None,
+    params: bytes | None,
     asked: "CountsAsked | None" = None,
     *,
     drop: frozenset[str] = INTERNAL_FIELDS,
 ) -> bytes:
-    """Return the decode leg's body; without `params` the engine computes the prompt itself."""
+    """Return the decode leg's body.
+
+    Args:
+        body: The client's.
+        members: Changed by an earlier binding; see `resumed_members`.
+        params: The connector's, as JSON; None if the engine is to compute the prompt itself.
+        asked: Which counts the engine is asked for.
+        drop: Members of the client's that no engine gets.
+    """
     overrides: dict[str, object] = dict(members)
     if asked is not None:
         overrides["stream_options"] = asked.options
-    if params is not None:
-        overrides["kv_transfer_params"] = params
-    return body.encode(overrides, drop=drop)
+    last = b"" if params is None else b'"kv_transfer_params": ' + params
+    return body.encode(overrides, drop=drop, last=last)
 
 
 def engine_body(data: bytes, body: "RequestBody") -> bytes:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
+from balanceroute.proxy.live.openai.body import BodyError, is_deep, may_be_deep, read_object
 
 # No context is this long; a larger count is wrong, and would spoil the ledger of the loads.
 _MAX_TOKENS = 1 << 30
+# The ids of the blocks grow with the prompt.
+_LONG_BYTES = 4_096
 
 
 class BadPrefillAnswerError(BalanceRouteError):
@@ -24,12 +26,14 @@ class PrefillAnswer:
         cached_tokens: Of these, found in the prefix cache; None if the engine does not say.
         complete: Whether the one token ended the answer, by a stop condition.
         kv_transfer_params: For the decoder, as returned; None if absent.
+        params_text: The same as JSON, if the answer is long: else encoding them again is quicker.
     """
 
     prompt_tokens: int
     cached_tokens: int | None
     complete: bool
     kv_transfer_params: object
+    params_text: bytes
     message: dict[str, Any]
 
 
@@ -39,10 +43,7 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     Raises:
         BadPrefillAnswerError: It is no JSON object with choices and usage.
     """
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
-        raise BadPrefillAnswerError("the prefill answer is not JSON") from None
+    message, params_text = _parse(body)
     if not isinstance(message, dict):
         raise BadPrefillAnswerError("the prefill answer is not a JSON object")
     usage, choices = message.get("usage"), message.get("choices")
@@ -65,5 +66,22 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
         cached_tokens=cached if type(cached) is int and 0 <= cached <= tokens else None,
         complete=complete,
         kv_transfer_params=params,
+        params_text=params_text,
         message=message,
     )
+
+
+def _parse(body: bytes) -> tuple[Any, bytes]:
+    """Return the answer decoded, and the text of its parameters if it is long."""
+    if len(body) >= _LONG_BYTES:
+        try:
+            message, places = read_object(body)
+        except BodyError:
+            pass  # Stricter than engines are: NaN, for example.
+        else:
+            _, begin, end = places.get("kv_transfer_params", (0, 0, 0))
+            return message, body[begin:end]
+    try:
+        return json.loads(body), b""
+    except (ValueError, RecursionError):
+        raise BadPrefillAnswerError("the prefill answer is not JSON") from None

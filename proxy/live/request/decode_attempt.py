@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Rank
@@ -14,6 +13,7 @@ from balanceroute.proxy.live.openai.answer import (
     stops_at_recomputed,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
+from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
@@ -227,7 +227,7 @@ class DecodeAttempt(Attempt):
 
     # The prefill that the rank calls for.
 
-    def _expect_prefill(self) -> Mapping[str, Any]:
+    def _expect_prefill(self) -> bytes:
         session, context = self._session, self._session.context
         self._transfer = context.unique()
         self._remote = HandOff(
@@ -243,7 +243,7 @@ class DecodeAttempt(Attempt):
             crashed=session.crashed,
         )
         context.hand_offs[self._transfer] = self._remote.take
-        return context.connector.decode_params(self._transfer, None, None)
+        return dump(context.connector.decode_params(self._transfer, None, None))
 
     def _prefilled(self, body: bytes) -> None:
         session, remote = self._session, self._remote

@@ -1,7 +1,6 @@
 """What a prefill leaves behind for the rank."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller
@@ -12,7 +11,7 @@ class KvHandle:
 
     Attributes:
         prefiller: Who computed it.
-        params: How a rank pulls it; None if none can, so that the rank computes the prompt itself.
+        params: How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt itself.
         expires_s: The loop's time from which on no rank may be asked to pull it; None for never.
         offers: How many ranks it was offered to.
     """
@@ -22,7 +21,7 @@ class KvHandle:
     def __init__(
         self,
         prefiller: "Prefiller",
-        params: Mapping[str, Any] | None,
+        params: bytes | None,
         expires_s: float | None = None,
     ) -> None:
         self.prefiller = prefiller

@@ -1,10 +1,10 @@
 """A prefiller that was asked for a prompt's KV cache."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.openai.prefill_answer import (
     BadPrefillAnswerError,
@@ -81,8 +81,8 @@ class PrefillAttempt(Attempt):
         else:
             session.prefilled(kv, answer.prompt_tokens, lease_ns)
 
-    def _params(self, answer: PrefillAnswer) -> Mapping[str, Any]:
-        """Return how a rank pulls the KV cache that this leg left behind.
+    def _params(self, answer: PrefillAnswer) -> bytes:
+        """Return how a rank pulls the KV cache that this leg left behind, as JSON.
 
         Raises:
             MissingKvError: None could.
@@ -97,7 +97,9 @@ class PrefillAttempt(Attempt):
         engine_id = params.get("remote_engine_id")
         if type(engine_id) is str:
             session.host.report(EngineSeen(prefiller.id, engine_id))
-        return params
+        if params is answer.kv_transfer_params and answer.params_text:
+            return answer.params_text
+        return dump(params)
 
     def _lease_ns(self) -> int | None:
         context = self._session.context

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.leg_body import decode_body, prefill_body
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
 
@@ -54,13 +54,13 @@ def test_the_decode_leg_is_the_clients_bytes_and_the_parameters(
 ) -> None:
     decode = body_of(f"{name}_decode.req")
     params = json.loads(decode)["kv_transfer_params"]
-    assert decode_body(RequestBody(client_body(decode)), {}, params) == decode
+    assert decode_body(RequestBody(client_body(decode)), {}, dump(params)) == decode
 
 
 @given(st.dictionaries(st.text(max_size=4), st.recursive(st.integers(), st.lists), max_size=4))
 def test_the_decode_leg_differs_by_the_parameters_only(members: dict[str, Any]) -> None:
     sent = json.dumps(members).encode()
-    made = decode_body(RequestBody(sent), {}, PARAMS)
+    made = decode_body(RequestBody(sent), {}, dump(PARAMS))
     tail = b'"kv_transfer_params": ' + json.dumps(PARAMS).encode() + b"}"
     kept = {key: value for key, value in members.items() if key not in INTERNAL_FIELDS}
     assert made == (json.dumps(kept).encode()[:-1] + b", " if kept else b"{") + tail
@@ -74,7 +74,7 @@ def test_numbers_and_escapes_reach_both_legs_as_they_were_written() -> None:
         '"top_p": 0.10',
     ]
     sent = RequestBody(("{" + ",".join(texts) + "}").encode())
-    for made in (prefill_body(sent, {}, PARAMS), decode_body(sent, {}, PARAMS)):
+    for made in (prefill_body(sent, {}, PARAMS), decode_body(sent, {}, dump(PARAMS))):
         assert all(text.encode() in made for text in texts)
 
 
@@ -85,7 +85,7 @@ def test_an_internal_field_never_reaches_a_leg(field: str) -> None:
         sent = RequestBody(f'{{"prompt": "a", {key}: {json.dumps(EVIL)}}}'.encode())
         for made in (
             prefill_body(sent, {}, PARAMS),
-            decode_body(sent, {}, PARAMS),
+            decode_body(sent, {}, dump(PARAMS)),
             decode_body(sent, {}, None),
         ):
             assert b"169.254" not in made
@@ -131,6 +131,6 @@ def test_both_legs_of_a_resumed_answer_have_the_same_prompt() -> None:
     sent = body(prompt="once", max_tokens=10, temperature=0)
     members = {"prompt": "once upon", "max_tokens": 8}
     prefill = json.loads(prefill_body(sent, members, PARAMS))
-    decode = json.loads(decode_body(sent, members, PARAMS))
+    decode = json.loads(decode_body(sent, members, dump(PARAMS)))
     assert prefill["prompt"] == decode["prompt"] == "once upon"
     assert (prefill["max_tokens"], decode["max_tokens"]) == (1, 8)
