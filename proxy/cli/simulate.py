@@ -92,7 +92,7 @@ class Machines:
         "requests in prefill or in the pool; others wait before prefill",
         1,
         10**9,
-        shown_default="no limit",
+        shown_default="no limit; with leases as in `serve`",
     )
     lease_s: float | None = number(
         None,
