@@ -28,7 +28,7 @@ from balanceroute.proxy.sim.hints import hints, unending
 from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
-from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
+from balanceroute.proxy.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ class Replayed:
     requests: int | None = integer(None, "replay only the first N", 1, 10**9)
     skip: int = integer(0, "pass over the first N", 0, 10**9)
     known: int = integer(0, "do not replay the first N: predictors learn from them", 0, 10**9)
+    output_scale: float = number(
+        1.0, "multiply every output, for the shape of long answers", 0.001, 1_000, metavar="X"
+    )
     segments: int = integer(1, "cut the trace in S runs", 1, 10**9, metavar="S")
     seed: int = integer(0, "of random policies", -(1 << 63), (1 << 63) - 1)
 
@@ -259,7 +262,7 @@ def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workl
         trace = read_flagged_trace(arguments)
     total = len(trace)
     trace = trace[replayed.skip :][: replayed.requests]
-    requests = playable(trace)
+    requests = scaled(playable(trace), replayed.output_scale)
     warning = unending(requests)
     if warning is not None:
         sys.stderr.write(f"balanceroute: warning: {arguments.trace}: {warning}\n")

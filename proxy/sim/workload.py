@@ -56,6 +56,22 @@ def playable(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     ]
 
 
+def scaled(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
+    """Multiply every output, and the limit on it, by a factor; each is at least one token."""
+
+    def times(tokens: int) -> int:
+        return max(1, round(factor * tokens))
+
+    return [
+        replace(
+            request,
+            output_tokens=times(request.output_tokens),
+            max_tokens=None if request.max_tokens is None else times(request.max_tokens),
+        )
+        for request in requests
+    ]
+
+
 def split(
     requests: Sequence[TraceRequest],
     *,

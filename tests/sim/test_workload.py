@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.sim.workload import MIN_SEGMENT_REQUESTS, playable, split
+from balanceroute.proxy.sim.workload import MIN_SEGMENT_REQUESTS, playable, scaled, split
 from balanceroute.traces import TraceRequest
 
 
@@ -110,3 +110,12 @@ def test_what_is_only_known_is_not_replayed_but_remembered() -> None:
 def test_what_is_known_counts_for_no_segment() -> None:
     with pytest.raises(ConfigError, match="10 requests with output make segments of 10"):
         split(trace(50), segments=1, rate=1.0, known=40)
+
+
+def test_outputs_are_scaled_with_their_limits() -> None:
+    recorded = [TraceRequest(0, 5, 6, max_tokens=8), TraceRequest(1, 5, 1)]
+    assert scaled(recorded, 2.5) == [
+        TraceRequest(0, 5, 15, max_tokens=20),
+        TraceRequest(1, 5, 2),
+    ]
+    assert [one.output_tokens for one in scaled(recorded, 0.01)] == [1, 1]
