@@ -4,6 +4,7 @@ from balanceroute.predictors.base import PastRequest, Predictor, RequestFeatures
 from balanceroute.predictors.capped import Capped
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, save
+from balanceroute.predictors.hinted import Hinted
 from balanceroute.predictors.none import NoPrediction
 from balanceroute.predictors.oracle import Oracle
 from balanceroute.predictors.state import Savable, State, StateError
@@ -12,6 +13,7 @@ from balanceroute.predictors.survival import Survival
 __all__ = [
     "Capped",
     "ExactMatch",
+    "Hinted",
     "NoPrediction",
     "Oracle",
     "PastRequest",

@@ -22,11 +22,13 @@ class RequestFeatures:
             is no bound.
         keys: What recurring requests have in common, as 64-bit hashes, the most specific first: the
             whole request, then ever shorter beginnings of its prompt. Empty if unknown.
+        expected_tokens: What the client expects each sequence to emit; None if it does not say.
     """
 
     prompt_tokens: int
     max_tokens: int | None = None
     keys: tuple[int, ...] = ()
+    expected_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

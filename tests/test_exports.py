@@ -13,7 +13,7 @@ from tests.script import ROOT, script
 house = script("house")
 TABLE = """
 engine_patch: hooks identity plugin reader records writer
-predictors: Capped ExactMatch NoPrediction Oracle PastRequest Predictor PredictorFileError
+predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay sim validate wire

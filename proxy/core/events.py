@@ -45,6 +45,7 @@ class Ticket:
             it ends, and is never in the pool or on a rank.
         eligible: The instances that can serve it; None for all, also those that are added later.
         max_tokens: The most tokens that one sequence may emit; None if the client set no limit.
+        expected_tokens: What the client expects one sequence to emit; None if it does not say.
         keys: Hashes of what it shares with other requests, the most specific first; empty if unused
             or not admitted yet.
         model: The model that it names.
@@ -61,6 +62,7 @@ class Ticket:
     decode: bool = True
     eligible: Eligible | None = None
     max_tokens: int | None = None
+    expected_tokens: int | None = None
     keys: tuple[int, ...] = ()
     model: str = ""
     tenant: str = ""

@@ -5,10 +5,20 @@ a proxy that has served them. A trained predictor starts with its file.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
+import numpy as np
+
+from balanceroute.predictors import (
+    Hinted,
+    NoPrediction,
+    Oracle,
+    Predictor,
+    RequestFeatures,
+    Survival,
+)
 from balanceroute.predictors.files import load
 from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
@@ -30,9 +40,30 @@ def _trained(kind: str, workload: Workload, settings: PolicySettings) -> Predict
     return train(kind, past_requests(workload.history), horizon_steps=settings.horizon_steps)
 
 
-def _survival(workload: Workload, _: PolicySettings) -> Predictor:
+def _survival(workload: Workload, _: PolicySettings | None = None) -> Predictor:
     # In the order of arrival, as for all figures that are published.
     return Survival(request.output_tokens for request in workload.history)
+
+
+class _Thirds(Hinted):
+    """Is told of each request whether its output is in the short, middle or long third."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(_survival(workload))
+        played = [request.output_tokens for request in workload.requests]
+        known = [request.output_tokens for request in workload.history]
+        thirds = np.quantile(known + played, [1 / 3, 2 / 3])
+        # A hint is the limit of a third: numbers that only tell them apart.
+        limits = np.append(np.rint(thirds).astype(np.int64), max(known + played))
+        self._third = limits[np.searchsorted(thirds, played)].tolist()
+        for third, output in zip(
+            limits[np.searchsorted(thirds, known)].tolist(), known, strict=True
+        ):
+            self.learn(third, output)
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        """Note the third as the hint."""
+        super().begin(request, replace(features, expected_tokens=self._third[request]))
 
 
 def _none(_: Workload, __: PolicySettings) -> Predictor:
@@ -42,6 +73,7 @@ def _none(_: Workload, __: PolicySettings) -> Predictor:
 FORECASTS: dict[str, Forecast] = {
     **{kind: partial(_trained, kind) for kind in KINDS},
     "survival": _survival,
+    "thirds": lambda workload, _: _Thirds(workload),
     "oracle": _oracle,
     "none": _none,
 }

@@ -64,3 +64,17 @@ def test_a_file_is_read_for_every_run(tmp_path: Path) -> None:
 def test_what_is_neither_a_name_nor_a_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'crystal' is no file, and none of survival, exact"):
         forecast_called("crystal")
+
+
+def test_thirds_tell_apart_and_not_more() -> None:
+    played = [TraceRequest(0, 100, output) for output in (5, 50, 500)]
+    past = [TraceRequest(0, 100, output) for output in (4, 6, 40, 60, 400, 600) * 50]
+    predictor = FORECASTS["thirds"](Workload(played, past), SETTINGS)
+    requests = [RequestId(number) for number in range(3)]
+    for request, traced in zip(requests, played, strict=True):
+        predictor.begin(request, features_of(traced))
+    survival = predictor.survival(requests, np.zeros(3, np.int64), 450)
+    assert survival[0, [3, 10]] == pytest.approx([1.0, 0.0], abs=0.1)
+    assert survival[1, [30, 100]] == pytest.approx([1.0, 0.0], abs=0.1)
+    # Half of the long third is longer, whatever this one's own output.
+    assert survival[2, 450] == pytest.approx(0.5, abs=0.1)

@@ -17,11 +17,13 @@ from balanceroute.proxy.live.frontend.body_queue import BodyQueue
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes, refuse_unlisted
 from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
 from balanceroute.proxy.live.frontend.request_head import (
+    BadHintError,
     BadRequestIdError,
     api_key_id,
     check_json_body,
     client_request_id,
     engine_headers,
+    expected_output_tokens,
     is_authorised,
     user_agent,
 )
@@ -259,11 +261,16 @@ class Gateway:
         if self._refuse_model(reply, record, shape.model, eligible):
             return
         try:
+            expected_tokens = expected_output_tokens(headers)
+        except BadHintError as error:
+            self._refuse(reply, record, 400, str(error))
+            return
+        try:
             refuse_if_too_long(api, body, self._served.max_model_len(shape.model))
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        ticket = driver.ticket(shape, eligible)
+        ticket = driver.ticket(shape, eligible, expected_tokens)
         refusal = driver.refuse(ticket)
         if refusal is not None:
             retry_s = refusal.retry_after_s

@@ -26,7 +26,15 @@ _MAX_USER_AGENT = 128
 _PASSED = frozenset(
     {b"traceparent", b"tracestate", b"user-agent", b"anthropic-version", b"anthropic-beta"}
 )
+_TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _KEYS = frozenset({b"authorization", b"x-api-key"})
+
+
+class BadHintError(Exception):
+    """X-Expected-Output-Tokens is given twice, or is no number of tokens."""
+
+    def __str__(self) -> str:
+        return "X-Expected-Output-Tokens must be a number from 1 to 999999999, given once"
 
 
 class BadRequestIdError(Exception):
@@ -45,6 +53,20 @@ def client_request_id(headers: "Headers") -> str | None:
     if len(values) > 1 or not _REQUEST_ID.fullmatch(values[0]):
         raise BadRequestIdError
     return values[0].decode()
+
+
+def expected_output_tokens(headers: "Headers") -> int | None:
+    """Return the client's X-Expected-Output-Tokens, or None if it gave none.
+
+    Raises:
+        BadHintError: It is given twice, or is no number of tokens.
+    """
+    values = [value for name, value in headers if name == b"x-expected-output-tokens"]
+    if not values:
+        return None
+    if len(values) > 1 or not _TOKENS.fullmatch(values[0]):
+        raise BadHintError
+    return int(values[0])
 
 
 def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:

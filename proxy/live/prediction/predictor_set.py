@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from balanceroute.predictors import RequestFeatures
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
 from balanceroute.proxy.core.prediction import check_survival
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores, Scoreboard
@@ -22,14 +23,19 @@ from balanceroute.proxy.live.telemetry.shadow import PredictorScores, Scoreboard
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from balanceroute.predictors import Predictor, RequestFeatures
-    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.predictors import Predictor
+    from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 
 _log = logging.getLogger(__name__)
 # Most requests that one call of `score` asks about, and most that it looks at.
 _ROWS = 25
 _VISITS = 100
+
+
+def ticket_features(ticket: "Ticket", prompt_tokens: int) -> RequestFeatures:
+    """Return what predictors are told of a request whose prompt is so long."""
+    return RequestFeatures(prompt_tokens, ticket.max_tokens, ticket.keys, ticket.expected_tokens)
 
 
 @dataclass(slots=True)

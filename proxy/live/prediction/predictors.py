@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.predictors.files import PredictorFileError, load, read_state, write_state
+from balanceroute.predictors.hinted import Hinted
 from balanceroute.predictors.registry import KINDS
 from balanceroute.predictors.state import StateError
 from balanceroute.proxy.core.errors import ConfigError, shown
@@ -64,8 +65,9 @@ def predictor_name(word: str) -> str:
 
 
 def named(word: str, predictor: "Savable | NoPrediction") -> NamedPredictor:
-    """Return a predictor under its name; no limit of a request is exceeded in what it says."""
-    return NamedPredictor(predictor_name(word), Capped(predictor), uses_keys=predictor.uses_keys)
+    """Return a predictor under its name, corrected by clients' hints and limits."""
+    corrected = Capped(Hinted(predictor))
+    return NamedPredictor(predictor_name(word), corrected, uses_keys=predictor.uses_keys)
 
 
 class StateKeeper:

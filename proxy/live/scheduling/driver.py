@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Load, Refusal
 from balanceroute.proxy.core.events import (
     Eligible,
@@ -24,6 +23,7 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.lost_engines import LostEngines
@@ -170,7 +170,9 @@ class Driver:
 
     # What the gateway does.
 
-    def ticket(self, shape: Shape, eligible: Eligible | None) -> Ticket:
+    def ticket(
+        self, shape: Shape, eligible: Eligible | None, expected_tokens: int | None
+    ) -> Ticket:
         """Return what is known of a request; `eligible` are the engines of its model."""
         context = self.context
         decode = not (shape.direct and context.legs.direct is Direct.PREFILL)
@@ -182,6 +184,7 @@ class Driver:
             decode=decode,
             eligible=eligible,
             max_tokens=shape.max_tokens,
+            expected_tokens=expected_tokens,
             model=shape.model,
         )
 
@@ -227,7 +230,7 @@ class Driver:
 
     def _take(self, session: Session) -> None:
         number, ticket = session.number, session.ticket
-        features = RequestFeatures(ticket.prompt_tokens, ticket.max_tokens, ticket.keys)
+        features = ticket_features(ticket, ticket.prompt_tokens)
         self._predictors.begin(number, features)
         if not ticket.prefill:
             session.pooled()

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.admission import Admission, Ending
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.token_estimate import TokenEstimate
+from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
     KvAbandoned,
@@ -127,8 +127,7 @@ class Feedback:
 
     def _prompt_counted(self, report: PromptCounted) -> None:
         session = self._table.live[report.request]
-        ticket = session.ticket
-        features = RequestFeatures(report.prompt_tokens, ticket.max_tokens, ticket.keys)
+        features = ticket_features(session.ticket, report.prompt_tokens)
         self._predictors.begin(report.request, features)
         self.estimate.learn(session.shape, report.prompt_tokens)
 

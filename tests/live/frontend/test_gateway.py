@@ -255,6 +255,17 @@ def test_a_malformed_request_id_is_refused(play: "Play", headers: "Headers") -> 
     play(scenario)
 
 
+@pytest.mark.parametrize("value", [b"", b"0", b"-3", b"1e3", b"many", b"1" * 10])
+def test_a_malformed_hint_is_refused(play: "Play", value: bytes) -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"x-expected-output-tokens", value)]
+        answer = await site.post(COMPLETIONS, BODY, headers)
+        assert "X-Expected-Output-Tokens" in is_error(answer, 400)
+        assert site.seen == []
+
+    play(scenario)
+
+
 def test_an_id_that_is_in_use_is_another_one_at_the_engines(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         headers = [(b"x-request-id", b"same")]

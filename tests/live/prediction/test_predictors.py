@@ -184,6 +184,18 @@ def test_no_prediction_exceeds_max_tokens(play: "Play") -> None:
     play(scenario, flags={"predictor": "survival"})
 
 
+def test_predictors_are_told_what_the_client_expects(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        told = told_to(site)
+        hint = [(b"x-expected-output-tokens", b"1200")]
+        await site.post(COMPLETIONS, STREAM | {"prompt": "t1"}, hint)
+        await site.post(COMPLETIONS, STREAM | {"prompt": "t2"})
+        assert [told[number].expected_tokens for number in sorted(told)] == [1200, None]
+        assert all(one.header(b"x-expected-output-tokens") is None for one in site.seen)
+
+    play(scenario, flags={"predictor": "survival"})
+
+
 @pytest.mark.parametrize(
     ("flags", "keys"),
     [
