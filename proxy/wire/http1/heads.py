@@ -7,6 +7,7 @@ llhttp lacks). The tests check that it accepts only what llhttp accepts, with th
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 
 from balanceroute.proxy.wire.messages import Headers, MalformedError, UnsafeHeaderError
@@ -65,7 +66,7 @@ class RequestHead:
     expects_continue: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ResponseHead:
     """A response without its body."""
 
@@ -126,8 +127,12 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     )
 
 
+@lru_cache(maxsize=128)
 def parse_response_head(head: bytes) -> ResponseHead:
     """Parse a response's head, from the status line to the blank line.
+
+    Engines answer with the same few heads, which differ by a length within one second. So results are
+    kept, and nobody may change them.
 
     Raises:
         MalformedError: It violates the grammar, or its framing is ambiguous.
