@@ -48,7 +48,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
     retry_budget
     session session_host short_answer stall_watch
 proxy.live.scheduling: decisions driver feedback isolation open_instances progress session_table
-    step_clock stranded sweep tick_timer
+    step_clock stranded sweep tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: checks config configure declared engines reader setting
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line

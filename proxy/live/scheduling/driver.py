@@ -38,6 +38,7 @@ from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.sweep import SWEEP_S, Sweep
+from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
 from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def _context(
         settings.lease_s,
         clock=loop.time,
         call_later=loop.call_later,
-        unique=lambda: f"{rng.getrandbits(128):032x}",
+        unique=UniqueTokens(rng),
         stalls=StallWatch(SWEEP_S, loop.time),
         observe_gap=metrics.legs.observe_itl,
         hand_offs={},
