@@ -8,6 +8,9 @@ from typing import Protocol
 class Outcome(Enum):
     """How a request ended; every request ends in exactly one of these."""
 
+    # Enum's own hash is Python code, and every request counts by outcome.
+    __hash__ = object.__hash__
+
     OK = "ok"
     CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours, or 501 or 505.
     REJECTED = "rejected"  # Refused before any work: the queue is full, or the proxy drains.

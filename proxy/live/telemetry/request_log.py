@@ -48,6 +48,7 @@ model's name.
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from balanceroute.proxy.live.telemetry.json_line import json_line
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
@@ -112,11 +113,23 @@ def line_of(record: RequestRecord) -> bytes:
             "peer": record.peer,
             "api_key_id": record.api_key_id,
             "user_agent": record.user_agent,
-            "time": datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="microseconds"),
+            "time": _utc(ended_s),
             "level": "warning" if record.outcome in _WARNINGS else "info",
             "message": "request ended",
         }
     )
+
+
+def _utc(unix_s: float) -> str:
+    """Return a time as ISO 8601 with microseconds."""
+    second = int(unix_s)
+    carry, microseconds = divmod(round((unix_s - second) * 1e6), 1_000_000)
+    return f"{_second(second + carry)}.{microseconds:06d}+00:00"
+
+
+@lru_cache(maxsize=4)  # Many requests end within one second.
+def _second(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()[:19]
 
 
 def _between(start_ns: int | None, end_ns: int | None) -> float | None:

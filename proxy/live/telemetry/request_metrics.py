@@ -35,8 +35,8 @@ class RequestMetrics:
             "Requests ended or refused, by how; status 0 if no answer was begun.",
             *("endpoint", "model", "outcome", "status"),
         )
-        # The library's own look-up costs a lock and four conversions.
-        self._requests_by: dict[tuple[str, ...], Counter] = {}
+        # By what a record has, unless labelled `other`: the library's look-up costs a lock and more.
+        self._known: dict[tuple[str, str, Outcome, int], Counter] = {}
         self._cached_tokens = registry.counter(
             "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
         )
@@ -135,14 +135,22 @@ class RequestMetrics:
     def _count(self, record: RequestRecord) -> None:
         outcome = record.outcome
         assert outcome is not None
-        labels = (
-            record.endpoint if record.endpoint in ENDPOINTS else OTHER,
-            # A client can invent model names without end, but not make an engine answer for one.
-            self._model_label(record.model, learn=outcome is Outcome.OK),
-            outcome.value,
-            self._status_label(str(record.status)),
-        )
-        counter = self._requests_by.get(labels)
+        key = (record.endpoint, record.model, outcome, record.status)
+        counter = self._known.get(key)
         if counter is None:
-            counter = self._requests_by[labels] = self._requests.labels(*labels)
+            counter = self._counter(key)
         counter.inc()
+
+    def _counter(self, key: tuple[str, str, Outcome, int]) -> "Counter":
+        endpoint, model, outcome, status = key
+        labels = (
+            endpoint if endpoint in ENDPOINTS else OTHER,
+            # A client can invent model names without end, but not make an engine answer for one.
+            self._model_label(model, learn=outcome is Outcome.OK),
+            outcome.value,
+            self._status_label(str(status)),
+        )
+        counter = self._requests.labels(*labels)
+        if OTHER not in labels:
+            self._known[key] = counter
+        return counter
