@@ -367,6 +367,7 @@ def _config(
             "beta": used.beta,
             "theta": used.theta,
             "window": used.window,
+            "hold_s": used.hold_s,
             "patience": "inf" if used.patience == inf else used.patience,  # JSON has no infinity.
             "projection": used.form.value,
             "refresh_tokens": used.refresh_tokens,

@@ -11,6 +11,7 @@ elsewhere that no request is left to fill, because the arrivals bring only so ma
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,20 @@ class Weights:
         return self.beta * float(self.steps.sum())
 
 
+class Outlook(NamedTuple):
+    """What the admission of each of n totals to one rank would do.
+
+    Attributes:
+        to_target: float64[n], F.
+        to_envelope: float64[n], F without the target: it may be exceeded.
+        overflow: float64[n], tokens beyond the margin, mean over the steps.
+    """
+
+    to_target: NDArray[np.float64]
+    to_envelope: NDArray[np.float64]
+    overflow: NDArray[np.float64]
+
+
 class Balance:
     """Margins of G ranks over the horizon.
 
@@ -70,7 +85,9 @@ class Balance:
         self._steps = weights.steps * persistence
         self._reward = weights.alpha * float(self._steps.sum())
         self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
+        self._beta = weights.beta
         self._past_envelope = weights.beta * self._steps
+        self._target_penalty = min(_BEYOND_TARGET * weights.alpha, weights.beta)
         self._speeds = (np.ones(len(ahead)) if speeds is None else speeds)[:, None]
         self._envelope: NDArray[np.float64] = (ahead / self._speeds).max(axis=0)
         self._margins = (self._envelope * self._speeds - ahead) * self._stretch
@@ -78,7 +95,7 @@ class Balance:
         if target is None:
             self._penalties = self._past_envelope
         else:
-            past_target = min(_BEYOND_TARGET * weights.alpha, weights.beta) * self._steps
+            past_target = self._target_penalty * self._steps
             self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
         # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
         # Paper: §4.2, (ii).
@@ -100,10 +117,13 @@ class Balance:
         """Return the number of tokens at which F of `rank` is largest."""
         return f_peak(self._kinks(rank), self._penalties, reward=self._reward)
 
-    def overflow(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return float64[n], the tokens of each total beyond the margin of `rank`, mean over steps."""
-        beyond = np.maximum(np.subtract.outer(totals, self._margins[rank]), 0.0)
-        return np.asarray(beyond @ self._steps / self._steps.sum())
+    def outlook(self, rank: int, totals: NDArray[np.float64]) -> Outlook:
+        """Return F and the overflow of each of float64[n] `totals` on `rank`; there is a target."""
+        kinks = self._kinks(rank).reshape(2, -1)
+        beyond = np.maximum(totals[:, None, None] - kinks, 0.0) @ self._steps
+        to_envelope = self._reward * totals - self._beta * beyond[:, 1]
+        to_target = to_envelope + self._target_penalty * (beyond[:, 1] - beyond[:, 0])
+        return Outlook(to_target, to_envelope, beyond[:, 1] / self._steps.sum())
 
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.

@@ -30,6 +30,7 @@ class PoolEntry:
         lost_on: Ranks to avoid while others are open, the earliest loss first.
         overtaken: Entries behind it that were admitted while it waited.
         overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
+        since_ns: When it first entered the pool, unless it has been decoded since.
         slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
         restricted: Whether some open rank may be closed to it.
@@ -46,6 +47,7 @@ class PoolEntry:
     lost_on: tuple[RankId, ...] = ()
     overtaken: int = 0
     overflow_limit: float = inf
+    since_ns: int = 0
     slots: int = field(init=False)
     ranks: frozenset[RankId] | None = field(init=False)
     restricted: bool = field(init=False)

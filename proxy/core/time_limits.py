@@ -39,4 +39,5 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
         lease_ends_ns=lease_ends_ns,
         lost_on=request.lost_on_ranks,
         overtaken=request.overtaken,
+        since_ns=since_ns,
     )

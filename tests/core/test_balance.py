@@ -154,7 +154,28 @@ def test_the_peak_is_at_the_target() -> None:
     assert [present([1000, 400, 700]).peak(rank) for rank in range(3)] == [0.0, 600.0, 300.0]
 
 
+@given(
+    loads=LOADS,
+    target=st.integers(0, 3_000),
+    totals=st.lists(st.integers(0, 4_000), min_size=1, max_size=9),
+    gamma=st.floats(0.0, 1.0),
+)
+def test_the_outlook_has_the_same_scores(
+    loads: list[int], target: int, totals: list[int], gamma: float
+) -> None:
+    weights = Weights(discounts(HORIZON, gamma), 1.0, float(len(loads)))
+    persistence = np.array([1.0, 0.75, 0.5, 0.25])
+    aim = np.full(HORIZON + 1, float(target))
+    balance = Balance(ahead_of(loads), weights, persistence, aim)
+    sizes = np.array(totals, np.float64)
+    for rank in range(len(loads)):
+        outlook = balance.outlook(rank, sizes)
+        np.testing.assert_allclose(outlook.to_target, balance.scores(rank, sizes), atol=1e-6)
+        expected = balance.scores_to_envelope(rank, sizes)
+        np.testing.assert_allclose(outlook.to_envelope, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(("total", "beyond"), [(500, 0.0), (600, 0.0), (700, 100.0)])
 def test_overflow_is_what_is_beyond_the_envelope(total: int, beyond: float) -> None:
     balance = present([1000, 400, 700], target=720)
-    assert balance.overflow(1, np.array([float(total)])).tolist() == [beyond]
+    assert balance.outlook(1, np.array([float(total)])).overflow.tolist() == [beyond]

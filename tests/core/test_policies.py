@@ -35,6 +35,8 @@ LATE = ["fifo", "br-0", "br-h"]
 BOUNDED = [*LATE, "br-0-bypass"]
 # Requests that decode already have numbers from here on.
 BOUND = 1_000
+# No entry is held any more.
+NOW_NS = 1_000_000_000
 
 
 def build(
@@ -126,7 +128,7 @@ def decide(policy: Policy, ranks: Ranks, prompts: Sequence[int]) -> list[Assignm
     if not prompts:
         return []  # No policy is ever asked about an empty pool.
     ranks.fill(policy)
-    return policy.dispatch(ranks.fleet(policy), pool_of(prompts), 0)
+    return policy.dispatch(ranks.fleet(policy), pool_of(prompts), NOW_NS)
 
 
 def decide_on(policy: Policy, ranks: Ranks, *entries: PoolEntry) -> list[Assignment]:
@@ -134,7 +136,7 @@ def decide_on(policy: Policy, ranks: Ranks, *entries: PoolEntry) -> list[Assignm
     for one in entries:
         pool.add(one)
     ranks.fill(policy)
-    return policy.dispatch(ranks.fleet(policy), pool, 0)
+    return policy.dispatch(ranks.fleet(policy), pool, NOW_NS)
 
 
 def chosen_ranks(assignments: list[Assignment]) -> list[int]:
@@ -691,6 +693,8 @@ def test_overdue_requests_go_oldest_first() -> None:
         ("beta", -1.0),
         ("beta", float("nan")),
         ("patience", 0.0),
+        ("hold_s", -1.0),
+        ("hold_s", float("inf")),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:

@@ -140,7 +140,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_policy(self, config: SchedulerConfig) -> Policy:
         base, _, paper = self.name.partition(" ")
-        chosen = PolicySettings(**self.parameters, paper=bool(paper))  # type: ignore[arg-type]
+        # Without holds, which leave free slots empty for a moment; they have their own tests.
+        settings = {**self.parameters, "paper": bool(paper), "hold_s": 0.0}
+        chosen = PolicySettings(**settings)  # type: ignore[arg-type]
         return make_policy(
             base,
             PolicyInputs(

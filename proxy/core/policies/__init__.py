@@ -75,6 +75,8 @@ class PolicySettings:
         window: K, the entries that Stage 2 considers; None for `WINDOW`, or `PAPER_WINDOW`.
         patience: Overtakings that offset an overflow of one mean prompt; None for
             `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no credit.
+        hold_s: Seconds in the pool for which a request is held that would overflow every rank while
+            slots abound.
         form: How BR-H projects; None for expected, or point in the paper's form.
         refresh_tokens: M, tokens between two predictions of a request.
         bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
@@ -88,6 +90,7 @@ class PolicySettings:
     theta: int | None = None
     window: int | None = None
     patience: float | None = None
+    hold_s: float = 1.0
     form: Form | None = None
     refresh_tokens: int = 20
     bypass_slots: int = 2
@@ -105,6 +108,8 @@ class PolicySettings:
                 raise ConfigError(f"{name} is {value}, must be at least {least}")
         if not 0.0 < self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
+        if not 0.0 <= self.hold_s < inf:
+            raise ConfigError(f"hold_s is {self.hold_s}, must be at least 0 and finite")
         for name, number in (
             ("alpha", self.alpha),
             ("beta", self.beta),
@@ -132,7 +137,7 @@ class PolicySettings:
 
 
 # Measured on the public traces; docs/results.md has the sweeps.
-PATIENCE_PER_SLOT = 1.0
+PATIENCE_PER_SLOT = 1.25
 # From 32 on the saturated results are the same within their errors.
 WINDOW = 64
 PAPER_BETA_PER_RANK = 3.0
@@ -177,6 +182,7 @@ def _two_stage(
         theta=chosen.theta,
         window=chosen.window,
         patience=chosen.patience,
+        hold_ns=round(chosen.hold_s * 1e9),
         gamma=gamma,
         paper=chosen.paper,
     )

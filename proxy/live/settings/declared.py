@@ -317,6 +317,13 @@ class PolicyOptions:
         shown_default=f"{PATIENCE_PER_SLOT:g} G B",
         word="auto",
     )
+    hold_s: float = number(
+        _POLICY_DEFAULTS.hold_s,
+        "wait for room, while slots abound, of a request too large for every rank; 0 for none",
+        0,
+        60,
+        metavar="S",
+    )
     refresh_tokens: int = integer(
         _POLICY_DEFAULTS.refresh_tokens,
         "tokens between two predictions of a request",

@@ -148,6 +148,7 @@ SAMPLES: dict[str, object] = {
     "theta": 4,
     "window": 6,
     "patience": 11.0,
+    "hold_s": 0.4,
     "refresh_tokens": 5,
     "bypass_slots": 1,
     "paper": True,
@@ -298,6 +299,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         theta=4,
         window=6,
         patience=11.0,
+        hold_s=0.4,
         form=Form.POINT,
         refresh_tokens=5,
         bypass_slots=1,
@@ -774,9 +776,7 @@ def secrets_everywhere(folder: Path) -> ProxyConfig:
 @pytest.mark.parametrize(
     "shown", [repr, str, lambda config: json.dumps(config.redacted(), allow_nan=False)]
 )
-def test_a_configuration_shows_no_secret(
-    shown: Callable[[ProxyConfig], str], tmp_path: Path
-) -> None:
+def test_a_configuration_shows_no_secret(shown: Callable[..., str], tmp_path: Path) -> None:
     text = shown(secrets_everywhere(tmp_path))
     assert "hunter2" not in text
     assert "first_token_timeout_s" in text

@@ -5,6 +5,7 @@
 | `policy` | one call per round; the discount that follows the turnover |
 | `round` | what the stages share |
 | `stage_1` | slots abound: only the rank of each request is chosen |
+| `hold` | a moment's wait for room, while slots abound |
 | `stage_2` | slots are scarce: each rank chooses its requests |
 | `target` | the load at which the ranks would be evenly full |
 | `subsets` | the best subset of the candidates, else the best single one |

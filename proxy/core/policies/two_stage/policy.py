@@ -27,10 +27,12 @@ class TwoStage:
         settings: The parameters; `settings.weights.steps` has one weight per projected step.
         projection: The projected loads; None for the present step only.
         on_stage: Called with the name of each stage as it ends, so that a driver can time them.
+
+    Attributes:
+        reservations: The reserved ranks.
     """
 
     slots_beyond_batch = 0
-    next_decision_ns = None
 
     def __init__(
         self,
@@ -39,13 +41,15 @@ class TwoStage:
         on_stage: Callable[[str], None] = ignore_stage,
     ) -> None:
         self.projection = projection
+        self.next_decision_ns: int | None = None
         self._settings = settings
         self._gamma = settings.gamma  # As lowered last.
-        self._reservations = Reservations()
+        self.reservations = Reservations()
         self._on_stage = on_stage
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits. Paper: Algorithms 2 and 3."""
+        self.next_decision_ns = None
         # The usual case in saturation; it costs no projection.
         if not (fleet.free_slots > 0).any():
             return []
@@ -57,10 +61,12 @@ class TwoStage:
         else:
             # Overdue entries first, while every rank still has its slots.
             place_overdue(work, now_ns)
-            place_all(work)
-            self._reservations.prune(work)
+            self.next_decision_ns = place_all(work, now_ns)
+            self.reservations.prune(work)
         self._on_stage("stage_1")
-        choose_subsets(work, self._reservations)
+        # The free slots would go to the entries that are held.
+        if self.next_decision_ns is None:
+            choose_subsets(work, self.reservations)
         self._on_stage("stage_2")
         return work.assignments
 

@@ -43,17 +43,21 @@ _ANY_RANK = 2.5
 
 
 class Reservations:
-    """The reserved ranks. They outlast a round; each ends when its entry leaves the pool."""
+    """The reserved ranks. They outlast a round; each ends when its entry leaves the pool.
+
+    Attributes:
+        of_rank: The entry for which each reserved rank makes room.
+    """
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, RequestId] = {}
+        self.of_rank: dict[int, RequestId] = {}
 
     def prune(self, work: Round) -> None:
         """End the reservations whose entry has left the pool, or whose rank is closed."""
         is_open = work.fleet.is_open
-        self._of_rank = {
+        self.of_rank = {
             rank: request
-            for rank, request in self._of_rank.items()
+            for rank, request in self.of_rank.items()
             if request in work.pool and rank < len(is_open) and is_open[rank]
         }
 
@@ -62,16 +66,14 @@ class Reservations:
         candidates = work.candidates(rank)
         if not candidates:
             return []
+        own = self.of_rank.get(rank)
         # One that avoids the rank now, or is no candidate any more, has no use for it.
-        if self._of_rank.get(rank) not in [entry.request for entry in candidates]:
-            self._of_rank.pop(rank, None)
-        view = _View(work, rank, candidates, set(self._of_rank.values()))
-        if rank not in self._of_rank and not self._reserve(work, rank, view):
-            # An entry with a rank of its own may still go where it fits.
-            free = np.flatnonzero(view.has_room & (view.fills | ~view.reserved))
-            late = view.late[free] >= _LATE
-            return best_choice(work, rank, [candidates[index] for index in free], late)
-        own = self._of_rank[rank]
+        if own is not None and own not in [entry.request for entry in candidates]:
+            del self.of_rank[rank]
+        view = _View(work, rank, candidates, set(self.of_rank.values()))
+        if rank not in self.of_rank and not self._reserve(work, rank, view):
+            return view.best(work, rank)
+        own = self.of_rank[rank]
         for index, entry in enumerate(candidates):
             if entry.request == own and view.has_room[index]:
                 if _tolerable(work, entry, float(view.overflow[index])):
@@ -90,7 +92,7 @@ class Reservations:
         if not wanting.any():
             return False
         latest = int(np.where(wanting, view.late, -np.inf).argmax())
-        self._of_rank[rank] = view.candidates[latest].request
+        self.of_rank[rank] = view.candidates[latest].request
         view.reserved[latest] = True
         return True
 
@@ -102,6 +104,7 @@ class _View:
         candidates: The entries.
         sizes: float64[n], their KV tokens.
         late: float64[n], admissions beyond their turn, in lengths of the pool.
+        scores: float64[n], F with the credit.
         overflow: float64[n], tokens beyond the rank's margin.
         has_room: bool[n], whether the rank has the memory.
         fills: bool[n], whether F without the target is not negative.
@@ -111,24 +114,35 @@ class _View:
     def __init__(
         self, work: Round, rank: int, candidates: "list[PoolEntry]", reserved: "set[RequestId]"
     ) -> None:
-        fleet = work.fleet
         self.candidates = candidates
         self.sizes = sizes(candidates)
         overtaken = np.array([entry.overtaken for entry in candidates], np.float64)
         # First come, first served, the entries ahead would be admitted before it.
         self.late = (overtaken - np.arange(len(candidates))) / len(work.pool)
-        self.overflow = work.balance.overflow(rank, self.sizes)
-        self.has_room = self.sizes <= fleet.room(rank)
-        self.fills = len(fleet.loads) * self.overflow <= self.sizes
+        to_target, to_envelope, self.overflow = work.balance.outlook(rank, self.sizes)
+        self.scores = np.where(self.late >= _LATE, to_envelope, to_target)
+        self.scores += work.credit_each * overtaken
+        self.fills = to_envelope >= 0.0
+        self.has_room = self.sizes <= work.fleet.room(rank)
         self.reserved = np.zeros(len(candidates), np.bool_)
         if reserved:
             self.reserved |= [entry.request in reserved for entry in candidates]
+
+    def best(self, work: Round, rank: int) -> "list[PoolEntry]":
+        """Return the best choice of what has no other rank to itself, or fills this one as well."""
+        free = self.has_room & (self.fills | ~self.reserved)
+        if free.all():
+            return best_choice(work, rank, self.candidates, self.scores)
+        candidates = [
+            entry for entry, is_free in zip(self.candidates, free, strict=True) if is_free
+        ]
+        return best_choice(work, rank, candidates, self.scores[free])
 
 
 def _tolerable(work: Round, entry: "PoolEntry", overflow: float) -> bool:
     """Return whether it costs no more to admit `entry` now than to make more room."""
     others = len(work.fleet.loads) - 1
-    credit = work.credit(entry) / float(work.settings.weights.steps.sum())
+    credit = work.credit_each * entry.overtaken / float(work.settings.weights.steps.sum())
     return others * _lasting_tokens(work, entry, overflow) <= entry.kv_tokens - overflow + credit
 
 

@@ -30,6 +30,7 @@ class Round:
     Attributes:
         assignments: The admissions so far.
         balance: Margins and scores after them.
+        credit_each: What an overtaking adds to the score of the entry that was overtaken.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Round:
         if not settings.paper:
             target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
         self.balance = Balance(ahead, settings.weights, persistence, target, speeds)
-        # The credit of one overtaking, in units of F: `patience` of them offset the penalty of one
-        # mean prompt beyond the margin.
-        offset_tokens = pool.mean_prompt_tokens / settings.patience
-        self._credit_each = settings.weights.penalty * offset_tokens
+        # `patience` overtakings offset the penalty of one mean prompt beyond the margin. Linear, so
+        # that the credit of a waiting entry exceeds any overflow at last.
+        offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
+        self.credit_each = settings.weights.penalty * offset_tokens
 
     def candidates(self, rank: int) -> list[PoolEntry]:
         """Return the K oldest entries that may go to the open `rank`, whether they fit or not."""
@@ -83,13 +84,6 @@ class Round:
             if (entry.ranks is None or rank in entry.ranks)
             and (not entry.lost_on or fleet.allowed(entry)[rank])
         )
-
-    def credit(self, entry: PoolEntry) -> float:
-        """Return the overflow that an entry may cause for having been overtaken, in units of F."""
-        if self.settings.paper:
-            return 0.0
-        # Linear, so that the credit of a waiting entry exceeds any overflow at last.
-        return entry.overtaken * self._credit_each
 
     def place(self, entries: list[PoolEntry]) -> None:
         """Admit entries in turn, each to the rank where it scores best, if it may go there."""

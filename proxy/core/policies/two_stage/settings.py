@@ -14,6 +14,7 @@ class TwoStageSettings:
         theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
         window: K, the entries that Stage 2 considers.
         patience: Overtakings that offset an overflow of one mean prompt; inf for no credit.
+        hold_ns: Time in the pool for which a request may be held, see `hold`.
         gamma: The discount of `weights`, lowered as slots turn over; None keeps the weights.
         paper: Use the paper's stages and candidates, without target, credit or reservations.
     """
@@ -22,5 +23,6 @@ class TwoStageSettings:
     theta: int
     window: int
     patience: float
+    hold_ns: int = 0
     gamma: float | None = None
     paper: bool = False

@@ -1,9 +1,10 @@
 """Stage 1, slots abound: only the rank of each request is open.
 
-Every pooled request gets a slot now. The largest goes first, the classic rule for even sums, each to
-the rank where its F is best.
+Every pooled request gets a slot now, or in a moment, see `hold`. The largest goes first, the classic
+rule for even sums, each to the rank where its F is best.
 """
 
+from balanceroute.proxy.core.policies.two_stage.hold import is_held, may_hold
 from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -15,8 +16,12 @@ def place_overdue(work: Round, now_ns: int) -> None:
     work.place(work.pool.overdue(now_ns))
 
 
-def place_all(work: Round) -> None:
-    """Admit the oldest entries, the largest of them first."""
+def place_all(work: Round, now_ns: int) -> int | None:
+    """Admit the oldest entries, the largest of them first.
+
+    Returns:
+        When the first hold ends; None if no entry is held.
+    """
     free = int(work.fleet.free_slots.sum())
     # If all entries fit, there is nothing to choose. Otherwise the last theta slots are left to
     # Stage 2, which chooses the entries as well.
@@ -24,7 +29,17 @@ def place_all(work: Round) -> None:
     entries = _oldest(work, free if fits else max(0, free - work.settings.theta))
     # Ties by arrival.
     entries.sort(key=lambda entry: (-entry.kv_tokens, entry.request))
-    work.place(entries)
+    if not (fits and may_hold(work)):
+        work.place(entries)
+        return None
+    ends_ns: list[int] = []
+    for entry in entries:
+        # Again for each: the ones before it have raised the loads.
+        if is_held(work, entry, now_ns):
+            ends_ns.append(entry.since_ns + work.settings.hold_ns)
+        else:
+            work.place([entry])
+    return min(ends_ns, default=None)
 
 
 def _oldest(work: Round, slots: int) -> list[PoolEntry]:

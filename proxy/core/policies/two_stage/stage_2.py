@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.policies.two_stage.paper import largest
 from balanceroute.proxy.core.policies.two_stage.reservation import Reservations
-from balanceroute.proxy.core.policies.two_stage.round import Round
+from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
 from balanceroute.proxy.core.policies.two_stage.subsets import best_choice
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -36,7 +36,8 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
 def _choose(work: Round, rank: int, reservations: Reservations) -> list[PoolEntry]:
     if work.settings.paper:
         room = work.fleet.room(rank)
-        return best_choice(work, rank, [e for e in largest(work, rank) if e.kv_tokens <= room])
+        candidates = [e for e in largest(work, rank) if e.kv_tokens <= room]
+        return best_choice(work, rank, candidates, work.balance.scores(rank, sizes(candidates)))
     return reservations.choose(work, rank)
 
 

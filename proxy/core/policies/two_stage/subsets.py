@@ -3,13 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
+from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.subset import best_subset
 
 
 def best_choice(
-    work: Round, rank: int, candidates: list[PoolEntry], late: NDArray[np.bool_] | None = None
+    work: Round, rank: int, candidates: list[PoolEntry], scores: NDArray[np.float64]
 ) -> list[PoolEntry]:
     """Return what `rank` takes of the candidates, each of which fits.
 
@@ -17,26 +17,22 @@ def best_choice(
         work: The round.
         rank: Has a free slot.
         candidates: In order of the pool.
-        late: bool[n], the candidates that may exceed the target; None for none.
+        scores: float64[n], F of each alone, with its credit.
     """
     if not candidates:
         return []
     fleet = work.fleet
     slots = min(int(fleet.free_slots[rank]), len(candidates))
-    room = int(fleet.free_kv_tokens[rank])
-    totals = sizes(candidates)
-    # A candidate larger than the free memory is possible only on an empty rank; then just one entry
-    # is admitted.
-    if slots > 1 and room >= totals.max():
-        chosen = _best_subset(work, rank, candidates, slots, room)
-        if chosen:
-            return chosen
+    if slots > 1:
+        room = int(fleet.free_kv_tokens[rank])
+        # A candidate larger than the free memory is possible only on an empty rank; then just one
+        # entry is admitted.
+        if room >= max(entry.kv_tokens for entry in candidates):
+            chosen = _best_subset(work, rank, candidates, slots, room)
+            if chosen:
+                return chosen
     # Also if the best score is negative: a free slot left empty would starve the entries that never
     # fit. On a tie `argmax` returns the first candidate.
-    scores = work.balance.scores(rank, totals)
-    if late is not None and late.any():
-        scores[late] = work.balance.scores_to_envelope(rank, totals[late])
-    scores += [work.credit(entry) for entry in candidates]
     return [candidates[int(scores.argmax())]]
 
 
@@ -56,7 +52,7 @@ def _best_subset(
         return work.balance.score(rank, total)
 
     free = best_subset(totals, slots, peak, score, max_total=room)
-    credit = work.credit(candidates[0])
+    credit = work.credit_each * candidates[0].overtaken
     if credit > 0.0:
         # F relative to the oldest entry alone: its size shifts the peak and reduces the room.
         first = totals[0]
