@@ -12,7 +12,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.sim.engine_options import EngineOptions
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
+    from tests.live.conftest import Exchanged, Play, Scenario, Site
 
     from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 
@@ -163,6 +163,29 @@ def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
         assert driver.decisions.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
 
     play(scenario, **FLEET)
+
+
+def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told(play: "Play") -> None:
+    idle: dict[bool, float] = {}
+
+    def scenario(told: bool) -> "Scenario":
+        async def load(site: "Site") -> None:
+            await run_load(site, streamed=1.0, requests=500)
+            stats, progress = (
+                site.fleet.stats(),
+                site.world.proxy.deployment.driver.decisions.progress,
+            )
+            idle[told] = stats["idle_fraction"]
+            counted = progress.idle_tokens / progress.capacity_tokens
+            assert (counted == pytest.approx(idle[told], rel=0.1)) == told
+
+        return load
+
+    engines = EngineOptions(rank_speeds=(1.0, 0.5))
+    for told in (False, True):
+        flags = FLEET["flags"] | ({"rank_speeds": "1,0.5"} if told else {})
+        play(scenario(told), **(FLEET | {"engines": engines, "flags": flags}))
+    assert idle[True] < 0.7 * idle[False]
 
 
 def test_sequences_of_one_request_count_each(play: "Play") -> None:
