@@ -3,14 +3,14 @@
     python scripts/reproduce_results.py OUT_DIR [NAME ..]
 
 Each experiment is a plain `balanceroute simulate` command, printed before it runs; its JSON goes to
-OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md.
+OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md, also the means over several cuts of a trace.
 """
 
 import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]
         for segments in (4, 5, 7, 8)
         for suffix, options in variants.items()
     }
+
+
+# The rules of other routers. Those that use a client's length hint get the best one there can be.
+RIVALS = {
+    "": "--policy jsq,fifo,smg-least-load,br-0",
+    "_hints": "--policy dynamo-kv,llmd-token-load --predictor oracle",
+    "_no_hints": "--policy dynamo-kv --predictor none",
+}
+RIVAL_CUTS = (4, 5, 6, 7, 8)
 
 
 EXPERIMENTS = (
@@ -74,6 +83,34 @@ EXPERIMENTS = (
         for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
     }
     | {
+        f"rivals_{segments}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 "
+        f"--segments {segments} {options}"
+        for segments in RIVAL_CUTS
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"rivals_ranks_{ranks}{suffix}": f"{MOONCAKE} --ranks {ranks} --batch 16 "
+        f"--backlog {8 * ranks} --segments {segments} {options}"
+        for ranks, segments in ((16, 3), (32, 2))
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"rivals_rate_{rate}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 "
+        f"--prefill-servers 2 --prefill-us-per-token 5 --lease-s 30 {options}"
+        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"engines_{name}": f"{SATURATED} --policy jsq,fifo,br-0 {options}"
+        for name, options in {
+            "speeds": "--rank-speeds 1,0.6667",
+            "speeds_unknown": "--rank-speeds 1,0.6667 --speeds-unknown",
+            "batches": "--rank-batches 16,8",
+            "speculative": "--tokens-per-step 3",
+            "pausing": "--pause-above 0.1",
+        }.items()
+    }
+    | {
         f"ranks_{ranks}": f"{MOONCAKE} --ranks {ranks} --batch 16 --backlog {8 * ranks} "
         f"--segments {segments}"
         for ranks, segments in ((4, 12), (8, 6), (16, 3), (32, 2))
@@ -102,6 +139,12 @@ EXPERIMENTS = (
     }
 )
 
+# Experiments that are cuts of one trace, and so have a common mean.
+POOLS = {
+    f"rivals{suffix}": [f"rivals_{segments}{suffix}" for segments in RIVAL_CUTS]
+    for suffix in RIVALS
+}
+
 # Heading, figure, digits, scale.
 COLUMNS = (
     ("imbalance tokens", "mean_imbalance_tokens", 0, 1),
@@ -127,6 +170,24 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a report of the means over all segments of all reports, with their standard errors."""
+    rows = []
+    for same in zip(*(report["results"] for report in reports), strict=True):
+        counts = [report["config"]["segments"] for report in reports]
+        segments = sum(counts)
+        row: dict[str, Any] = {"policy": same[0]["policy"], "stderr": {}}
+        for _, name, _, _ in COLUMNS:
+            row[name] = sum(n * one[name] for n, one in zip(counts, same, strict=True)) / segments
+            squares = sum(
+                n * (n - 1) * one["stderr"][name] ** 2 + n * (one[name] - row[name]) ** 2
+                for n, one in zip(counts, same, strict=True)
+            )
+            row["stderr"][name] = (squares / (segments - 1) / segments) ** 0.5
+        rows.append(row)
+    return {"results": rows}
+
+
 def main() -> int:
     """Run the chosen experiments, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -137,7 +198,8 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    sections = []
+    sections: list[str] = []
+    reports: dict[str, dict[str, Any]] = {}
     for name in arguments.names or EXPERIMENTS:
         command = EXPERIMENTS[name]
         print(f"\n$ balanceroute simulate {command}", flush=True)
@@ -145,8 +207,12 @@ def main() -> int:
         status = balanceroute(["simulate", *shlex.split(command), "--json", str(path)])
         if status != 0:
             return status
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = reports[name] = json.loads(path.read_text(encoding="utf-8"))
         sections.append(f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report)}\n")
+    for name, members in POOLS.items():
+        if reports.keys() >= set(members):
+            table = markdown(pooled([reports[member] for member in members]))
+            sections.append(f"## {name}: {', '.join(members)}\n\n{table}\n")
     (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
     return 0
 

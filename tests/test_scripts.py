@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from tests.script import ROOT, script
@@ -132,3 +133,20 @@ def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
     assert models == ["none", "survival", "exact-match", str(tmp_path / "predictors" / "gbdt.json")]
     # Of the demo's own slice.
     assert module.SKIP == 5000
+
+
+def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -> None:
+    module = script("reproduce_results")
+    samples = [[1.0, 3.0], [2.0, 4.0, 9.0]]
+
+    def report(values: list[float]) -> dict[str, object]:
+        names = [name for _, name, _, _ in module.COLUMNS]
+        error = stdev(values) / len(values) ** 0.5
+        row = dict.fromkeys(names, fmean(values)) | {"stderr": dict.fromkeys(names, error)}
+        return {"config": {"segments": len(values)}, "results": [row | {"policy": "jsq"}]}
+
+    (row,) = module.pooled([report(values) for values in samples])["results"]
+    together = [value for values in samples for value in values]
+    assert row["idle_fraction"] == pytest.approx(fmean(together))
+    expected = stdev(together) / len(together) ** 0.5
+    assert row["stderr"]["idle_fraction"] == pytest.approx(expected)
