@@ -28,7 +28,7 @@ proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs Po
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillView
     Prefillers
-proxy.core.queueing: Arrival MakeQueueOrder QUEUE_ORDERS QueueOrder
+proxy.core.queueing: ByTicket Fcfs MakeQueueOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: connectors control deployment descriptors engines environment frontend openai prediction
@@ -41,7 +41,8 @@ proxy.live.frontend: body_queue cors gateway model_routes pass_through refusals
     request_head single_exchange
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
     leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
-    stream_event stream_opening stream_reader token_counts token_estimate transcript usage
+    stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
+    usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports

@@ -17,9 +17,10 @@ from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.live.settings.declared import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import flag, integer, number, text
+from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, text, words
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -96,6 +97,9 @@ class Machines:
         1,
         10**9,
         shown_default="no limit; with leases as in `serve`",
+    )
+    queue_order: str = choice(
+        "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
     )
     lease_s: float | None = number(
         None,
@@ -248,6 +252,7 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,
+        queue_order=machines.queue_order,
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
         engines=given.read(EngineFlags).options,

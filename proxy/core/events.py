@@ -49,11 +49,13 @@ class Ticket:
         keys: Hashes of what it shares with other requests, the most specific first; empty if unused
             or not admitted yet.
         model: The model that it names.
-        tenant: The client's identity. This and the next three are for admission rules and queue
+        tenant: The client's identity. This and all that follow are for admission rules and queue
             orders.
-        level: Its class of service; lower goes first.
+        level: Its class of service; lower goes first, and 0 is the usual one.
         weight: Its share among requests of the same level.
-        deadline_ns: When its first token is due; None for no target.
+        deadline_ns: When its first token is due: if no rank has taken it by then, it expires. None
+            for never.
+        predicted_tokens: What a predictor expects of each sequence; 0 if none was asked.
     """
 
     prompt_tokens: int
@@ -69,6 +71,7 @@ class Ticket:
     level: int = 0
     weight: float = 1.0
     deadline_ns: int | None = None
+    predicted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

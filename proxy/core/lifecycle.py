@@ -90,6 +90,7 @@ class Request:
     Attributes:
         request: Its id, the arrival number.
         ticket: What was known when it arrived.
+        due_ns: When it expires unless it is decoded; None for never, and once it was served.
         waiting_since_ns: When it arrived, or was last queued after it had been served.
         prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
             (of several sequences: their mean, rounded up).
@@ -115,6 +116,7 @@ class Request:
     waiting_since_ns: int
     prompt_tokens: int = field(init=False)
     decode: bool = field(init=False)
+    due_ns: int | None = field(init=False)
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
@@ -133,6 +135,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_tokens = self.ticket.prompt_tokens
         self.decode = self.ticket.decode
+        self.due_ns = self.ticket.deadline_ns
 
     @property
     def kv_tokens(self) -> int:
@@ -155,6 +158,8 @@ class Request:
     def wait_anew(self, now_ns: int) -> None:
         """Note that it was served, and waits from now on as if it had just arrived."""
         self.waiting_since_ns = now_ns
+        # Its first token came in time, or late: it is not due again.
+        self.due_ns = None
         self.pooled_ns = None
         self.lapses = self.overtaken = 0
 

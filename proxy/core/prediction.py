@@ -15,6 +15,8 @@ from balanceroute.proxy.core.events import RequestId
 
 # How far rounding may take a probability out of its range.
 _ROUNDING = 1e-3
+# Outputs are expected to be at most this long: a request without a limit must not cost much time.
+_MOST_EXPECTED = 4096
 
 
 class Predictor(Protocol):
@@ -51,6 +53,14 @@ def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> 
         and survival.item(survival.argmax()) <= 1.0 + _ROUNDING
     ):
         raise PredictorError("survival is not in 0..1")
+
+
+def mean_output_tokens(predictor: Predictor, request: RequestId, max_tokens: int | None) -> int:
+    """Return the expected output of a request that has not decoded yet, at most 4,096 tokens."""
+    steps = min(max_tokens or _MOST_EXPECTED, _MOST_EXPECTED)
+    survival = predictor.survival([request], np.zeros(1, np.int64), steps)
+    # E[min(output, steps)] is the sum of Pr[output > h] over h < steps.
+    return round(float(survival[0, :steps].sum()))
 
 
 def two_stage_estimate(

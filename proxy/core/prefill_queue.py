@@ -12,6 +12,7 @@ from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.queueing import MakeQueueOrder, QueueOrder
+from balanceroute.proxy.core.time_limits import earliest
 from balanceroute.proxy.core.timers import Timers
 
 
@@ -38,6 +39,7 @@ class PrefillQueue:
         # no longer occur cost nothing.
         self._restricted: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
         self._expiries = Timers()
+        self._dues = Timers()
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -59,6 +61,8 @@ class PrefillQueue:
         self._queue_of(request).add(request.request, request.ticket)
         self._waiting += 1
         self._expiries.set(request.request, expires_ns)
+        if request.due_ns is not None:
+            self._dues.set(request.request, request.due_ns)
 
     def remove(self, request: Request) -> None:
         """Remove a request that starts or has ended."""
@@ -71,11 +75,16 @@ class PrefillQueue:
 
     def next_expiry_ns(self) -> int | None:
         """Return when the first request expires; None for never."""
-        return self._expiries.first_ns()
+        return earliest(self._expiries.first_ns(), self._dues.first_ns())
 
     def take_expired(self, now_ns: int) -> list[RequestId]:
-        """Return the requests that have expired; each is returned once."""
-        return self._expiries.take_due(now_ns)
+        """Return the requests that have expired, those that are due first; the caller removes them."""
+        due = self.take_due(now_ns)
+        return due + [one for one in self._expiries.take_due(now_ns) if one not in due]
+
+    def take_due(self, now_ns: int) -> list[RequestId]:
+        """Return the requests whose first token is due, once. The caller removes them."""
+        return self._dues.take_due(now_ns)
 
     def start(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
         """Yield the requests that the budgets allow to start, removed and charged, in order.
@@ -135,13 +144,12 @@ class PrefillQueue:
     def _head(
         self, stuck: Collection[frozenset[PrefillerId] | None], *, direct: bool
     ) -> Request | None:
-        """Return the earliest arrival among the first requests of all queues that are not stuck."""
+        """Return the request that goes first among the first of all queues that are not stuck."""
         queues = [pair[direct] for among, pair in self._restricted.items() if among not in stuck]
         if None not in stuck:
             queues.append((self._queue, self._direct)[direct])
-        # Ids are arrival numbers, so the lowest is the earliest of all queues.
-        number = min((first for queue in queues for first in queue.first(1)), default=None)
-        return None if number is None else self._requests[number]
+        heads = [(queue.place(first), first) for queue in queues for first in queue.first(1)]
+        return self._requests[min(heads)[1]] if heads else None
 
     def _drop_empty(self, request: Request) -> None:
         if request.ticket.eligible is not None and not any(
@@ -174,6 +182,7 @@ class PrefillQueue:
         queue.remove(number)
         self._waiting -= 1
         self._expiries.clear(number)
+        self._dues.clear(number)
 
     def _queue_of(self, request: Request) -> QueueOrder:
         if request.ticket.eligible is not None:

@@ -49,9 +49,9 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
-from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
+from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ class Scheduler:
         config: SchedulerConfig,
         policy: Policy,
         *,
-        queue_order: MakeQueueOrder = Arrival,
+        queue_order: MakeQueueOrder = Fcfs,
         prefill_choice: MakePrefillChoice = FewestTokens,
         on_failure: OnFailure | None = None,
         observer: Observer | None = None,
@@ -165,23 +165,22 @@ class Scheduler:
             case PrefillDone():
                 return self._prefilled(self._get(event.request), event, now_ns)
             case DecodeStarted(number):
-                return self._start(self._get(number))
+                return self._start(self._get(number), now_ns)
             case RequestFinished() | RequestFailed() | RequestCancelled():
                 request = self._get(event.request)
-                return self._end(request, _ENDINGS[type(event)]) + self._start_prefills()
+                return self._end(request, _ENDINGS[type(event)]) + self._start_prefills(now_ns)
             case PrefillLost():
-                return self._lose_prefill(self._get(event.request), event) + self._start_prefills()
+                actions = self._lose_prefill(self._get(event.request), event)
+                return actions + self._start_prefills(now_ns)
             case DecodeLost(number):
                 return self._lose_decode(self._get(number), now_ns)
             case RequestRecomputed(number, elsewhere):
-                request = self._get(number)
-                return (
-                    self._recompute(request, now_ns, elsewhere=elsewhere) + self._start_prefills()
-                )
+                actions = self._recompute(self._get(number), now_ns, elsewhere=elsewhere)
+                return actions + self._start_prefills(now_ns)
             case RankClosed() | RankOpened():
                 return self._set_rank(event)
             case PrefillerClosed() | PrefillerOpened():
-                return self._set_prefiller(event)
+                return self._set_prefiller(event, now_ns)
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
@@ -189,10 +188,10 @@ class Scheduler:
         That is when a time to live, a KV lease or a policy's hold ends. It may be in the past.
         Deadlines in the pool do not count: they only decide which entry goes first once there is room.
         """
-        ends_ns = [self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns()]
-        if len(self.pool):
-            ends_ns.append(self.policy.next_decision_ns)
-        return min((end_ns for end_ns in ends_ns if end_ns is not None), default=None)
+        decision_ns = self.policy.next_decision_ns if len(self.pool) else None
+        return earliest(
+            self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns(), decision_ns
+        )
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
         """Change the deployment, its limits or the policy while requests are in flight.
@@ -254,7 +253,7 @@ class Scheduler:
         check_ticket(number, event.ticket)
         request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
         self._queue(request, now_ns)
-        return self._start_prefills()
+        return self._start_prefills(now_ns)
 
     def _queue(self, request: Request, now_ns: int) -> None:
         """Queue it for a prefiller, or pool it if it needs none."""
@@ -264,14 +263,15 @@ class Scheduler:
             request.move(Trigger.SKIP_PREFILL)
             self._to_pool(request, now_ns)
 
-    def _start_prefills(self) -> list[Action]:
+    def _start_prefills(self, now_ns: int) -> list[Action]:
         """Start the prefills that the budgets and the pool's depth allow."""
         if not len(self.prefill_queue):
             return []
+        # A tick may come too late for this.
+        actions = self._expire(self.prefill_queue.take_due(now_ns))
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         room = self.leases.room(self.prefillers.prefilling + len(self.pool))
-        actions: list[Action] = []
         for request, prefiller in self.prefill_queue.start(room):
             request.move(Trigger.PREFILL)
             request.prefiller = prefiller
@@ -298,7 +298,7 @@ class Scheduler:
         )
         request.prefilled(event, now_ns)
         self._to_pool(request, now_ns)
-        return self._start_prefills()
+        return self._start_prefills(now_ns)
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
         # Deadline and time to live run from the first entry: a repeated prefill extends neither.
@@ -328,7 +328,7 @@ class Scheduler:
 
     # In decode.
 
-    def _start(self, request: Request) -> list[Action]:
+    def _start(self, request: Request, now_ns: int) -> list[Action]:
         if request.state is not State.DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
@@ -338,7 +338,7 @@ class Scheduler:
         request.pulled_from = request.prefiller
         # The first token proves that the KV transfer is over: the prefiller frees its blocks.
         self._holdings.release_prefill(request)
-        return self._start_prefills()
+        return self._start_prefills(now_ns)
 
     def _emit(self, request: Request, tokens: int) -> list[Action]:
         number = request.request
@@ -392,6 +392,12 @@ class Scheduler:
         del self.requests[request.request]
         return actions
 
+    def _expire(self, numbers: list[RequestId]) -> list[Action]:
+        actions: list[Action] = []
+        for number in numbers:
+            actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
+        return actions
+
     # The instances.
 
     def _set_rank(self, event: RankClosed | RankOpened) -> list[Action]:
@@ -401,7 +407,7 @@ class Scheduler:
         self.ranks.is_open[event.rank] = isinstance(event, RankOpened)
         return []
 
-    def _set_prefiller(self, event: PrefillerClosed | PrefillerOpened) -> list[Action]:
+    def _set_prefiller(self, event: PrefillerClosed | PrefillerOpened, now_ns: int) -> list[Action]:
         number, there_are = event.prefiller, self.config.prefillers
         if not 0 <= number < there_are:
             raise LifecycleError(f"prefiller {number} is unknown: there are {there_are}")
@@ -409,15 +415,13 @@ class Scheduler:
         self.prefillers.on_trial[number] = isinstance(event, PrefillerOpened) and event.on_trial
         # Also after a close: a request that avoids another prefiller may go there once no other one
         # is open (see `avoidance`).
-        return self._start_prefills()
+        return self._start_prefills(now_ns)
 
     # Decisions.
 
     def _tick(self, now_ns: int) -> list[Action]:
-        actions: list[Action] = []
         # Expired ones before the leases: one that does both ends instead of being prefilled again.
-        for number in self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns):
-            actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
+        actions = self._expire(self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns))
         # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
         # them would decode from another request's KV cache.
         for number in self.pool.lapsed(now_ns):
@@ -425,7 +429,7 @@ class Scheduler:
         if len(self.pool):
             actions += self._admit(now_ns)
         # Last: everything above made room, and so may `reconfigure` have done.
-        return actions + self._start_prefills()
+        return actions + self._start_prefills(now_ns)
 
     def _admit(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []

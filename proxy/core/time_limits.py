@@ -14,11 +14,17 @@ def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
     return None if ttl_ns is None else request.waiting_since_ns + ttl_ns
 
 
+def earliest(*times_ns: int | None) -> int | None:
+    """Return the earliest time; None, which stands for never, if there is none."""
+    return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
+
+
 def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
     """Return the pool entry of a request that has entered the pool."""
     since_ns = request.pooled_ns
     assert since_ns is not None
     deadline_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
+    ttl_ends_ns = None if config.ttl_ns is None else since_ns + config.ttl_ns
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None
@@ -35,7 +41,7 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
         request.prompt_tokens,
         age=request.emitted_before,
         deadline_ns=deadline_ns,
-        expires_ns=None if config.ttl_ns is None else since_ns + config.ttl_ns,
+        expires_ns=earliest(ttl_ends_ns, request.due_ns),
         lease_ends_ns=lease_ends_ns,
         lost_on=request.lost_on_ranks,
         overtaken=request.overtaken,

@@ -12,7 +12,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
@@ -201,7 +201,11 @@ class Deployment:
             failures=self._failures,
             log=environment.log,
             admission=ADMISSIONS[scheduling.admission](scheduling.queue_limit),
-            settings=DriverSettings(config.legs, config.lease_s),
+            settings=DriverSettings(
+                config.legs,
+                config.lease_s,
+                expects_output=scheduling.queue_order in PREDICTING_ORDERS,
+            ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,
         )

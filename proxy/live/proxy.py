@@ -202,6 +202,8 @@ class Proxy:
                 pass_authorization=config.pass_authorization,
                 public_metrics=config.listening.public_metrics,
                 models=config.engines.model,
+                client_priority=config.scheduling.client_priority,
+                client_deadline=config.scheduling.client_deadline,
             ),
             unix_s=self._environment.unix_s,
         )

@@ -8,7 +8,7 @@ In a closed loop each request that finishes is replaced.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median_low
 
@@ -34,6 +34,8 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import Policy
+from balanceroute.proxy.core.prediction import mean_output_tokens
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
@@ -59,6 +61,7 @@ class Deployment:
         transfer_ns_per_token: f.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
+        queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
         lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
             counts from the start of the prefill, the earliest moment at which it can have begun.
         lease_margin_ns: See `SchedulerConfig`.
@@ -76,6 +79,7 @@ class Deployment:
     transfer_ns_per_token: float = 0.0
     deadline_ns: int | None = None
     pool_limit: int | None = None
+    queue_order: str = "fcfs"
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -139,12 +143,14 @@ class Simulation:
                 rank_speeds=deployment.told_speeds,
             ),
             policy,
+            queue_order=QUEUE_ORDERS[deployment.queue_order],
             observer=observer,
         )
         self.recorder = Recorder(len(workload.requests))
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
+        self._expects_output = deployment.queue_order in PREDICTING_ORDERS
         self._prefill = prefill
         self._on_finished = on_finished
         self._clock_ns = clock_ns
@@ -225,7 +231,11 @@ class Simulation:
         traced = self._workload.requests[request]
         self._predictor.begin(request, features_of(traced))
         self.recorder.arrived(request, self._loop.now_ns)
-        self._feed(RequestArrived(request, Ticket(traced.prompt_tokens)))
+        ticket = Ticket(traced.prompt_tokens)
+        if self._expects_output:
+            tokens = mean_output_tokens(self._predictor, request, None)
+            ticket = replace(ticket, predicted_tokens=tokens)
+        self._feed(RequestArrived(request, ticket))
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival()
 

@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
 from balanceroute.proxy.sim.recorder import RunMetrics
@@ -95,7 +96,8 @@ def make_simulation(
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
     # The others do not predict, and training takes time.
-    asked = forecast(workload, settings) if policy in PREDICTING else NoPrediction()
+    predicts = policy in PREDICTING or deployment.queue_order in PREDICTING_ORDERS
+    asked = forecast(workload, settings) if predicts else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(
         deployment.ranks,

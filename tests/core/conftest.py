@@ -18,7 +18,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
-from balanceroute.proxy.core.queueing import Arrival, MakeQueueOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 RANK0 = RankId(0)
@@ -31,7 +31,7 @@ class Driver:
         self,
         policy: str = "fifo",
         *,
-        queue_order: MakeQueueOrder = Arrival,
+        queue_order: MakeQueueOrder = Fcfs,
         prefill_choice: MakePrefillChoice = FewestTokens,
         **limits: int | None,
     ) -> None:

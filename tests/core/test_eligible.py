@@ -42,7 +42,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def test_an_answer_that_names_an_ineligible_rank_is_not_obeyed() -> None:
         return Fleet(np.ones(2, np.bool_), zeros, zeros.copy(), free, free * UNLIMITED)
 
     errors: list[Exception] = []
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     ticket = Ticket(10, eligible=Eligible(frozenset(), frozenset([RankId(1)])))
     pool.add(PoolEntry(A, ticket, 10, 0, None, None, None))
     made = decide(Wrong(), make_fleet, pool, 0, on_failure=lambda _, error: errors.append(error))

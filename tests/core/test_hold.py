@@ -8,7 +8,7 @@ from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 
 RANKS, SLOTS = 4, 10
 HOLD_NS = 1_000
@@ -35,7 +35,7 @@ def fleet(taken: int) -> Fleet:
 
 
 def pool_of(*prompts: int, since_ns: int = 0) -> Pool:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number, tokens in enumerate(prompts):
         ticket = Ticket(tokens)
         times = (None, None, None)

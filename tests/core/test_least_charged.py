@@ -16,7 +16,7 @@ from balanceroute.proxy.core.policies.least_charged import Charge, LeastCharged
 from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
 from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 
 
 def bound(
@@ -46,7 +46,7 @@ def decide(
     policy: LeastCharged, ranks: int, requests: Sequence[BoundRequest], prompts: Sequence[int]
 ) -> list[int]:
     """Return the ranks of newcomers, whose ids follow those that are bound."""
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number, prompt in enumerate(prompts, len(requests)):
         pool.add(PoolEntry(RequestId(number), Ticket(prompt), prompt, 0, None, None, None))
     return [rank for _, rank in policy.dispatch(fleet_of(ranks, requests), pool, 0)]

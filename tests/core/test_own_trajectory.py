@@ -18,7 +18,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import make_simulation
 from balanceroute.proxy.sim.forecast import FORECASTS
@@ -44,7 +44,7 @@ def see_leave(policy: OwnTrajectory, output_tokens: int, count: int = 64) -> Non
 
 
 def pooled(*numbers: int) -> Pool:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number in numbers:
         pool.add(PoolEntry(RequestId(number), Ticket(PROMPT), PROMPT, 0, None, None, None))
     return pool

@@ -26,7 +26,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.turnover import Turnover
 
 RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
@@ -118,7 +118,7 @@ def entry(
 
 
 def pool_of(prompts: Sequence[int]) -> Pool:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number, prompt_tokens in enumerate(prompts):
         pool.add(entry(number, prompt_tokens))
     return pool
@@ -132,7 +132,7 @@ def decide(policy: Policy, ranks: Ranks, prompts: Sequence[int]) -> list[Assignm
 
 
 def decide_on(policy: Policy, ranks: Ranks, *entries: PoolEntry) -> list[Assignment]:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for one in entries:
         pool.add(one)
     ranks.fill(policy)
@@ -498,7 +498,7 @@ def test_no_round_goes_past_slots_or_memory_or_admits_twice_or_to_a_closed_rank(
     policy = build(name, len(bound), paper=paper, window=window, theta=theta)
     ranks = Ranks(bound, kv_limit=kv_limit, closed=closed)
     ranks.fill(policy)
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number, (tokens, wanted) in enumerate(prompts):
         pool.add(entry(number, tokens, slots=wanted))
     slots = ranks.fleet(policy).free_slots.tolist()
@@ -616,7 +616,7 @@ def rounds_until_admitted(policy: Policy, *, deadline_ns: int | None, limit: int
     """Offer the one free slot to a prompt that never fits and a small new one, round by round."""
     ranks = Ranks([[600, 400], [950]], batch_limit=2)
     ranks.fill(policy)
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     pool.add(entry(0, 10_000, deadline_ns))
     for number in range(1, limit + 1):
         pool.add(entry(number, 40))

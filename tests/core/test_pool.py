@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 
 
 def entry(
@@ -29,7 +29,7 @@ def entry(
 
 
 def pool_of(*numbers: int) -> Pool:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number in numbers:
         pool.add(entry(number))
     return pool
@@ -100,7 +100,7 @@ def test_a_request_that_comes_back_is_counted_anew() -> None:
     )
 )
 def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str, int]]) -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     log: list[tuple[str, int]] = []
     for name, number in operations:
         present = RequestId(number) in pool
@@ -129,7 +129,7 @@ def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str,
 
 
 def test_overdue_entries_come_oldest_first_and_stay() -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number, deadline_ns in ((1, 30), (2, 10), (3, None), (4, 20)):
         pool.add(entry(number, deadline_ns=deadline_ns))
     assert pool.overdue(9) == []
@@ -159,7 +159,7 @@ def timed(number: int, clock: str, time_ns: int | None) -> PoolEntry:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_time_counts_from_the_very_nanosecond(clock: str) -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     pool.add(timed(1, clock, 10))
     assert due(pool, clock, 9) == []
     assert due(pool, clock, 10) == [1]
@@ -167,7 +167,7 @@ def test_a_time_counts_from_the_very_nanosecond(clock: str) -> None:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_times_of_entries_that_left_are_forgotten(clock: str) -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for number in (1, 2, 3):
         pool.add(timed(number, clock, 10))
     pool.admit(RequestId(1))
@@ -177,7 +177,7 @@ def test_the_times_of_entries_that_left_are_forgotten(clock: str) -> None:
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_has_its_new_time_only(clock: str) -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     pool.add(timed(1, clock, 10))
     pool.remove(RequestId(1))
     pool.add(timed(1, clock, 20))
@@ -188,7 +188,7 @@ def test_a_request_that_comes_back_has_its_new_time_only(clock: str) -> None:
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_with_the_same_time_is_due_once(clock: str) -> None:
     # A prefill that takes no time ends at the instant of the one that was lost.
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for _ in range(3):
         pool.add(timed(1, clock, 10))
         pool.remove(RequestId(1))
@@ -198,7 +198,7 @@ def test_a_request_that_comes_back_with_the_same_time_is_due_once(clock: str) ->
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_a_request_that_comes_back_without_a_time_is_never_due(clock: str) -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     pool.add(timed(1, clock, 10))
     pool.remove(RequestId(1))
     pool.add(timed(1, clock, None))
@@ -219,7 +219,7 @@ def test_a_request_that_comes_back_without_a_time_is_never_due(clock: str) -> No
 def test_the_queues_agree_with_a_look_at_every_entry(
     clock: str, operations: list[tuple[str, int, int | None]]
 ) -> None:
-    pool, now_ns = Pool(Arrival()), 0
+    pool, now_ns = Pool(Fcfs()), 0
     for name, number, amount in operations:
         if name == "add" and RequestId(number) not in pool:
             # Some are late already: a lease may end before its entry is pooled.
@@ -238,7 +238,7 @@ def test_the_queues_agree_with_a_look_at_every_entry(
 
 
 def test_the_next_removal_is_the_earliest_expiry_or_lapse() -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     assert pool.next_removal_ns() is None
     pool.add(entry(1, deadline_ns=1, expires_ns=50))
     assert pool.next_removal_ns() == 50
@@ -279,7 +279,7 @@ def test_the_slots_of_those_that_wait_are_counted() -> None:
 
 
 def test_the_mean_prompt_starts_at_the_first_and_leans_towards_the_later_ones() -> None:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     pool.add(entry(0, prompt_tokens=100))
     assert pool.mean_prompt_tokens == 100.0
     for number in range(1, 2_000):

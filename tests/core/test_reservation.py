@@ -10,7 +10,7 @@ from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.queueing import Arrival
+from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.turnover import Turnover
 
 RANKS = 4
@@ -36,7 +36,7 @@ def entry(number: int, prompt_tokens: int, *, overtaken: int = 0) -> PoolEntry:
 
 
 def pool_of(*entries: PoolEntry) -> Pool:
-    pool = Pool(Arrival())
+    pool = Pool(Fcfs())
     for one in entries:
         pool.add(one)
     return pool

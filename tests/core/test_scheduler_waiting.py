@@ -1,15 +1,18 @@
 """Requests before prefill: their order, how long they wait, and their expiry."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
+    Eligible,
     Expire,
     PrefillDone,
     PrefillerId,
@@ -26,7 +29,11 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import PrefillView
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.time_limits import pool_entry
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver
@@ -132,61 +139,87 @@ def test_waiting_counts_whom_no_rank_has_taken(new_driver: "type[Driver]") -> No
     assert counts == [1, 2, 2, 3, 2, 1, 1, 0]
 
 
-class MostUrgent:
-    """The lowest level first, then the earliest deadline, then the earliest arrival."""
-
-    def __init__(self) -> None:
-        self.tickets: dict[RequestId, Ticket] = {}
-
-    def add(self, request: RequestId, ticket: Ticket) -> None:
-        self.tickets[request] = ticket
-
-    def remove(self, request: RequestId) -> None:
-        del self.tickets[request]
-
-    def first(self, count: int) -> list[RequestId]:
-        return sorted(self.tickets, key=self._urgency)[:count]
-
-    def ahead_of(self, request: RequestId) -> list[RequestId]:
-        mine = self._urgency(request)
-        return [other for other in self.tickets if self._urgency(other) < mine]
-
-    def __len__(self) -> int:
-        return len(self.tickets)
-
-    def __contains__(self, request: RequestId, /) -> bool:
-        return request in self.tickets
-
-    def _urgency(self, request: RequestId) -> tuple[int, float, RequestId]:
-        ticket = self.tickets[request]
-        return ticket.level, math.inf if ticket.deadline_ns is None else ticket.deadline_ns, request
-
-
-def test_another_queue_order_says_who_is_prefilled_next(new_driver: "type[Driver]") -> None:
-    driver = new_driver(probe_limit=1, queue_order=MostUrgent)
+def test_the_queue_order_says_who_is_prefilled_next(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
     driver(
         RequestArrived(A, Ticket(10)),
-        RequestArrived(B, Ticket(20, deadline_ns=70)),
-        RequestArrived(C, Ticket(30, deadline_ns=60)),
-        RequestArrived(D, Ticket(5, level=1, deadline_ns=1)),
+        RequestArrived(B, Ticket(20, level=1)),
+        RequestArrived(C, Ticket(30, level=-1)),
+        RequestArrived(D, Ticket(5)),
     )
     assert driver(PrefillLost(A)) == [StartPrefill(C, P0, 30)]
-    assert driver(PrefillDone(C, 30)) == [StartPrefill(B, P0, 20)]
-    assert driver(PrefillDone(B, 20)) == [StartPrefill(A, P0, 10)]
+    assert driver(PrefillDone(C, 30)) == [StartPrefill(A, P0, 10)]
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(D, P0, 5)]
+    assert driver(PrefillDone(D, 5)) == [StartPrefill(B, P0, 20)]
     assert driver.scheduler.waiting == 4
 
 
+def test_the_queue_order_holds_across_the_queues_of_models(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1, queue_order=QUEUE_ORDERS["abs"])
+    of_a_model = Eligible(frozenset({P0}), frozenset({RANK0}))
+    driver(
+        RequestArrived(A, Ticket(10)),
+        RequestArrived(B, Ticket(20)),
+        RequestArrived(C, Ticket(30, level=-1, eligible=of_a_model)),
+    )
+    assert driver(PrefillDone(A, 10)) == [StartPrefill(C, P0, 30)]
+
+
 @pytest.mark.parametrize("policy", ["fifo", "br-0"])
-def test_another_queue_order_says_who_leaves_the_pool_next(
+def test_the_queue_order_says_who_leaves_the_pool_next(
     new_driver: "type[Driver]", policy: str
 ) -> None:
-    driver = new_driver(policy, queue_order=MostUrgent)
+    driver = new_driver(policy, queue_order=QUEUE_ORDERS["abs"])
     for request, level in ((A, 1), (B, 1), (C, 0)):
         driver(RequestArrived(request, Ticket(10, level=level)), PrefillDone(request, 10))
     assert driver(Tick()) == [Admit(C, RANK0)]
     assert [entry.overtaken for entry in driver.scheduler.pool] == [0, 0]
     driver(RequestFinished(C))
     assert driver(Tick()) == [Admit(A, RANK0)]
+
+
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=12), st.integers(1, 12))
+def test_no_lower_level_is_in_the_window_while_a_higher_one_waits_outside(
+    levels: list[int], window: int
+) -> None:
+    pool = Pool(QUEUE_ORDERS["abs"]())
+    for number, level in enumerate(levels):
+        request = Request(RequestId(number), Ticket(10, level=level), 0, pooled_ns=0)
+        pool.add(pool_entry(request, SchedulerConfig(1, 1)))
+    inside = [entry.ticket.level for entry in pool.first(window)]
+    assert inside == sorted(levels)[:window]
+
+
+# Deadlines of requests.
+
+
+def test_a_request_that_is_due_never_starts_a_prefill(new_driver: "type[Driver]") -> None:
+    driver = new_driver(probe_limit=1, queue_ttl_ns=90)
+    driver(RequestArrived(A, Ticket(10)), RequestArrived(B, Ticket(10, deadline_ns=50)))
+    driver(RequestArrived(C, Ticket(10, deadline_ns=500)))
+    assert driver.scheduler.next_deadline_ns() == 50
+    # Before any tick: the room that A leaves goes to C.
+    assert driver.at(50, PrefillDone(A, 10)) == [Expire(B), StartPrefill(C, P0, 10)]
+    # One that comes too late expires as it arrives, and the usual time to live stays.
+    assert driver(RequestArrived(D, Ticket(10, deadline_ns=50))) == [Expire(D)]
+    driver(PrefillLost(C))
+    assert driver.scheduler.requests[C].due_ns == 500
+
+
+def test_a_request_that_is_due_never_starts_to_decode(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ttl_ns=90)
+    driver(RequestArrived(A, Ticket(10, deadline_ns=50)), PrefillDone(A, 10))
+    driver(RequestArrived(B, Ticket(10, prefill=False, deadline_ns=50)))
+    assert driver.scheduler.next_deadline_ns() == 50
+    assert driver.at(50, Tick()) == [ReleasePrefill(A, P0), Expire(A), Expire(B)]
+
+
+def test_a_request_that_was_served_is_not_due_again(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
+    driver(RequestArrived(A, Ticket(10, deadline_ns=50)), PrefillDone(A, 10), Tick())
+    driver(DecodeStarted(A))
+    assert driver.at(60, RequestRecomputed(A)) == [StartPrefill(A, P0, 10)]
+    assert driver.scheduler.next_deadline_ns() is None
 
 
 class TheLast:

@@ -2,12 +2,33 @@
 
 | name | rule |
 | --- | --- |
-| `arrival` | first come, first served |
+| `fcfs` | first come, first served |
+| `edf` | the earliest deadline first; those without one last |
+| `abs` | the lowest level first |
+| `ml` | levels below 0 first, by deadline; then all others, first come, first served |
+| `srpt` | the least work first: prompt tokens and expected output |
 """
 
-from balanceroute.proxy.core.queueing.arrival import Arrival
+from functools import partial
+
 from balanceroute.proxy.core.queueing.base import MakeQueueOrder, QueueOrder
+from balanceroute.proxy.core.queueing.by_ticket import (
+    ByTicket,
+    by_deadline,
+    by_level,
+    by_work,
+    urgent_by_deadline,
+)
+from balanceroute.proxy.core.queueing.fcfs import Fcfs
 
-__all__ = ["QUEUE_ORDERS", "Arrival", "MakeQueueOrder", "QueueOrder"]
+__all__ = ["PREDICTING_ORDERS", "QUEUE_ORDERS", "ByTicket", "Fcfs", "MakeQueueOrder", "QueueOrder"]
 
-QUEUE_ORDERS: dict[str, MakeQueueOrder] = {"arrival": Arrival}
+QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
+    "fcfs": Fcfs,
+    "edf": partial(ByTicket, by_deadline),
+    "abs": partial(ByTicket, by_level),
+    "ml": partial(ByTicket, urgent_by_deadline),
+    "srpt": partial(ByTicket, by_work),
+}
+PREDICTING_ORDERS = frozenset({"srpt"})
+"""The orders that use `Ticket.predicted_tokens`."""

@@ -7,7 +7,7 @@ a policy chooses among the first few.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 
@@ -29,6 +29,10 @@ class QueueOrder(Protocol):
 
     def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
         """Return the requests ahead of one that waits here."""
+        ...
+
+    def place(self, request: RequestId) -> Any:
+        """Return what sorts a request among those of all orders that the same maker made."""
         ...
 
     def __len__(self) -> int:

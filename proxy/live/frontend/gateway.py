@@ -33,6 +33,7 @@ from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
 from balanceroute.proxy.live.openai.shape import Api, read_shape, refuse_state
+from balanceroute.proxy.live.openai.urgency import Urgency, read_deadline_ns, read_level
 from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
@@ -72,6 +73,8 @@ class GatewaySettings:
         max_sequences: The most answers that one request may ask for.
         public_metrics: Whether clients may read the metrics.
         models: The names that are served; empty to leave names and adapters to the engines.
+        client_priority: Whether a request may choose its level.
+        client_deadline: Whether a request may have a deadline.
     """
 
     api_keys: tuple[Secret, ...] = ()
@@ -80,6 +83,8 @@ class GatewaySettings:
     max_sequences: int = 128
     public_metrics: bool = True
     models: tuple[str, ...] = ()
+    client_priority: bool = False
+    client_deadline: bool = False
 
 
 class Gateway:
@@ -246,6 +251,7 @@ class Gateway:
             refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
             check_direct(shape, driver.context.legs.direct)
+            urgency = self._urgency(api, headers, body, record.arrived_ns)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
@@ -270,7 +276,7 @@ class Gateway:
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        ticket = driver.ticket(shape, eligible, expected_tokens)
+        ticket = driver.ticket(shape, eligible, expected_tokens, urgency)
         refusal = driver.refuse(ticket)
         if refusal is not None:
             retry_s = refusal.retry_after_s
@@ -287,6 +293,13 @@ class Gateway:
                 record=record,
             )
             body.forget_values()
+
+    def _urgency(self, api: Api, headers: "Headers", body: RequestBody, arrived_ns: int) -> Urgency:
+        settings = self._settings
+        return Urgency(
+            read_level(api, headers, body) if settings.client_priority else 0,
+            read_deadline_ns(headers, arrived_ns) if settings.client_deadline else None,
+        )
 
     def _refuse_model(
         self,

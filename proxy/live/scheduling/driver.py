@@ -18,11 +18,13 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
+from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
@@ -61,6 +63,7 @@ class DriverSettings:
         legs: Time limits and retries.
         lease_s: How long a prefiller keeps a KV cache; None for ever.
         settle_s: How long a tick waits for further requests to end with the same step.
+        expects_output: Whether the queue order uses the expected output of requests.
         stranded_s: How long requests wait for a role of which no instance is up. Less than that is
             an engine that restarts; who comes meanwhile is refused at once.
     """
@@ -68,6 +71,7 @@ class DriverSettings:
     legs: LegSettings
     lease_s: float | None
     settle_s: float = 0.002
+    expects_output: bool = False
     stranded_s: float = 10.0
 
 
@@ -116,7 +120,7 @@ class Driver:
         self.context = _context(connector, settings, metrics, rng)
         self.uses_keys = predictors.uses_keys
         self.draining = False
-        self._predictors = predictors
+        self._predictors, self._expects_output = predictors, settings.expects_output
         self._admission = admission
         self._table = SessionTable(rng)
         self.sessions = self._table.live
@@ -172,7 +176,11 @@ class Driver:
     # What the gateway does.
 
     def ticket(
-        self, shape: Shape, eligible: Eligible | None, expected_tokens: int | None
+        self,
+        shape: Shape,
+        eligible: Eligible | None,
+        expected_tokens: int | None,
+        urgency: Urgency,
     ) -> Ticket:
         """Return what is known of a request; `eligible` are the engines of its model."""
         context = self.context
@@ -187,6 +195,8 @@ class Driver:
             max_tokens=shape.max_tokens,
             expected_tokens=expected_tokens,
             model=shape.model,
+            level=urgency.level,
+            deadline_ns=urgency.deadline_ns,
         )
 
     def refuse(self, ticket: Ticket) -> Refusal | None:
@@ -233,6 +243,9 @@ class Driver:
         number, ticket = session.number, session.ticket
         features = ticket_features(ticket, ticket.prompt_tokens)
         self._predictors.begin(number, features)
+        if self._expects_output:
+            tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
+            ticket = session.ticket = replace(ticket, predicted_tokens=tokens)
         if not ticket.prefill:
             session.pooled()
         self.feed(RequestArrived(number, ticket))

@@ -153,9 +153,19 @@ class SchedulingSettings:
     policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
     admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
     queue_order: str = choice(
-        "arrival",
+        "fcfs",
         "in what order requests wait, for a prefiller and for a rank",
         words(QUEUE_ORDERS),
+    )
+    client_priority: bool = switch(
+        False,
+        "let requests choose their level for --queue-order: by `priority` in the body, else by the "
+        "header `Priority: u=` (RFC 9218), less 3; the lowest level goes first",
+    )
+    client_deadline: bool = switch(
+        False,
+        "let requests have a deadline: X-Request-Deadline-Ms milliseconds after its arrival a "
+        "request that no rank has taken gets 503",
     )
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)

@@ -114,13 +114,13 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 # A value for each setting that is neither its default nor a file.
-SAMPLES: dict[str, object] = {
+OFF = ("insecure_engines", "pass_priority", "client_priority", "client_deadline")
+SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "host": "0.0.0.0",  # noqa: S104 - nothing is bound.
     "port": 8001,
     "admin": False,
     "admin_host": "127.0.0.2",
     "admin_port": 9001,
-    "insecure_engines": True,
     "policy": "br-0",
     "predictor": "none",
     "seed": 1,
@@ -138,7 +138,7 @@ SAMPLES: dict[str, object] = {
     "direct": "refuse",
     "direct_limit": 7,
     "on_missing_kv": "fail",
-    "pass_priority": True,
+    "queue_order": "edf",
     "count_tokens": "events",
     "projection": "point",
     "horizon": 7,
@@ -212,7 +212,7 @@ AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
 # There is one of each so far: another value cannot be asked for.
-THE_ONLY_ONE = {"admission", "queue_order", "prefill_choice"}
+THE_ONLY_ONE = {"admission", "prefill_choice"}
 
 
 def test_no_setting_is_forgotten_here() -> None:

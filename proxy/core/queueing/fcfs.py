@@ -1,4 +1,4 @@
-"""`arrival`: first come, first served. Request ids grow in order of arrival."""
+"""`fcfs`: first come, first served. Request ids grow in order of arrival."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from balanceroute.proxy.core.events import RequestId, Ticket
 
 
-class Arrival:
+class Fcfs:
     """Requests in order of arrival. One that returns takes its old place, ahead of later arrivals.
 
     Removal costs O(log n) plus one memory move; in practice requests leave from the front.
@@ -36,6 +36,10 @@ class Arrival:
     def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
         """Return the waiting requests that arrived earlier."""
         return self._order[: self._place(request)]
+
+    def place(self, request: RequestId) -> RequestId:
+        """Return the id: ids grow in order of arrival."""
+        return request
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Arrival, QueueOrder
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS, Fcfs, QueueOrder
 
 A, B, C, D = (RequestId(number) for number in range(4))
 TICKET = Ticket(10)
 
 
 def queue_of(*requests: RequestId) -> QueueOrder:
-    queue = QUEUE_ORDERS["arrival"]()
+    queue = QUEUE_ORDERS["fcfs"]()
     for request in requests:
         queue.add(request, TICKET)
     return queue
@@ -69,7 +69,7 @@ def test_taking_out_who_does_not_wait_asserts() -> None:
     st.integers(0, 9),
 )
 def test_it_agrees_with_a_sorted_list(operations: list[tuple[str, int]], asked: int) -> None:
-    queue = Arrival()
+    queue = Fcfs()
     there: set[RequestId] = set()
     for name, number in operations:
         request = RequestId(number)

@@ -1,0 +1,83 @@
+"""Orders by what a ticket says: `edf`, `abs`, `ml` and `srpt`. Ties go first come, first served.
+
+None of them bounds how long a request waits behind more urgent ones; a time to live does. Source:
+earliest deadline first, absolute priority and multilevel are the stream schedulers of
+UCB/EECS-2024-64. Its multilevel order serves the lowest level round robin, packet by packet; a
+request is served whole, so here that level is first come, first served.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from math import inf
+
+from balanceroute.proxy.core.events import RequestId, Ticket
+
+Key = tuple[float, float]
+Place = tuple[float, float, RequestId]
+
+
+class ByTicket:
+    """Requests sorted by two numbers that follow from their tickets, the lowest first.
+
+    Adding and removal cost O(log n) plus one memory move.
+    """
+
+    def __init__(self, key: Callable[[Ticket], Key]) -> None:
+        self._key = key
+        self._order: list[Place] = []
+        self._places: dict[RequestId, Place] = {}
+
+    def add(self, request: RequestId, ticket: Ticket) -> None:
+        """Insert a request in order."""
+        assert request not in self._places, f"request {request} is queued twice"
+        place = self._places[request] = (*self._key(ticket), request)
+        insort(self._order, place)
+
+    def remove(self, request: RequestId) -> None:
+        """Remove a request."""
+        del self._order[self._position(request)]
+        del self._places[request]
+
+    def first(self, count: int) -> list[RequestId]:
+        """Return the first `count` waiting requests."""
+        return [place[-1] for place in self._order[:count]]
+
+    def ahead_of(self, request: RequestId) -> list[RequestId]:
+        """Return the waiting requests that go before `request`."""
+        return [place[-1] for place in self._order[: self._position(request)]]
+
+    def place(self, request: RequestId) -> Place:
+        """Return the two numbers and the id."""
+        return self._places[request]
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._order)
+
+    def __contains__(self, request: RequestId, /) -> bool:
+        """Return whether `request` waits here."""
+        return request in self._places
+
+    def _position(self, request: RequestId) -> int:
+        assert request in self._places, f"request {request} does not wait here"
+        return bisect_left(self._order, self._places[request])
+
+
+def by_deadline(ticket: Ticket) -> Key:
+    """`edf`: the earliest deadline first; a request without one has all the time."""
+    return inf if ticket.deadline_ns is None else ticket.deadline_ns, 0
+
+
+def by_level(ticket: Ticket) -> Key:
+    """`abs`: the lowest level first."""
+    return ticket.level, 0
+
+
+def urgent_by_deadline(ticket: Ticket) -> Key:
+    """`ml`: levels below 0 first, the earliest deadline first; then all others."""
+    return (0, by_deadline(ticket)[0]) if ticket.level < 0 else (1, 0)
+
+
+def by_work(ticket: Ticket) -> Key:
+    """`srpt`: the least work first, in tokens. All sequences of a request share its prompt."""
+    return ticket.prompt_tokens + ticket.slots * ticket.predicted_tokens, 0
