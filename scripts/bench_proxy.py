@@ -2,7 +2,7 @@
 
 All run against the same engine, in turns within one run, and every event is checked on its way. CPU
 time is the process's own and its children's; ratios are taken within a turn, so that what else the
-machine does hits both alike. vllm-router is installed into build/bench-venv on first use.
+machine does hits both alike. Every proxy logs to a file, as its users let it. vllm-router is installed into build/bench-venv on first use.
 """
 
 import argparse
@@ -11,11 +11,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 import venv
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
@@ -117,12 +118,25 @@ def main() -> int:
         metavar="TREE",
         help="another checkout of this repository, whose proxy is compared instead of vllm-router",
     )
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="run the proxies on the first core, the engine and the clients on the others",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
     arguments = parser.parse_args()
     repeats = 2 if arguments.quick else arguments.repeats
     plan = loads(quick=arguments.quick)
     rows: list[dict[str, Any]] = []
-    with engine() as (prefill, decode), proxies(prefill, decode, arguments) as targets:
+    cores = sorted(os.sched_getaffinity(0))
+    own, others = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
+    if not others:
+        parser.error("--pin needs two cores")
+    with (
+        on_cores(others),
+        engine() as (prefill, decode),
+        proxies(prefill, decode, arguments, own) as targets,
+    ):
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("", total=repeats * len(plan) * len(targets))
@@ -163,14 +177,38 @@ def engine() -> "Iterator[tuple[int, int]]":
 
 
 @contextmanager
-def proxies(prefill: int, decode: int, arguments: argparse.Namespace) -> "Iterator[list[Target]]":
-    """Run the proxies; yield them and the engine."""
+def proxies(
+    prefill: int, decode: int, arguments: argparse.Namespace, cores: list[int]
+) -> "Iterator[list[Target]]":
+    """Run the proxies on some cores; yield them and the engine."""
+    with tempfile.TemporaryDirectory(prefix="bench-proxy-") as logs, ExitStack() as stack:
+        with on_cores(cores):
+            targets = stack.enter_context(started(prefill, decode, arguments, Path(logs)))
+        yield targets
+
+
+@contextmanager
+def on_cores(cores: list[int]) -> "Iterator[None]":
+    """Run on some cores, as does what is started meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def started(
+    prefill: int, decode: int, arguments: argparse.Namespace, logs: Path
+) -> "Iterator[list[Target]]":
+    """Start the proxies, each with a log of its own; yield them and the engine."""
     urls = [f"http://127.0.0.1:{port}" for port in (prefill, decode)]
     direct = Target("direct", decode, None)
-    with balanceroute("balanceroute", urls, arguments, ROOT / ".src") as ours:
+    with balanceroute("balanceroute", urls, arguments, ROOT / ".src", logs / "ours") as ours:
         if arguments.against is not None:
             name = f"proxy of {arguments.against.parent.name}"
-            with balanceroute(name, urls, arguments, arguments.against) as other:
+            with balanceroute(name, urls, arguments, arguments.against, logs / "other") as other:
                 yield [ours, other, direct]
             return
         if arguments.no_router:
@@ -187,21 +225,22 @@ def proxies(prefill: int, decode: int, arguments: argparse.Namespace) -> "Iterat
         ]
         theirs += ["--prefill", urls[0], "none", "--decode", urls[1], "--kv-connector", "nixl"]
         theirs += ["--policy", "round_robin", "--prometheus-port", str(metrics)]
-        theirs += ["--log-level", "error"]
-        with ended(
-            subprocess.Popen(theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ) as process:
+        theirs += ["--log-level", "info"]
+        with (
+            (logs / "other").open("wb") as log,
+            ended(subprocess.Popen(theirs, stdout=log, stderr=log)) as process,
+        ):
             wait_until_healthy(port)
             yield [ours, Target("vllm-router", port, process), direct]
 
 
 @contextmanager
 def balanceroute(
-    name: str, urls: list[str], arguments: argparse.Namespace, source: Path
+    name: str, urls: list[str], arguments: argparse.Namespace, source: Path, log: Path
 ) -> "Iterator[Target]":
     """Run the proxy of a checkout."""
     command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
-    command += ["--log", "none", "--policy", arguments.policy, "--batch", "2048"]
+    command += ["--log", str(log), "--policy", arguments.policy, "--batch", "2048"]
     command += ["--predictor", arguments.predictor]
     command += ["--pool-limit", "4096", "--prefill", urls[0], "--decode", urls[1]]
     environment = os.environ | {"PYTHONPATH": str(source)}
@@ -277,6 +316,7 @@ def measure(load: Load, target: Target) -> dict[str, Any]:
         "p50_us": figures[load.latency]["p50"],
         "p99_us": figures[load.latency]["p99"],
         "first_p50_us": figures["first_us"]["p50"],
+        "events_per_s": figures["events"] / figures["seconds"],
     }
     if target.process is not None:
         row["cpu_us"] = (cpu_s(target.process) - before) / figures[load.unit] * 1e6
@@ -323,7 +363,8 @@ def report(rows: list[dict[str, Any]], plan: list[Load], *, other: str, policy: 
     )
     table.add_column("load", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for heading in ("CPU µs\neach", "x", "p50 ms", "p99 ms", "x", "RSS MB", "errors"):
+    headings = ("CPU µs\neach", "x", "p50 ms", "p99 ms", "x", "events/s", "RSS MB", "errors")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for load in plan:
         for name in dict.fromkeys(row["target"] for row in rows):
@@ -337,12 +378,13 @@ def report(rows: list[dict[str, Any]], plan: list[Load], *, other: str, policy: 
                 _median(mine, "p50_us", 2, 1e-3),
                 _median(mine, "p99_us", 2, 1e-3),
                 _ratios(rows, load, "p99_us", other) if ours else "",
+                _median(mine, "events_per_s", 0) if load.unit == "events" else "",
                 _median(mine, "rss_mb", 0),
                 str(sum(row["errors"] for row in mine)),
                 end_section=name == "direct",
             )
     console = Console()
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     console.print(table)
 
 

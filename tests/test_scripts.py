@@ -83,7 +83,7 @@ def test_the_bench_times_every_stage() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "other"),
-    [(("--no-router",), "direct"), (("--against", str(ROOT)), f"proxy of {ROOT.name}")],
+    [(("--no-router", "--pin"), "direct"), (("--against", str(ROOT)), f"proxy of {ROOT.name}")],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(
     flags: tuple[str, ...],
