@@ -61,7 +61,7 @@ proxy.sim: decode_fleet driver engine_options experiment forecast hints loop plo
     workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
-    write_progress
+    turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
     incoming_request reply server server_connection service
 proxy.wire.http1.client: Call Endpoint ResponseHandler

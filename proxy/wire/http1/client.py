@@ -10,6 +10,7 @@ from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnecti
 from balanceroute.proxy.wire.http1.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, WireFault
 from balanceroute.proxy.wire.tcp_timeout import end_if_silent
+from balanceroute.proxy.wire.turn_writes import WriteTurn
 
 __all__ = ["Call", "Endpoint", "ResponseHandler"]
 
@@ -43,6 +44,7 @@ class Endpoint:
 
     Attributes:
         name: The URL, for logs and metrics.
+        turn: Gathers the writes of all connections.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Endpoint:
         self._server_hostname = None if ssl is None else host
         self._port = port
         self._loop = loop or asyncio.get_running_loop()
+        self.turn = WriteTurn(self._loop)
         self._addresses = Addresses(host, port, self._loop, resolve=resolve)
         self._ssl = ssl
         self._host_header = host_header or address.encode()

@@ -24,6 +24,7 @@ from balanceroute.proxy.wire.http1.heads import (
     parse_response_head,
 )
 from balanceroute.proxy.wire.messages import Headers, MalformedError, WireError, WireFault
+from balanceroute.proxy.wire.turn_writes import TurnTransport, WriteTurn
 
 _VERSION = b"HTTP/1."
 _SWITCHING_PROTOCOLS = 101
@@ -48,7 +49,13 @@ class ResponseHandler(Protocol):
 
 
 class ConnectionPool(Protocol):
-    """What a connection needs of the pool that it belongs to."""
+    """What a connection needs of the pool that it belongs to.
+
+    Attributes:
+        turn: Gathers the writes of all connections.
+    """
+
+    turn: WriteTurn
 
     def opened(self) -> None:
         """Count a connection."""
@@ -205,7 +212,7 @@ class ClientConnection(asyncio.Protocol):
         "_transport",
     )
 
-    _transport: asyncio.Transport
+    _transport: TurnTransport
     _on_data: Callable[[bytes], None]
 
     def __init__(self, pool: ConnectionPool, max_head_bytes: int) -> None:
@@ -293,7 +300,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = TurnTransport(cast("asyncio.Transport", transport), self._pool.turn)
 
     def data_received(self, data: bytes) -> None:
         """Process the next bytes of the response."""

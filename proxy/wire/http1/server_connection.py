@@ -23,6 +23,7 @@ from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
+from balanceroute.proxy.wire.turn_writes import TurnTransport
 from balanceroute.proxy.wire.write_progress import WriteProgress
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class ServerConnection(asyncio.Protocol):
         "paused",
     )
 
-    _transport: asyncio.Transport
+    _transport: TurnTransport
 
     def __init__(self, service: Service) -> None:
         # The connection's life.
@@ -87,9 +88,10 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start to wait for the first request."""
-        self._transport = cast("asyncio.Transport", transport)
         service = self._service
-        self._transport.set_write_buffer_limits(high=service.limits.write_buffer_bytes)
+        inner = cast("asyncio.Transport", transport)
+        inner.set_write_buffer_limits(high=service.limits.write_buffer_bytes)
+        self._transport = TurnTransport(inner, service.turn)
         address = transport.get_extra_info("peername")
         host = ""
         if address:

@@ -9,6 +9,7 @@ from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
 from balanceroute.proxy.wire.http1.heads import STATUS_LINES, RequestHead, encode_fields
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
+from balanceroute.proxy.wire.turn_writes import WriteTurn
 
 Admit = Callable[[RequestHead, str], Rejection | None]
 """Checks a head and the client's address before the body is read."""
@@ -48,6 +49,7 @@ class Service:
 
     Attributes:
         limit: Decides which connections are served.
+        turn: Gathers the writes of all connections.
         bodies: Counts the bytes of the bodies in flight.
         connections: The open connections, in order of arrival (the order of a set differs from run
             to run).
@@ -74,6 +76,7 @@ class Service:
         self.limit = ConnectionLimit(
             limits.connection_limit, limits.peer_connection_limit, clock=loop.time
         )
+        self.turn = WriteTurn(loop)
         self.bodies = BodyBudget(limits.body_budget_bytes)
         self.connections: dict[SweptConnection, None] = {}
         self.stopping = False
