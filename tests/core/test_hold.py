@@ -49,10 +49,10 @@ def admitted(rule: TwoStage, view: Fleet, pool: Pool, now_ns: int) -> list[tuple
 
 def test_a_large_newcomer_waits_for_its_moment_and_small_ones_pass_it() -> None:
     rule, pool = policy(), pool_of(20_000, 500, since_ns=7)
-    assert admitted(rule, fleet(taken=6), pool, 8) == [(1, 3)]
+    assert admitted(rule, fleet(taken=8), pool, 8) == [(1, 3)]
     assert rule.next_decision_ns == 7 + HOLD_NS
-    assert admitted(rule, fleet(taken=6), pool, 6 + HOLD_NS) == []
-    assert admitted(rule, fleet(taken=6), pool, 7 + HOLD_NS) == [(0, 3)]
+    assert admitted(rule, fleet(taken=8), pool, 6 + HOLD_NS) == []
+    assert admitted(rule, fleet(taken=8), pool, 7 + HOLD_NS) == [(0, 3)]
     assert rule.next_decision_ns is None
 
 
@@ -63,12 +63,12 @@ def test_a_large_newcomer_waits_for_its_moment_and_small_ones_pass_it() -> None:
 )
 def test_what_fills_more_than_it_costs_is_not_held(tokens: int, *, is_held: bool) -> None:
     rule, pool = policy(), pool_of(tokens)
-    assert admitted(rule, fleet(taken=6), pool, 1) == ([] if is_held else [(0, 3)])
+    assert admitted(rule, fleet(taken=8), pool, 1) == ([] if is_held else [(0, 3)])
     assert (rule.next_decision_ns is not None) == is_held
 
 
-@pytest.mark.parametrize(("taken", "is_held"), [(5, False), (6, True)])
-def test_nothing_is_held_while_half_of_the_slots_are_free(taken: int, *, is_held: bool) -> None:
+@pytest.mark.parametrize(("taken", "is_held"), [(7, False), (8, True)])
+def test_nothing_is_held_while_a_quarter_of_the_slots_is_free(taken: int, *, is_held: bool) -> None:
     rule, pool = policy(), pool_of(20_000)
     assert bool(admitted(rule, fleet(taken), pool, 1)) != is_held
 
@@ -81,17 +81,17 @@ def test_nothing_is_held_while_slots_are_scarce() -> None:
 
 def test_a_hold_is_over_when_no_slot_is_free() -> None:
     rule, pool = policy(), pool_of(20_000)
-    admitted(rule, fleet(taken=6), pool, 1)
+    admitted(rule, fleet(taken=8), pool, 1)
     admitted(rule, fleet(taken=SLOTS), pool, 2)
     assert rule.next_decision_ns is None
 
 
 def test_the_paper_holds_nothing() -> None:
     rule, pool = policy(paper=True), pool_of(20_000)
-    assert len(admitted(rule, fleet(taken=6), pool, 1)) == 1
+    assert len(admitted(rule, fleet(taken=8), pool, 1)) == 1
 
 
 def test_without_a_hold_a_large_newcomer_goes_at_once() -> None:
     rule, pool = policy(hold_ns=0), pool_of(20_000)
-    assert len(admitted(rule, fleet(taken=6), pool, 0)) == 1
+    assert len(admitted(rule, fleet(taken=8), pool, 0)) == 1
     assert rule.next_decision_ns is None
