@@ -8,14 +8,20 @@ OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md, also the means over se
 
 import argparse
 import json
+import random
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from math import log
 from pathlib import Path
 from typing import Any
 
 from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.sim.report import figure
+from balanceroute.proxy.sim.workload import playable
+from balanceroute.traces import TraceRequest, read_trace, write_native
 
 TRACES = Path("traces/public")
 MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
@@ -26,6 +32,8 @@ LEASES = (
     "--transfer-base-ms 2 --transfer-us-per-token 1 --segments 6"
 )
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
+DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
+SIZES = ((32, 64), (72, 64), (144, 64))  # Ranks and slots, each with 12 turnovers in two segments.
 
 
 def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]:
@@ -130,6 +138,15 @@ EXPERIMENTS = (
         },
     )
     | {
+        "repaired": f"--trace {DERIVED}/repaired.jsonl --backlog 64 --segments 6 "
+        "--policy jsq,fifo,br-0,br-h"
+    }
+    | {
+        f"scale_{ranks}x{slots}": f"--trace {DERIVED}/bootstrapped_{ranks}x{slots}.jsonl "
+        f"--ranks {ranks} --batch {slots} --backlog {8 * ranks} --segments 2 --policy fifo,br-0"
+        for ranks, slots in SIZES
+    }
+    | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)
     }
@@ -188,6 +205,48 @@ def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"results": rows}
 
 
+def repaired(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests with each other's outputs: the larger a prompt, the shorter.
+
+    The outputs in ascending order go to the prompts in descending order, after a random factor of
+    e**0.5, and are scaled by 0.45.
+    """
+    rng = random.Random(1)
+    order = sorted(
+        range(len(requests)),
+        key=lambda index: -log(requests[index].prompt_tokens) + rng.gauss(0.0, 0.5),
+    )
+    outputs = sorted(request.output_tokens for request in requests)
+    paired = dict(zip(order, outputs, strict=True))
+    return [
+        replace(request, output_tokens=max(1, round(0.45 * paired[index])))
+        for index, request in enumerate(requests)
+    ]
+
+
+def bootstrapped(requests: Sequence[TraceRequest], size: int) -> list[TraceRequest]:
+    """Return `size` requests, a second apart: blocks of 40 in a row, drawn at random."""
+    rng = random.Random(0)
+    drawn: list[TraceRequest] = []
+    while len(drawn) < size:
+        start = rng.randrange(len(requests) - 40)
+        drawn += requests[start : start + 40]
+    return [
+        replace(request, arrival_ns=second * 10**9, hash_ids=())
+        for request, second in zip(drawn[:size], count(), strict=False)
+    ]
+
+
+def derive(folder: Path) -> None:
+    """Write the traces that are made from the public one."""
+    folder.mkdir(exist_ok=True)
+    requests = playable(read_trace(TRACES / "mooncake_conversation.jsonl.gz"))
+    write_native(folder / "repaired.jsonl", repaired(requests))
+    for ranks, slots in SIZES:
+        drawn = bootstrapped(requests, 12 * ranks * slots)
+        write_native(folder / f"bootstrapped_{ranks}x{slots}.jsonl", drawn)
+
+
 def main() -> int:
     """Run the chosen experiments, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -200,8 +259,11 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     sections: list[str] = []
     reports: dict[str, dict[str, Any]] = {}
-    for name in arguments.names or EXPERIMENTS:
-        command = EXPERIMENTS[name]
+    names = arguments.names or list(EXPERIMENTS)
+    if any(DERIVED in EXPERIMENTS[name] for name in names):
+        derive(arguments.out / "derived")
+    for name in names:
+        command = EXPERIMENTS[name].replace(DERIVED, str(arguments.out / "derived"))
         print(f"\n$ balanceroute simulate {command}", flush=True)
         path = arguments.out / f"{name}.json"
         status = balanceroute(["simulate", *shlex.split(command), "--json", str(path)])

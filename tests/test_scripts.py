@@ -21,7 +21,24 @@ def test_every_published_experiment_is_a_command_that_parses(name: str) -> None:
     parser = argparse.ArgumentParser()
     simulate.add_parser(parser.add_subparsers())
     chosen = parser.parse_args(["simulate", *shlex.split(EXPERIMENTS[name])])
-    assert detect_format(ROOT / chosen.trace)
+    if not str(chosen.trace).startswith(script("reproduce_results").DERIVED):
+        assert detect_format(ROOT / chosen.trace)
+
+
+def test_derived_traces_keep_what_they_do_not_change() -> None:
+    module = script("reproduce_results")
+    requests = [TraceRequest(i, 10 + 90 * i, 500 - i) for i in range(100)]
+    paired = module.repaired(requests)
+    assert [one.prompt_tokens for one in paired] == [one.prompt_tokens for one in requests]
+    outputs = sorted(max(1, round(0.45 * one.output_tokens)) for one in requests)
+    assert sorted(one.output_tokens for one in paired) == outputs
+    early, late = (sum(one.output_tokens for one in half) for half in (paired[:50], paired[50:]))
+    assert early > late
+    drawn = module.bootstrapped(requests, 90)
+    assert [one.arrival_ns for one in drawn] == [i * 10**9 for i in range(90)]
+    assert [one.prompt_tokens for one in drawn[1:40]] == [
+        one.prompt_tokens + 90 for one in drawn[:39]
+    ]
 
 
 def test_every_experiment_is_named_on_the_results_page() -> None:
