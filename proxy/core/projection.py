@@ -61,8 +61,8 @@ class Projection:
         form: See the module.
 
     Attributes:
-        on_leave: Called with each request that decoded and leaves, its prompt tokens and the tokens
-            that it emitted, both of one sequence; None for nobody.
+        on_leave: Called with each request that leaves, its prompt tokens and the tokens that it
+            emitted, both of one sequence; None for nobody.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Projection:
         """Remove a request."""
         deposits = self._deposits
         place = deposits.remove(request)
-        if self.on_leave is not None and deposits.started[place]:
+        if self.on_leave is not None:
             sequences, base = int(deposits.sequences[place]), int(deposits.base[place])
-            passed = int(self._now - deposits.since[place])
+            passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
             age = (int(deposits.tokens[place]) - base) // sequences + passed
             self.on_leave(request, base // sequences, age)
         self._withdraw(place)

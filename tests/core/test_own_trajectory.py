@@ -109,6 +109,14 @@ def test_an_entry_that_others_overtook_goes_at_last() -> None:
     assert assignments[0].request == 1
 
 
+def test_each_stage_is_reported_as_it_ends() -> None:
+    policy, stages = build({1: 10}), list[str]()
+    policy._on_stage = stages.append
+    see_leave(policy, 1_000)
+    policy.dispatch(fleet([0, 0], [1, 0]), pooled(1), 0)
+    assert stages == ["projection", "stage_1", "stage_2"]
+
+
 def test_an_overdue_entry_goes_first() -> None:
     policy = build({1: 10, 2: 2_000, 3: 400})
     see_leave(policy, 1_000)
@@ -116,6 +124,18 @@ def test_an_overdue_entry_goes_first() -> None:
     pool.replace(replace(pool.first(3)[2], deadline_ns=5))
     assignments = policy.dispatch(fleet([0, 0], [1, 0]), pool, 5)
     assert assignments == [(RequestId(3), RankId(0))]
+
+
+def test_a_request_that_never_decoded_teaches_nothing() -> None:
+    policy = build({1: 100})
+    see_leave(policy, 1_000)
+    policy.dispatch(fleet([0, 0], [1, 0]), pooled(1), 0)
+    ratio = policy.slots.output_ratio
+    run_on(policy, 0, 1, 0)
+    policy.projection.unbind(RequestId(1))
+    assert policy.slots.output_ratio == ratio
+    assert policy.skill.share == 0.0
+    assert not policy._predicted
 
 
 def test_a_faster_rank_may_hold_more() -> None:

@@ -557,5 +557,5 @@ def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
     for number in (1, 2, 3):
         fleet.unbind(RequestId(number))
     # The third never decoded.
-    assert left == [(1, 45, 14), (2, 40, 7)]
+    assert left == [(1, 45, 14), (2, 40, 7), (3, 30, 0)]
     assert projection.running_on(np.ones(RANKS, np.bool_)).requests == []

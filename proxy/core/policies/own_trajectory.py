@@ -104,6 +104,7 @@ class OwnTrajectory:
             share=self.skill.share,
         )
         chosen.place_overdue(now_ns)
+        self._on_stage("stage_1")
         chosen.fill()
         self._predicted.update(chosen.predicted)
         self._on_stage("stage_2")
@@ -140,8 +141,10 @@ class OwnTrajectory:
 
     def _leave(self, request: RequestId, prompt_tokens: int, age: int) -> None:
         """Learn from a request that left its rank, whatever the reason: its slot is free."""
-        self.slots.leave(prompt_tokens, age)
         predicted = self._predicted.pop(request, None)
+        if age == 0:
+            return  # It was lost or cancelled on the way.
+        self.slots.leave(prompt_tokens, age)
         if predicted is not None:
             deviation, mean = predicted
             held = self.slots.loads(
