@@ -10,6 +10,8 @@ Workloads beside the public traces are made from them:
 * recurring: 400 requests of the Mooncake trace are templates; each of 8,000 requests is one of them,
   drawn with Zipf's weights (1 / place), and its output is the template's, times a log-normal factor of
   10 %. So prompts recur as in templated traffic, and the lengths are real.
+* recurring reasoning tasks: the same of the ServeGen trace, with a factor of 30 % (as when a task is
+  rolled out several times), and of 10 %.
 * drifting: the Mooncake trace, its outputs scaled by a factor that grows from 1/4 to 4 over the trace.
 * wrong: the Mooncake trace, with predictors that have learned from the Azure code trace instead (mean
   output 28 tokens, against 343).
@@ -31,7 +33,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.predictors.registry import KINDS
+from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -59,7 +62,7 @@ class Scenario:
         backlog: Requests that always wait; None for an open loop.
         rate: Of the open loop.
         learned: Makes what predictors have learned from instead of the trace's own past.
-        predictors: Which of `FORECASTS` are compared, beside BR-0.
+        predictors: Which of `FORECASTS` are compared, or policies without one, beside BR-0.
         form: How BR-H projects.
     """
 
@@ -69,7 +72,7 @@ class Scenario:
     backlog: int | None = 64
     rate: float | None = None
     learned: Callable[[], list[TraceRequest]] | None = None
-    predictors: tuple[str, ...] = tuple(FORECASTS)
+    predictors: tuple[str, ...] = (*KINDS, "oracle", "none")
     form: Form | None = None
 
     def workloads(self) -> list[Workload]:
@@ -89,17 +92,19 @@ def public(name: str) -> list[TraceRequest]:
     return playable(read_trace(PUBLIC / name))
 
 
-def recurring() -> list[TraceRequest]:
+def recurring(
+    name: str = "mooncake_conversation.jsonl.gz", seed: str = "recurring", spread: float = 0.1
+) -> list[TraceRequest]:
     """Return requests made of templates; see the module."""
-    rng = random.Random("recurring")
-    templates = rng.sample(public("mooncake_conversation.jsonl.gz"), TEMPLATES)
+    rng = random.Random(seed)
+    templates = rng.sample(public(name), TEMPLATES)
     weights = list(accumulate(1 / (place + 1) for place in range(TEMPLATES)))
     places = rng.choices(range(TEMPLATES), cum_weights=weights, k=RECURRING)
     return [
         TraceRequest(
             number * 300_000_000,
             templates[place].prompt_tokens,
-            max(1, round(templates[place].output_tokens * rng.lognormvariate(0.0, 0.1))),
+            max(1, round(templates[place].output_tokens * rng.lognormvariate(0.0, spread))),
             # One block that no other template has: the whole prompt recurs, or nothing of it.
             (place,),
         )
@@ -124,6 +129,8 @@ def drifting() -> list[TraceRequest]:
 MOONCAKE = partial(public, "mooncake_conversation.jsonl.gz")
 AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
 AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
+TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", 0.3)
+_LONG = ("fifo", "survival", "exact-match", "oracle")
 _BOTH = ("survival", "exact-match", "gbdt", "oracle")
 SCENARIOS = (
     Scenario("mooncake, 8 ranks, saturated", MOONCAKE),
@@ -135,6 +142,8 @@ SCENARIOS = (
     Scenario("recurring prompts, 8 ranks, saturated", recurring),
     Scenario("drifting lengths, 8 ranks, saturated", drifting),
     Scenario("wrong model, 8 ranks, saturated", MOONCAKE, learned=AZURE_CODE),
+    Scenario("recurring reasoning tasks, 30 %", TASKS, predictors=_LONG),
+    Scenario("recurring reasoning tasks, 10 %", partial(TASKS, spread=0.1), predictors=_LONG),
     Scenario(
         "point projection, mooncake, 8 ranks, saturated",
         MOONCAKE,
@@ -157,11 +166,12 @@ SCENARIOS = (
 
 
 def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
-    """Simulate one segment; return its figures. `predictor` "br-0" is the policy without one."""
+    """Simulate one segment; return its figures. A policy for `predictor` runs without one."""
     chosen = SCENARIOS[scenario]
     settings = PolicySettings(form=chosen.form)
-    policy = "br-0" if predictor == "br-0" else "br-h"
-    forecast = FORECASTS["none" if predictor == "br-0" else predictor]
+    alone = predictor in POLICIES
+    policy = predictor if alone else "br-h"
+    forecast = FORECASTS["none" if alone else predictor]
     (result,) = run_experiment(
         Deployment(ranks=chosen.ranks, batch_limit=BATCH),
         [chosen.workloads()[segment]],
@@ -180,7 +190,7 @@ def report(scenario: Scenario, figures: dict[str, list[dict[str, float]]]) -> No
         table.add_column(heading, justify="right", no_wrap=True)
     for predictor, runs in figures.items():
         table.add_row(
-            "(br-0)" if predictor == "br-0" else predictor,
+            f"({predictor})" if predictor in POLICIES else predictor,
             _spread([100 * one["idle_fraction"] for one in runs], 1),
             _ratio(runs, figures.get("oracle"), "idle_fraction"),
             _ratio(runs, figures["br-0"], "idle_fraction"),

@@ -53,6 +53,8 @@ RIVALS = {
 }
 RIVAL_CUTS = (4, 5, 6, 7, 8)
 
+REASONING = f"--trace {TRACES}/servegen_reasoning.jsonl.gz --backlog 64 --segments 6"
+AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
 
 EXPERIMENTS = (
     {
@@ -85,6 +87,18 @@ EXPERIMENTS = (
         "leases_60": f"{LEASES} --lease-s 60 --policy br-0",
         "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
         "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
+    }
+    | {
+        "long_outputs": f"{REASONING} --policy fifo,br-0,br-h",
+        "long_outputs_azure": f"{AZURE_LONG} --policy fifo,br-h",
+    }
+    | {
+        "long_outputs_exact-match": f"{REASONING} --policy br-h --predictor exact-match",
+    }
+    | {
+        f"long_outputs{suffix}_{predictor}": f"{command} --policy br-h --predictor {predictor}"
+        for suffix, command in (("", REASONING), ("_azure", AZURE_LONG))
+        for predictor in ("oracle", "thirds")
     }
     | {
         f"rate_{rate}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 --policy {ALL}"
