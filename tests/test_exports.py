@@ -28,7 +28,8 @@ proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs Po
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillView
     Prefillers
-proxy.core.queueing: ByTicket Fcfs MakeQueueOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder
+proxy.core.queueing: ByTicket COSTS FairQueue FairShares Fcfs MakeQueueOrder MakeStartOrder
+    PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: connectors control deployment descriptors engines environment frontend openai prediction

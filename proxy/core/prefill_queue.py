@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.prefill import Prefillers
-from balanceroute.proxy.core.queueing import MakeQueueOrder, QueueOrder
+from balanceroute.proxy.core.queueing import MakeStartOrder, StartOrder
 from balanceroute.proxy.core.time_limits import earliest
 from balanceroute.proxy.core.timers import Timers
 
@@ -29,7 +29,7 @@ class PrefillQueue:
         self,
         requests: Mapping[RequestId, Request],
         prefillers: Prefillers,
-        make_order: MakeQueueOrder,
+        make_order: MakeStartOrder,
     ) -> None:
         self._requests = requests
         self._prefillers = prefillers
@@ -37,7 +37,7 @@ class PrefillQueue:
         self._queue, self._direct = make_order(), make_order()
         # The same two queues for each set of prefillers. Empty pairs are dropped, so that sets that
         # no longer occur cost nothing.
-        self._restricted: dict[frozenset[PrefillerId], tuple[QueueOrder, QueueOrder]] = {}
+        self._restricted: dict[frozenset[PrefillerId], tuple[StartOrder, StartOrder]] = {}
         self._expiries = Timers()
         self._dues = Timers()
         self._waiting = 0
@@ -66,7 +66,8 @@ class PrefillQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request that starts or has ended."""
-        self._take_out(request.request, self._queue_of(request))
+        self._queue_of(request).remove(request.request)
+        self._left(request.request)
         self._drop_empty(request)
 
     def expire_at(self, request: Request, expires_ns: int | None) -> None:
@@ -96,8 +97,8 @@ class PrefillQueue:
             yield from self._start_restricted(room)
             return
         # Direct requests do not depend on `room`: they never enter the pool.
-        while first := self._direct.first(1):
-            request = self._requests[first[0]]
+        while (first := self._direct.head()) is not None:
+            request = self._requests[first]
             prefiller = self._begin(request, self._direct)
             if prefiller is not None:
                 yield request, prefiller
@@ -107,8 +108,8 @@ class PrefillQueue:
                 return
             else:
                 break
-        while room > 0 and (first := self._queue.first(1)):
-            request = self._requests[first[0]]
+        while room > 0 and (first := self._queue.head()) is not None:
+            request = self._requests[first]
             prefiller = self._begin(request, self._queue)
             # The rest waits with the first one: smaller prompts would overtake it for ever.
             if prefiller is None:
@@ -148,7 +149,9 @@ class PrefillQueue:
         queues = [pair[direct] for among, pair in self._restricted.items() if among not in stuck]
         if None not in stuck:
             queues.append((self._queue, self._direct)[direct])
-        heads = [(queue.place(first), first) for queue in queues for first in queue.first(1)]
+        heads = [
+            (queue.place(head), head) for queue in queues if (head := queue.head()) is not None
+        ]
         return self._requests[min(heads)[1]] if heads else None
 
     def _drop_empty(self, request: Request) -> None:
@@ -158,7 +161,7 @@ class PrefillQueue:
             del self._restricted[request.ticket.eligible.prefillers]
 
     def _begin(
-        self, request: Request, queue: QueueOrder, withheld: Collection[PrefillerId] = ()
+        self, request: Request, queue: StartOrder, withheld: Collection[PrefillerId] = ()
     ) -> PrefillerId | None:
         # No sequences mark a prefill.
         tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
@@ -171,25 +174,25 @@ class PrefillQueue:
             withheld=withheld,
         )
         if prefiller is not None:
-            self._take_out(request.request, queue)
+            queue.serve(request.request)
+            self._left(request.request)
             if request.decode:
                 self._prefillers.begin_prefill(prefiller, tokens)
             else:
                 self._prefillers.begin_direct(prefiller, tokens, sequences)
         return prefiller
 
-    def _take_out(self, number: RequestId, queue: QueueOrder) -> None:
-        queue.remove(number)
+    def _left(self, number: RequestId) -> None:
         self._waiting -= 1
         self._expiries.clear(number)
         self._dues.clear(number)
 
-    def _queue_of(self, request: Request) -> QueueOrder:
+    def _queue_of(self, request: Request) -> StartOrder:
         if request.ticket.eligible is not None:
             return self._queues_of(request.ticket.eligible)[not request.decode]
         return self._queue if request.decode else self._direct
 
-    def _queues_of(self, eligible: Eligible) -> tuple[QueueOrder, QueueOrder]:
+    def _queues_of(self, eligible: Eligible) -> tuple[StartOrder, StartOrder]:
         queues = self._restricted.get(eligible.prefillers)
         if queues is None:
             queues = self._make_order(), self._make_order()

@@ -49,7 +49,7 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder, MakeStartOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -73,6 +73,7 @@ class Scheduler:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. Not shared between schedulers: it may keep a projection.
         queue_order: Makes the order of each queue before prefill, and of the pool.
+        start_order: Makes the order of each queue before prefill instead; None for `queue_order`.
         prefill_choice: Makes the rule that chooses a request's prefiller.
         on_failure: Called when the policy or its projection raises. That round is decided oldest
             first, and the projection is rebuilt for the next one. None lets the exception
@@ -89,6 +90,7 @@ class Scheduler:
         policy: Policy,
         *,
         queue_order: MakeQueueOrder = Fcfs,
+        start_order: MakeStartOrder | None = None,
         prefill_choice: MakePrefillChoice = FewestTokens,
         on_failure: OnFailure | None = None,
         observer: Observer | None = None,
@@ -107,7 +109,8 @@ class Scheduler:
             choice=prefill_choice(),
         )
         self.requests: dict[RequestId, Request] = {}
-        self.prefill_queue = PrefillQueue(self.requests, self.prefillers, queue_order)
+        make_order = start_order or queue_order
+        self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
         self._holdings = Holdings(
@@ -188,10 +191,8 @@ class Scheduler:
         That is when a time to live, a KV lease or a policy's hold ends. It may be in the past.
         Deadlines in the pool do not count: they only decide which entry goes first once there is room.
         """
-        decision_ns = self.policy.next_decision_ns if len(self.pool) else None
-        return earliest(
-            self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns(), decision_ns
-        )
+        hold_ns = self.policy.next_decision_ns if len(self.pool) else None
+        return earliest(self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns(), hold_ns)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
         """Change the deployment, its limits or the policy while requests are in flight.
@@ -393,10 +394,8 @@ class Scheduler:
         return actions
 
     def _expire(self, numbers: list[RequestId]) -> list[Action]:
-        actions: list[Action] = []
-        for number in numbers:
-            actions += [*self._end(self.requests[number], Trigger.FAIL), Expire(number)]
-        return actions
+        ended = [(self._end(self.requests[number], Trigger.FAIL), number) for number in numbers]
+        return [one for actions, number in ended for one in (*actions, Expire(number))]
 
     # The instances.
 

@@ -12,7 +12,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
@@ -182,13 +182,15 @@ class Deployment:
     def _make_driver(self) -> Driver:
         config, environment = self.config, self._environment
         scheduling = config.scheduling
+        order, cost = QUEUE_ORDERS[scheduling.queue_order], scheduling.fair_queue
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
             Scheduler(
                 self._scheduler_config(),
                 self._make_policy(),
-                queue_order=QUEUE_ORDERS[scheduling.queue_order],
+                queue_order=order,
+                start_order=None if cost == "none" else fair(cost, order),
                 prefill_choice=PREFILL_CHOICES[scheduling.prefill_choice],
                 on_failure=self._failures.report,
                 observer=environment.observer,

@@ -204,6 +204,7 @@ class Proxy:
                 models=config.engines.model,
                 client_priority=config.scheduling.client_priority,
                 client_deadline=config.scheduling.client_deadline,
+                key_is_tenant=config.scheduling.fair_queue != "none",
             ),
             unix_s=self._environment.unix_s,
         )

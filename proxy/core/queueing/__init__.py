@@ -7,11 +7,18 @@
 | `abs` | the lowest level first |
 | `ml` | levels below 0 first, by deadline; then all others, first come, first served |
 | `srpt` | the least work first: prompt tokens and expected output |
+
+Before prefill each of them can be the order within a tenant's requests, see `fair`.
 """
 
 from functools import partial
 
-from balanceroute.proxy.core.queueing.base import MakeQueueOrder, QueueOrder
+from balanceroute.proxy.core.queueing.base import (
+    MakeQueueOrder,
+    MakeStartOrder,
+    QueueOrder,
+    StartOrder,
+)
 from balanceroute.proxy.core.queueing.by_ticket import (
     ByTicket,
     by_deadline,
@@ -19,9 +26,23 @@ from balanceroute.proxy.core.queueing.by_ticket import (
     by_work,
     urgent_by_deadline,
 )
+from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares, fair
 from balanceroute.proxy.core.queueing.fcfs import Fcfs
 
-__all__ = ["PREDICTING_ORDERS", "QUEUE_ORDERS", "ByTicket", "Fcfs", "MakeQueueOrder", "QueueOrder"]
+__all__ = [
+    "COSTS",
+    "PREDICTING_ORDERS",
+    "QUEUE_ORDERS",
+    "ByTicket",
+    "FairQueue",
+    "FairShares",
+    "Fcfs",
+    "MakeQueueOrder",
+    "MakeStartOrder",
+    "QueueOrder",
+    "StartOrder",
+    "fair",
+]
 
 QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
     "fcfs": Fcfs,

@@ -12,23 +12,23 @@ from typing import Any, Protocol
 from balanceroute.proxy.core.events import RequestId, Ticket
 
 
-class QueueOrder(Protocol):
-    """Waiting requests in some order, which may change from one call to the next."""
+class StartOrder(Protocol):
+    """Requests before prefill in some order, which may change from one call to the next."""
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
         """Add a request. One that returns after it was served or lost is added again."""
         ...
 
     def remove(self, request: RequestId) -> None:
-        """Remove a request that proceeds or has ended."""
+        """Remove a request that has ended."""
         ...
 
-    def first(self, count: int) -> Sequence[RequestId]:
-        """Return the first `count` requests in order, or all if fewer wait."""
+    def serve(self, request: RequestId) -> None:
+        """Remove a request that proceeds."""
         ...
 
-    def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
-        """Return the requests ahead of one that waits here."""
+    def head(self) -> RequestId | None:
+        """Return the first request; None if there is none."""
         ...
 
     def place(self, request: RequestId) -> Any:
@@ -44,5 +44,19 @@ class QueueOrder(Protocol):
         ...
 
 
+class QueueOrder(StartOrder, Protocol):
+    """An order that can also sort the pool."""
+
+    def first(self, count: int) -> Sequence[RequestId]:
+        """Return the first `count` requests in order, or all if fewer wait."""
+        ...
+
+    def ahead_of(self, request: RequestId) -> Sequence[RequestId]:
+        """Return the requests ahead of one that waits here."""
+        ...
+
+
+MakeStartOrder = Callable[[], StartOrder]
+"""Makes an empty order. Each queue before prefill has its own."""
 MakeQueueOrder = Callable[[], QueueOrder]
-"""Makes an empty order. Each queue before prefill has its own, and so has the pool."""
+"""Makes an empty order, also for the pool."""

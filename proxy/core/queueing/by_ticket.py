@@ -38,6 +38,12 @@ class ByTicket:
         del self._order[self._position(request)]
         del self._places[request]
 
+    serve = remove
+
+    def head(self) -> RequestId | None:
+        """Return the first waiting request; None if there is none."""
+        return self._order[0][-1] if self._order else None
+
     def first(self, count: int) -> list[RequestId]:
         """Return the first `count` waiting requests."""
         return [place[-1] for place in self._order[:count]]

@@ -29,6 +29,12 @@ class Fcfs:
         """Remove a request."""
         del self._order[self._place(request)]
 
+    serve = remove
+
+    def head(self) -> RequestId | None:
+        """Return the first waiting request; None if there is none."""
+        return self._order[0] if self._order else None
+
     def first(self, count: int) -> Sequence[RequestId]:
         """Return the first `count` waiting requests."""
         return self._order[:count]

@@ -75,6 +75,7 @@ class GatewaySettings:
         models: The names that are served; empty to leave names and adapters to the engines.
         client_priority: Whether a request may choose its level.
         client_deadline: Whether a request may have a deadline.
+        key_is_tenant: Whether each API key is a tenant of the queue.
     """
 
     api_keys: tuple[Secret, ...] = ()
@@ -85,6 +86,7 @@ class GatewaySettings:
     models: tuple[str, ...] = ()
     client_priority: bool = False
     client_deadline: bool = False
+    key_is_tenant: bool = False
 
 
 class Gateway:
@@ -276,7 +278,8 @@ class Gateway:
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        ticket = driver.ticket(shape, eligible, expected_tokens, urgency)
+        tenant = record.api_key_id if self._settings.key_is_tenant else ""
+        ticket = driver.ticket(shape, eligible, expected_tokens, urgency, tenant)
         refusal = driver.refuse(ticket)
         if refusal is not None:
             retry_s = refusal.retry_after_s

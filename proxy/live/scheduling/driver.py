@@ -181,6 +181,7 @@ class Driver:
         eligible: Eligible | None,
         expected_tokens: int | None,
         urgency: Urgency,
+        tenant: str,
     ) -> Ticket:
         """Return what is known of a request; `eligible` are the engines of its model."""
         context = self.context
@@ -195,6 +196,7 @@ class Driver:
             max_tokens=shape.max_tokens,
             expected_tokens=expected_tokens,
             model=shape.model,
+            tenant=tenant,
             level=urgency.level,
             deadline_ns=urgency.deadline_ns,
         )

@@ -20,7 +20,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
@@ -157,15 +157,17 @@ class SchedulingSettings:
         "in what order requests wait, for a prefiller and for a rank",
         words(QUEUE_ORDERS),
     )
+    fair_queue: str = choice(
+        "none",
+        "what API keys share evenly before prefill; --queue-order then holds within a key",
+        words(("none", *COSTS)),
+    )
     client_priority: bool = switch(
         False,
-        "let requests choose their level for --queue-order: by `priority` in the body, else by the "
-        "header `Priority: u=` (RFC 9218), less 3; the lowest level goes first",
+        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
     )
     client_deadline: bool = switch(
-        False,
-        "let requests have a deadline: X-Request-Deadline-Ms milliseconds after its arrival a "
-        "request that no rank has taken gets 503",
+        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
     )
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)

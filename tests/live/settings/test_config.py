@@ -114,7 +114,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 # A value for each setting that is neither its default nor a file.
-OFF = ("insecure_engines", "pass_priority", "client_priority", "client_deadline")
+OFF = ("insecure_engines", "pass_priority", "client_priority", "client_deadline", "paper")
 SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "host": "0.0.0.0",  # noqa: S104 - nothing is bound.
     "port": 8001,
@@ -139,6 +139,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "direct_limit": 7,
     "on_missing_kv": "fail",
     "queue_order": "edf",
+    "fair_queue": "request",
     "count_tokens": "events",
     "projection": "point",
     "horizon": 7,
@@ -151,7 +152,6 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "hold_s": 0.4,
     "refresh_tokens": 5,
     "bypass_slots": 1,
-    "paper": True,
     "queue_ttl_s": 1.5,
     "pool_ttl_s": 2.5,
     "pool_deadline_s": 3.5,

@@ -1,0 +1,143 @@
+"""Weighted fair queueing before prefill: tenants share what starts, whatever they queue.
+
+Each tenant has a counter of the cost that it was served, divided by its weight, and the tenant with
+the lowest counter goes next. So no slot is idle while anything waits, and while two tenants wait,
+their counters differ by at most one largest cost divided by the weight of the tenant ahead: over any
+time in which tenants i and j both wait, |S_i / w_i - S_j / w_j| <= L / w_i + L / w_j for the
+costs S that were served and the largest single cost L.
+
+A tenant that comes back after it had nothing to wait for starts at the counter that was served last:
+idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Unlike
+deficit round robin it needs no quantum above the largest cost, and one grant costs O(log tenants).
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.queueing.base import MakeStartOrder, StartOrder
+
+Cost = Callable[[Ticket], float]
+
+COSTS: dict[str, Cost] = {
+    "request": lambda _: 1.0,
+    "prompt-tokens": lambda ticket: float(ticket.prompt_tokens),
+}
+"""What a start costs its tenant, by name. A repeated prefill costs it again."""
+
+
+class FairShares:
+    """The counters of the tenants, shared by all queues before prefill.
+
+    Args:
+        cost: Of one request; above 0.
+    """
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+        self._counters: dict[str, float] = {}
+        self._waiting: dict[str, int] = {}
+        self._served_last = 0.0
+
+    def counter(self, tenant: str) -> float:
+        """Return the weighted cost that a tenant was served."""
+        return self._counters[tenant]
+
+    def joined(self, tenant: str) -> None:
+        """Note that one more request of a tenant waits."""
+        waiting = self._waiting.get(tenant, 0)
+        if waiting == 0:
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._served_last)
+        self._waiting[tenant] = waiting + 1
+
+    def left(self, tenant: str) -> None:
+        """Note that a request of a tenant waits no longer."""
+        self._waiting[tenant] -= 1
+
+    def charge(self, ticket: Ticket) -> None:
+        """Charge a tenant for a request that starts."""
+        counter = self._counters[ticket.tenant]
+        self._served_last = max(self._served_last, counter)
+        self._counters[ticket.tenant] = counter + self._cost(ticket) / ticket.weight
+
+
+class FairQueue:
+    """Requests by tenant, in an order of their own within each.
+
+    Args:
+        shares: The counters.
+        make_order: Makes the order of one tenant's requests.
+    """
+
+    def __init__(self, shares: FairShares, make_order: MakeStartOrder) -> None:
+        self._shares = shares
+        self._make_order = make_order
+        self._tickets: dict[RequestId, Ticket] = {}
+        self._queues: dict[str, StartOrder] = {}
+        # (counter, tenant), one for each tenant that waits, and for some that do so no longer. Counters
+        # only grow, so an entry is too low if it is out of date: it is corrected at the top.
+        self._heap: list[tuple[float, str]] = []
+        self._in_heap: set[str] = set()
+
+    def add(self, request: RequestId, ticket: Ticket) -> None:
+        """Add a request to its tenant's."""
+        assert request not in self._tickets, f"request {request} is queued twice"
+        tenant = ticket.tenant
+        self._shares.joined(tenant)
+        self._tickets[request] = ticket
+        if tenant not in self._queues:
+            self._queues[tenant] = self._make_order()
+        if tenant not in self._in_heap:
+            self._in_heap.add(tenant)
+            heapq.heappush(self._heap, (self._shares.counter(tenant), tenant))
+        self._queues[tenant].add(request, ticket)
+
+    def remove(self, request: RequestId) -> None:
+        """Remove a request that ended while it waited; it costs nothing."""
+        assert request in self._tickets, f"request {request} does not wait here"
+        tenant = self._tickets.pop(request).tenant
+        self._shares.left(tenant)
+        queue = self._queues[tenant]
+        queue.remove(request)
+        if not len(queue):
+            del self._queues[tenant]
+
+    def serve(self, request: RequestId) -> None:
+        """Remove a request that starts, and charge its tenant."""
+        ticket = self._tickets[request]
+        self.remove(request)
+        self._shares.charge(ticket)
+
+    def head(self) -> RequestId | None:
+        """Return the first request of the tenant that is served least; None if nothing waits."""
+        heap = self._heap
+        while heap:
+            counter, tenant = heap[0]
+            if tenant not in self._queues:
+                heapq.heappop(heap)
+                self._in_heap.remove(tenant)
+            elif counter < self._shares.counter(tenant):
+                heapq.heapreplace(heap, (self._shares.counter(tenant), tenant))
+            else:
+                return self._queues[tenant].head()
+        return None
+
+    def place(self, request: RequestId) -> Any:
+        """Return what sorts a request among the heads of queues with the same counters."""
+        tenant = self._tickets[request].tenant
+        return self._shares.counter(tenant), tenant, self._queues[tenant].place(request)
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._tickets)
+
+    def __contains__(self, request: RequestId, /) -> bool:
+        """Return whether `request` waits here."""
+        return request in self._tickets
+
+
+def fair(cost: str, make_order: MakeStartOrder) -> MakeStartOrder:
+    """Return what makes the queues of one scheduler, each with an order within each tenant."""
+    shares = FairShares(COSTS[cost])
+    return lambda: FairQueue(shares, make_order)
