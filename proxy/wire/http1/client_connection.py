@@ -278,6 +278,9 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(call.body)
         else:
             self._transport.write(call.head + call.body)
+        if call.expires_s is not None:
+            # The process may be stopped before the end of the turn, and its time be over then.
+            self._transport.flush()
         if not call.repeatable:
             call.head = call.body = b""  # Frees them: they may be large, and are not sent again.
         if call.paused:
