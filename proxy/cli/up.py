@@ -107,7 +107,8 @@ def emulate_command(topology: "Topology") -> list[str]:
             words += [flag_of(key)] * value
         else:
             # As one word: a value that begins with a dash is no flag.
-            words.append(f"{flag_of(key)}={value}")
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"{flag_of(key)}={text}")
     if topology.connector is not None:
         words.append(f"--connector={topology.connector}")
     if len(topology.models) > 1:

@@ -22,6 +22,7 @@ _KINDS = {
     WireFault.PROTOCOL: "protocol",
     WireFault.TOO_LARGE: "too large",
     WireFault.TIMEOUT: TIMEOUT,
+    WireFault.TOO_LATE: "too late",
 }
 _SHOWN_CHARACTERS = 200
 

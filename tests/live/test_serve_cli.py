@@ -226,7 +226,14 @@ def test_the_shipped_fleet_is_emulated_as_it_says() -> None:
 def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     emulate.add_parser(parser.add_subparsers())
-    words: dict[str, object] = {"dp_mode": "header", "preemption": "stop", "host": "::1"}
+    words: dict[str, object] = {
+        "dp_mode": "header",
+        "preemption": "stop",
+        "host": "::1",
+        "rank_speeds": [2.0, 3.0],
+        "rank_batches": [2, 3],
+        "pause_above": 0.5,
+    }
     for setting in chain.from_iterable(map(settings_of, emulate.FILED)):
         if setting.at_top:
             continue
@@ -239,7 +246,8 @@ def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Pa
         path = write(tmp_path, f'name = "x"\nmodel = "m"\n[emulation]\n{key} = {filed}\n')
         command = up.emulate_command(read_topology(path))
         arguments = parser.parse_args(command[command.index("emulate") :])
-        assert getattr(arguments, key) == value
+        given = ",".join(map(str, value)) if isinstance(value, list) else value
+        assert getattr(arguments, key) == given
         assert arguments.model == "m"
         assert arguments.json_ready
         assert arguments.exit_with_stdin

@@ -18,7 +18,7 @@ PAST = [
 def test_everybody_lists_the_predictors_that_he_can_make() -> None:
     assert [*KINDS] == ["survival", "exact-match", "gbdt"]
     assert [*PREDICTORS] == ["none", "survival", "exact-match"]
-    assert [*FORECASTS] == ["survival", "exact-match", "gbdt", "oracle", "none"]
+    assert [*FORECASTS] == ["survival", "exact-match", "gbdt", "thirds", "oracle", "none"]
 
 
 @pytest.mark.parametrize("name", KINDS)
