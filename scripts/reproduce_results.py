@@ -61,11 +61,10 @@ EXPERIMENTS = (
         "saturated": f"{SATURATED} --policy {ALL}",
         "saturated_oracle": f"{SATURATED} --policy br-h --predictor oracle",
         "saturated_none": f"{SATURATED} --policy br-h --predictor none",
-        "window_12": f"{SATURATED} --policy br-0,br-h --window 12",
-        "window_12_oracle": f"{SATURATED} --policy br-h --window 12 --predictor oracle",
+        "window_16": f"{SATURATED} --policy br-0,br-h --window 16",
         "window_8": f"{SATURATED} --policy br-0,br-h --window 8",
         "no_patience": f"{SATURATED} --policy br-0,br-h --patience inf",
-        "deadline_60": f"{SATURATED} --policy br-0,br-h --deadline 60",
+        "deadline_30": f"{SATURATED} --policy br-0,br-h --deadline 30",
         "point": f"{SATURATED} --policy br-h --projection point",
         "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
         "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper --window 8 --horizon 80 --beta 48 --gamma 0.9",
@@ -165,7 +164,7 @@ EXPERIMENTS = (
         for beta in (1, 8, 24, 48, 96)
     }
     | {
-        f"gamma_{gamma}": f"{SATURATED} --policy br-h --predictor oracle --beta 24 --gamma {gamma}"
+        f"gamma_{gamma}": f"{SATURATED} --policy br-h --predictor oracle --gamma {gamma}"
         for gamma in (0.5, 0.7, 0.9, 1.0)
     }
 )
