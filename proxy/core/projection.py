@@ -62,7 +62,7 @@ class Projection:
 
     Attributes:
         on_leave: Called with each request that leaves, its prompt tokens and the tokens that it
-            emitted, both of one sequence; None for nobody.
+            emitted, both of one sequence, the latter None if it never decoded; None for nobody.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Projection:
     ) -> None:
         self.ranks = ranks
         self.horizon_steps = horizon_steps
-        self.on_leave: Callable[[RequestId, int, int], None] | None = None
+        self.on_leave: Callable[[RequestId, int, int | None], None] | None = None
         self._refresh = refresh_tokens
         self._predictor = predictor
         self._form = form
@@ -132,8 +132,10 @@ class Projection:
         place = deposits.remove(request)
         if self.on_leave is not None:
             sequences, base = int(deposits.sequences[place]), int(deposits.base[place])
-            passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
-            age = (int(deposits.tokens[place]) - base) // sequences + passed
+            age = None
+            if deposits.started[place]:
+                passed = int(self._now - deposits.since[place])
+                age = (int(deposits.tokens[place]) - base) // sequences + passed
             self.on_leave(request, base // sequences, age)
         self._withdraw(place)
         deposits.rank[place] = -1

@@ -131,11 +131,20 @@ def test_a_request_that_never_decoded_teaches_nothing() -> None:
     see_leave(policy, 1_000)
     policy.dispatch(fleet([0, 0], [1, 0]), pooled(1), 0)
     ratio = policy.slots.output_ratio
-    run_on(policy, 0, 1, 0)
+    policy.projection.bind(RequestId(1), RankId(0), PROMPT, 0)
     policy.projection.unbind(RequestId(1))
     assert policy.slots.output_ratio == ratio
     assert policy.skill.share == 0.0
     assert not policy._predicted
+
+
+def test_an_answer_of_one_token_counts() -> None:
+    policy = build({1: 1})
+    see_leave(policy, 1_000)
+    ratio = policy.slots.output_ratio
+    run_on(policy, 0, 1, 0)
+    policy.projection.unbind(RequestId(1))
+    assert policy.slots.output_ratio < ratio
 
 
 def test_a_faster_rank_may_hold_more() -> None:

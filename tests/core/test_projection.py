@@ -532,7 +532,7 @@ def test_a_rest_leaves_no_trace() -> None:
 @pytest.mark.parametrize("resting", [False, True])
 def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
     projection = make_projection(Form.EXPECTED, NoPrediction(), 20)
-    left: list[tuple[int, int, int]] = []
+    left: list[tuple[int, int, int | None]] = []
     projection.on_leave = lambda *request: left.append(request)
     projection.rest(resting)
     fleet = Fleet(projection)
@@ -557,5 +557,5 @@ def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
     for number in (1, 2, 3):
         fleet.unbind(RequestId(number))
     # The third never decoded.
-    assert left == [(1, 45, 14), (2, 40, 7), (3, 30, 0)]
+    assert left == [(1, 45, 14), (2, 40, 7), (3, 30, None)]
     assert projection.running_on(np.ones(RANKS, np.bool_)).requests == []

@@ -139,10 +139,10 @@ class OwnTrajectory:
         np.add.at(self._ranks, running.ranks, loads)
         self._made_at[stale] = self.projection.now
 
-    def _leave(self, request: RequestId, prompt_tokens: int, age: int) -> None:
+    def _leave(self, request: RequestId, prompt_tokens: int, age: int | None) -> None:
         """Learn from a request that left its rank, whatever the reason: its slot is free."""
         predicted = self._predicted.pop(request, None)
-        if age == 0:
+        if age is None:
             return  # It was lost or cancelled on the way.
         self.slots.leave(prompt_tokens, age)
         if predicted is not None:
