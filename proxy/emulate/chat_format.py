@@ -16,7 +16,7 @@ from balanceroute.proxy.emulate.answer import (
 )
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
-from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript
 
 
@@ -69,8 +69,7 @@ class ChatFormat(AnswerFormat):
         prompt = request.prompts[0]
         listed = None
         if request.prompt_logprobs is not None:
-            words = [word_of(token) for token in prompt.tokens]
-            listed = prompt_logprobs(prompt.tokens, words, max(1, request.prompt_logprobs))
+            listed = prompt_logprobs(prompt.tokens, prompt.words, max(1, request.prompt_logprobs))
         ids = as_json(prompt.tokens) if request.return_token_ids else "null"
         return as_bytes(
             f'{head.opening("chat.completion")},"choices":[{",".join(map(self._choice, choices))}],'

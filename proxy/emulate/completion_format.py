@@ -17,7 +17,7 @@ from balanceroute.proxy.emulate.answer import (
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.sampler import TokenLogprob, prompt_logprobs
-from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS, word_of
+from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
 
 
 class CompletionFormat(AnswerFormat):
@@ -71,8 +71,7 @@ class CompletionFormat(AnswerFormat):
         text = self._echoed(prompt) + choice.said if request.echo else choice.said
         listed = None
         if request.prompt_logprobs is not None:
-            words = [word_of(token) for token in prompt.tokens]
-            listed = prompt_logprobs(prompt.tokens, words, max(1, request.prompt_logprobs))
+            listed = prompt_logprobs(prompt.tokens, prompt.words, max(1, request.prompt_logprobs))
         logprobs = self._logprobs(choice.logprobs, offset=0, echo=prompt if request.echo else None)
         prompt_ids = as_json(prompt.tokens) if request.return_token_ids else "null"
         return (
@@ -96,7 +95,7 @@ class CompletionFormat(AnswerFormat):
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
         if echo is not None:
-            tokens = [word_of(token) for token in echo.tokens]
+            tokens = echo.words
             logprobs = [None] * len(tokens)
             top = [None] * len(tokens)
             for i, entry in enumerate(prompt_logprobs(echo.tokens, tokens, request.logprobs)):

@@ -10,7 +10,13 @@ from typing import Any
 from balanceroute.proxy.emulate.api_error import bad_parameter, bad_request, invalid, unknown_model
 from balanceroute.proxy.emulate.sampler import prompt_digest
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.emulate.tokens import decode, packed, render_chat, tokenise
+from balanceroute.proxy.emulate.tokens import (
+    decode,
+    packed,
+    render_chat,
+    tokenise,
+    word_of,
+)
 
 # vLLM's default of the completions API; a chat continues to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -72,6 +78,11 @@ class Prompt:
     def digest(self) -> bytes:
         """Identifies the prompt's KV cache."""
         return prompt_digest(self.packed)
+
+    @property
+    def words(self) -> list[str]:
+        """The word of each token: the text's own, as the tokeniser keeps only recent words."""
+        return list(map(word_of, self.tokens)) if self.text is None else self.text.split()
 
     @property
     def said(self) -> str:

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balanceroute.proxy.emulate import tokens
+from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.sampler import EOS, Sampler
 from balanceroute.proxy.emulate.tokens import (
     CHAT_TOKENS,
@@ -17,6 +19,7 @@ from balanceroute.proxy.emulate.tokens import (
     packed,
     render_chat,
     tokenise,
+    word_of,
 )
 
 TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=5)), max_size=8).map(" ".join)
@@ -117,3 +120,13 @@ def test_texts_end_after_the_mean_number_of_tokens_on_average() -> None:
             length += 1
         lengths.append(length)
     assert sum(lengths) / len(lengths) == pytest.approx(20.0, rel=0.15)
+
+
+def test_a_prompt_keeps_its_words_when_the_tokeniser_has_forgotten_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = Prompt(tokenise("canary-1  t31\nLöffel"), "canary-1  t31\nLöffel")
+    monkeypatch.setattr(tokens, "_REMEMBERED_WORDS", len(tokens._IDS.words))
+    tokenise("another")
+    assert word_of(prompt.tokens[0]) != "canary-1"
+    assert prompt.words == ["canary-1", "t31", "Löffel"]
