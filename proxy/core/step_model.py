@@ -45,7 +45,7 @@ class StepModel:
 
     @property
     def ns_per_token(self) -> float | None:
-        """B in ns; None while it is not known."""
+        """What one KV token adds to a step, in ns; None while it is not known."""
         if self._weight < _LEAST_POINTS or self._tokens_tokens <= 0.0:
             return None
         slope = self._tokens_ns / self._tokens_tokens
