@@ -18,7 +18,7 @@ from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, rea
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
-from balanceroute.proxy.live.settings.declared import PolicyOptions
+from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, text, words
 from balanceroute.proxy.pictures import require_matplotlib

@@ -23,10 +23,10 @@ from balanceroute.proxy.live.settings.declared import (
     FailureSettings,
     ListeningSettings,
     LogSettings,
-    SchedulingSettings,
     TimeLimits,
 )
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.setting import part
 from balanceroute.proxy.wire.messages import ServerLimits
 

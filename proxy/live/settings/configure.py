@@ -32,12 +32,12 @@ from balanceroute.proxy.live.settings.declared import (
     FailureSettings,
     ListeningSettings,
     LogSettings,
-    PolicyOptions,
-    SchedulingSettings,
     TimeLimits,
 )
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
+from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
+from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -9,21 +9,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 
-from balanceroute.proxy.core.admission import ADMISSIONS
-from balanceroute.proxy.core.policies import (
-    PAPER_BETA_PER_RANK,
-    PAPER_WINDOW,
-    PATIENCE_PER_SLOT,
-    POLICIES,
-    WINDOW,
-    PolicySettings,
-)
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.prediction.predictors import PREDICTORS
-from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
@@ -32,16 +18,14 @@ from balanceroute.proxy.live.settings.checks import (
     own_address,
     web_origin,
 )
+from balanceroute.proxy.live.settings.policy_options import PolicyOptions
+from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.setting import (
     choice,
     file,
     file_or_word,
-    files_or_words,
     integer,
-    named,
     number,
-    numbers,
-    part,
     seconds,
     switch,
     text,
@@ -54,7 +38,6 @@ from balanceroute.topologies import CONNECTORS
 
 LOG_WORDS = ("-", "none")
 # What has defaults of its own without settings.
-_POLICY_DEFAULTS = PolicySettings()
 _LIMITS = ServerLimits()
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -144,217 +127,6 @@ class ListeningSettings:
         metavar="NAME",
         at_top=False,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingSettings:
-    """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
-
-    policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
-    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
-    queue_order: str = choice(
-        "fcfs",
-        "in what order requests wait, for a prefiller and for a rank",
-        words(QUEUE_ORDERS),
-    )
-    fair_queue: str = choice(
-        "none",
-        "what API keys share evenly before prefill; --queue-order then holds within a key",
-        words(("none", *COSTS)),
-    )
-    client_priority: bool = switch(
-        False,
-        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
-    )
-    client_deadline: bool = switch(
-        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
-    )
-    prefill_choice: str = choice(
-        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
-    )
-    predictor: str = file_or_word(
-        "survival",
-        f"for br-h: {', '.join(PREDICTORS)}, or a file made by `balanceroute train`",
-        tuple(PREDICTORS),
-    )
-    predictor_state: Path | None = file(
-        "keeps what the predictor learns: read at start if it is there, saved every minute and at "
-        "the end"
-    )
-    shadow_predictor: tuple[str, ...] = files_or_words(
-        "predictors, as for --predictor, that are scored on the traffic and decide nothing",
-        tuple(PREDICTORS),
-    )
-    seed: int = integer(0, "of random policies", 0, (1 << 63) - 1)
-    # vLLM's own default of --max-num-seqs on most devices.
-    batch: int = integer(
-        256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
-    )
-    rank_kv_tokens: int | None = integer(
-        None, "KV tokens that fit on a rank", 1, 10**9, word="none"
-    )
-    rank_speeds: tuple[float, ...] = numbers(
-        "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "
-        "repeated if they are more",
-        1e-3,
-        1e3,
-        metavar="X[,X..]",
-    )
-    probe_limit: int | None = integer(
-        None, "prefills at a time on one prefiller", 1, 10**6, word="none"
-    )
-    prefiller_kv_tokens: int | None = integer(
-        None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
-    )
-    prefiller_utilisation_limit: float = number(
-        0.95, "KV cache use of a prefiller above which it gets no further prefill", 0.01, 1
-    )
-    # It is shallow because what it holds has leases.
-    pool_limit: int | None = integer(
-        None,
-        "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
-        "cache",
-        1,
-        10**6,
-        shown_default="what the ranks admit in a sixth of the lease, at least 24, G and 2 P, for G "
-        "ranks and P prefillers",
-        word="auto",
-    )
-    queue_limit: int = integer(
-        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
-    )
-    single_engine_limit: int = integer(
-        64,
-        "requests that one prefiller answers alone at a time (embeddings, scores, tokens, lists of "
-        "models); further ones wait, up to the queue limit",
-        1,
-        10**6,
-    )
-    # What an engine says of a single request goes first.
-    lease_s: float | None = number(
-        None,
-        "how long a prefiller keeps a KV cache that no decoder has asked for; inf for ever",
-        0.1,
-        inf,
-        shown_default="the connector's",
-        word="auto",
-        metavar="S",
-    )
-    lease_margin_s: float = seconds(
-        5.0, "how long before the end of its lease a KV cache counts as lost", 0
-    )
-    direct: Direct | None = choice(
-        None,
-        "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
-        "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
-        {"auto": None, **named(Direct)},
-        shown_default="prefill with the connectors of vllm-ascend, else decode",
-    )
-    # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
-    direct_limit: int = integer(
-        4,
-        "with --direct prefill, sequences at a time of such requests on one prefiller; a request "
-        "of more waits for one that has none",
-        1,
-        10**6,
-    )
-    on_missing_kv: str = choice(
-        "recompute",
-        "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
-        "count it as a failed try",
-        words(("recompute", "fail")),
-    )
-    pass_priority: bool = switch(
-        False,
-        "let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
-        "default policy answers 400 to any but 0",
-    )
-    count_tokens: str = choice(
-        "usage",
-        "how the tokens of a stream are counted: by the usage that engines are asked for in every "
-        "event (and that clients do not see unless they ask), or an event is one token",
-        words(("usage", "events")),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    """The policies' own; see `PolicySettings`."""
-
-    projection: Form | None = choice(
-        None,
-        "how br-h uses a prediction",
-        {"auto": None, **named(Form)},
-        shown_default="expected; point with --paper",
-    )
-    horizon: int = integer(
-        _POLICY_DEFAULTS.horizon_steps, "steps that br-h looks ahead", 0, 10_000, metavar="H"
-    )
-    gamma: float = number(
-        _POLICY_DEFAULTS.gamma, "br-h's discount of each step ahead, at most", 1e-9, 1, metavar="γ"
-    )
-    alpha: float = number(
-        _POLICY_DEFAULTS.alpha,
-        "br-h's reward per token that fills a margin",
-        1e-9,
-        1e9,
-        metavar="α",
-    )
-    beta: float | None = number(
-        None,
-        "br-h's penalty per token beyond a margin",
-        1e-9,
-        1e9,
-        shown_default=f"G; {PAPER_BETA_PER_RANK:g} G with --paper",
-        word="auto",
-        metavar="β",
-    )
-    theta: int | None = integer(
-        None, "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
-    )
-    window: int | None = integer(
-        None,
-        "candidates that stage 2 chooses from",
-        1,
-        10**9,
-        shown_default=f"{WINDOW}; {PAPER_WINDOW} with --paper",
-        word="auto",
-        metavar="K",
-    )
-    patience: float | None = number(
-        None,
-        "overtakings that forgive a request one mean prompt of overflow; inf for never",
-        1e-9,
-        inf,
-        shown_default=f"{PATIENCE_PER_SLOT:g} G B",
-        word="auto",
-    )
-    hold_s: float = number(
-        _POLICY_DEFAULTS.hold_s,
-        "wait for room, while slots abound, of a request too large for every rank; 0 for none",
-        0,
-        60,
-        metavar="S",
-    )
-    refresh_tokens: int = integer(
-        _POLICY_DEFAULTS.refresh_tokens,
-        "tokens between two predictions of a request",
-        1,
-        10**9,
-        metavar="M",
-    )
-    bypass_slots: int = integer(
-        _POLICY_DEFAULTS.bypass_slots,
-        "requests beyond its batch that br-0-bypass may send to a rank",
-        0,
-        10**9,
-    )
-    paper: bool = switch(False, "the paper's exact two-stage rule")
-
-    @property
-    def settings(self) -> PolicySettings:
-        """The same under the policies' own names."""
-        return part(PolicySettings, self, horizon_steps=self.horizon, form=self.projection)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.live.settings.declared import SchedulingSettings
+from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.topologies import read_topology
 

@@ -1,0 +1,156 @@
+"""The settings of the scheduler, and of how requests go to engines."""
+
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
+from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
+from balanceroute.proxy.live.prediction.predictors import PREDICTORS
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.settings.setting import (
+    choice,
+    file,
+    file_or_word,
+    files_or_words,
+    integer,
+    named,
+    number,
+    numbers,
+    seconds,
+    switch,
+    words,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingSettings:
+    """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
+
+    policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
+    queue_order: str = choice(
+        "fcfs",
+        "in what order requests wait, for a prefiller and for a rank",
+        words(QUEUE_ORDERS),
+    )
+    fair_queue: str = choice(
+        "none",
+        "what API keys share evenly before prefill; --queue-order then holds within a key",
+        words(("none", *COSTS)),
+    )
+    client_priority: bool = switch(
+        False,
+        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
+    )
+    client_deadline: bool = switch(
+        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
+    )
+    prefill_choice: str = choice(
+        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+    )
+    predictor: str = file_or_word(
+        "survival",
+        f"for br-h: {', '.join(PREDICTORS)}, or a file made by `balanceroute train`",
+        tuple(PREDICTORS),
+    )
+    predictor_state: Path | None = file(
+        "keeps what the predictor learns: read at start if it is there, saved every minute and at "
+        "the end"
+    )
+    shadow_predictor: tuple[str, ...] = files_or_words(
+        "predictors, as for --predictor, that are scored on the traffic and decide nothing",
+        tuple(PREDICTORS),
+    )
+    seed: int = integer(0, "of random policies", 0, (1 << 63) - 1)
+    # vLLM's own default of --max-num-seqs on most devices.
+    batch: int = integer(
+        256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
+    )
+    rank_kv_tokens: int | None = integer(
+        None, "KV tokens that fit on a rank", 1, 10**9, word="none"
+    )
+    rank_speeds: tuple[float, ...] = numbers(
+        "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "
+        "repeated if they are more",
+        1e-3,
+        1e3,
+        metavar="X[,X..]",
+    )
+    probe_limit: int | None = integer(
+        None, "prefills at a time on one prefiller", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
+    )
+    prefiller_utilisation_limit: float = number(
+        0.95, "KV cache use of a prefiller above which it gets no further prefill", 0.01, 1
+    )
+    # It is shallow because what it holds has leases.
+    pool_limit: int | None = integer(
+        None,
+        "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
+        "cache",
+        1,
+        10**6,
+        shown_default="what the ranks admit in a sixth of the lease, at least 24, G and 2 P, for G "
+        "ranks and P prefillers",
+        word="auto",
+    )
+    queue_limit: int = integer(
+        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
+    )
+    single_engine_limit: int = integer(
+        64,
+        "requests that one prefiller answers alone at a time (embeddings, scores, tokens, lists of "
+        "models); further ones wait, up to the queue limit",
+        1,
+        10**6,
+    )
+    # What an engine says of a single request goes first.
+    lease_s: float | None = number(
+        None,
+        "how long a prefiller keeps a KV cache that no decoder has asked for; inf for ever",
+        0.1,
+        inf,
+        shown_default="the connector's",
+        word="auto",
+        metavar="S",
+    )
+    lease_margin_s: float = seconds(
+        5.0, "how long before the end of its lease a KV cache counts as lost", 0
+    )
+    direct: Direct | None = choice(
+        None,
+        "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
+        "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
+        {"auto": None, **named(Direct)},
+        shown_default="prefill with the connectors of vllm-ascend, else decode",
+    )
+    # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
+    direct_limit: int = integer(
+        4,
+        "with --direct prefill, sequences at a time of such requests on one prefiller; a request "
+        "of more waits for one that has none",
+        1,
+        10**6,
+    )
+    on_missing_kv: str = choice(
+        "recompute",
+        "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
+        "count it as a failed try",
+        words(("recompute", "fail")),
+    )
+    pass_priority: bool = switch(
+        False,
+        "let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
+        "default policy answers 400 to any but 0",
+    )
+    count_tokens: str = choice(
+        "usage",
+        "how the tokens of a stream are counted: by the usage that engines are asked for in every "
+        "event (and that clients do not see unless they ask), or an event is one token",
+        words(("usage", "events")),
+    )
