@@ -126,13 +126,14 @@ class Deployment:
         if not self.instances.ranks:
             self.roster.reserve_rank(self._silent[0])
         self.driver = self._make_driver()
-        scheduling = self.config.scheduling
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
             metrics=self._metrics,
             log=self._environment.log,
-            limits=PassThroughLimits(scheduling.single_engine_limit, scheduling.queue_limit),
+            limits=PassThroughLimits(
+                self.config.scheduling.single_engine_limit, self.config.admission.queue_limit
+            ),
         )
         self.roster.attach(
             self.driver, self.health, self.scraper, self._metrics.engines, self._reconfigure
@@ -181,8 +182,8 @@ class Deployment:
 
     def _make_driver(self) -> Driver:
         config, environment = self.config, self._environment
-        scheduling = config.scheduling
-        order, cost = QUEUE_ORDERS[scheduling.queue_order], scheduling.fair_queue
+        admission = config.admission
+        order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
@@ -191,7 +192,7 @@ class Deployment:
                 self._make_policy(),
                 queue_order=order,
                 start_order=None if cost == "none" else fair(cost, order),
-                prefill_choice=PREFILL_CHOICES[scheduling.prefill_choice],
+                prefill_choice=PREFILL_CHOICES[config.scheduling.prefill_choice],
                 on_failure=self._failures.report,
                 observer=environment.observer,
             ),
@@ -202,11 +203,11 @@ class Deployment:
             metrics=self._metrics,
             failures=self._failures,
             log=environment.log,
-            admission=ADMISSIONS[scheduling.admission](scheduling.queue_limit),
+            admission=ADMISSIONS[admission.admission](admission.queue_limit),
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,
-                expects_output=scheduling.queue_order in PREDICTING_ORDERS,
+                expects_output=admission.queue_order in PREDICTING_ORDERS,
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,

@@ -202,9 +202,9 @@ class Proxy:
                 pass_authorization=config.pass_authorization,
                 public_metrics=config.listening.public_metrics,
                 models=config.engines.model,
-                client_priority=config.scheduling.client_priority,
-                client_deadline=config.scheduling.client_deadline,
-                key_is_tenant=config.scheduling.fair_queue != "none",
+                client_priority=config.admission.client_priority,
+                client_deadline=config.admission.client_deadline,
+                key_is_tenant=config.admission.fair_queue != "none",
             ),
             unix_s=self._environment.unix_s,
         )

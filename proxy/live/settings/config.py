@@ -17,6 +17,7 @@ from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.declared import (
     EngineSettings,
     ExchangeLimits,
@@ -53,6 +54,7 @@ class ProxyConfig:
     topology: str | None
     engines: EngineSettings
     listening: ListeningSettings
+    admission: AdmissionSettings
     scheduling: SchedulingSettings
     policies: PolicySettings
     times: TimeLimits

@@ -22,6 +22,7 @@ from balanceroute.proxy.live.security.credentials import (
 )
 from balanceroute.proxy.live.security.host_check import is_loopback
 from balanceroute.proxy.live.security.tls import engine_context, server_context
+from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.declared import (
     LOG_WORDS,
@@ -88,6 +89,7 @@ def make_config(
         topology=None if topology is None else topology.name,
         engines=engines,
         listening=listening,
+        admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         policies=given.read(PolicyOptions).settings,
         times=times,

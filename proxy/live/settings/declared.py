@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
@@ -262,6 +263,7 @@ class LogSettings:
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "listening": (ListeningSettings,),
+    "admission": (AdmissionSettings,),
     "scheduling": (SchedulingSettings,),
     "policies": (PolicyOptions,),
     "time limits": (TimeLimits,),

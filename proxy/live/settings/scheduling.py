@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.settings.setting import (
@@ -30,24 +28,6 @@ class SchedulingSettings:
     """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
 
     policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
-    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
-    queue_order: str = choice(
-        "fcfs",
-        "in what order requests wait, for a prefiller and for a rank",
-        words(QUEUE_ORDERS),
-    )
-    fair_queue: str = choice(
-        "none",
-        "what API keys share evenly before prefill; --queue-order then holds within a key",
-        words(("none", *COSTS)),
-    )
-    client_priority: bool = switch(
-        False,
-        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
-    )
-    client_deadline: bool = switch(
-        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
-    )
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
     )
@@ -98,9 +78,6 @@ class SchedulingSettings:
         shown_default="what the ranks admit in a sixth of the lease, at least 24, G and 2 P, for G "
         "ranks and P prefillers",
         word="auto",
-    )
-    queue_limit: int = integer(
-        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
     )
     single_engine_limit: int = integer(
         64,

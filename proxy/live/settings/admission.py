@@ -1,0 +1,34 @@
+"""The settings of who is let in, and of who goes first."""
+
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
+from balanceroute.proxy.live.settings.setting import choice, integer, switch, words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """Who is let in, and in what order requests wait."""
+
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
+    queue_limit: int = integer(
+        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
+    )
+    queue_order: str = choice(
+        "fcfs",
+        "in what order requests wait, for a prefiller and for a rank",
+        words(QUEUE_ORDERS),
+    )
+    fair_queue: str = choice(
+        "none",
+        "what API keys share evenly before prefill; --queue-order then holds within a key",
+        words(("none", *COSTS)),
+    )
+    client_priority: bool = switch(
+        False,
+        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
+    )
+    client_deadline: bool = switch(
+        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
+    )

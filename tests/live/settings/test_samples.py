@@ -1,0 +1,244 @@
+"""Every setting by its flag and by its key of a file, and where its value arrives."""
+
+from pathlib import Path
+
+import pytest
+from tests.live.settings.configs import SETTINGS, of_file, toml
+
+from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.projection import Form
+from balanceroute.proxy.live.engines.health import HealthSettings
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
+from balanceroute.proxy.wire.messages import ServerLimits
+
+# A value for each setting that is neither its default nor a file.
+OFF = ("insecure_engines", "pass_priority", "client_priority", "client_deadline", "paper")
+SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
+    "host": "0.0.0.0",  # noqa: S104 - nothing is bound.
+    "port": 8001,
+    "admin": False,
+    "admin_host": "127.0.0.2",
+    "admin_port": 9001,
+    "policy": "br-0",
+    "predictor": "none",
+    "seed": 1,
+    "batch": 16,
+    "rank_kv_tokens": 100_000,
+    "rank_speeds": "1,1.5",
+    "probe_limit": 4,
+    "prefiller_kv_tokens": 200_000,
+    "prefiller_utilisation_limit": 0.5,
+    "pool_limit": 9,
+    "queue_limit": 10,
+    "single_engine_limit": 12,
+    "lease_s": 60.0,
+    "lease_margin_s": 4.75,
+    "direct": "refuse",
+    "direct_limit": 7,
+    "on_missing_kv": "fail",
+    "queue_order": "edf",
+    "fair_queue": "request",
+    "count_tokens": "events",
+    "projection": "point",
+    "horizon": 7,
+    "gamma": 0.5,
+    "alpha": 2.0,
+    "beta": 3.5,
+    "theta": 4,
+    "window": 6,
+    "patience": 11.0,
+    "hold_s": 0.4,
+    "refresh_tokens": 5,
+    "bypass_slots": 1,
+    "queue_ttl_s": 1.5,
+    "pool_ttl_s": 2.5,
+    "pool_deadline_s": 3.5,
+    "connect_timeout_s": 4.5,
+    "tcp_timeout_s": 12.0,
+    "prefill_timeout_s": 5.5,
+    "first_token_timeout_s": 6.5,
+    "idle_stream_timeout_s": 7.5,
+    "answer_timeout_s": 8.5,
+    "drain_timeout_s": 9.5,
+    "retry_attempts": 2,
+    "retry_backoff_s": 0.5,
+    "retry_backoff_limit_s": 2.0,
+    "health_interval_s": 3.0,
+    "health_timeout_s": 3.25,
+    "scrape_interval_s": 4.0,
+    "scrape_timeout_s": 4.25,
+    "quarantine_failures": 5,
+    "public_metrics": False,
+    "cors_origin": "https://chat.example:8443",
+    "admin_name": "OPS.example",
+    "connection_limit": 70,
+    "peer_connection_limit": 7,
+    "body_limit_bytes": 1_000,
+    "body_budget_bytes": 20_000_000,
+    "header_limit_bytes": 2_000,
+    "header_limit": 30,
+    "target_limit_bytes": 400,
+    "header_timeout_s": 1.25,
+    "body_timeout_s": 2.25,
+    "keep_alive_timeout_s": 3.75,
+    "write_timeout_s": 4.75,
+    "write_buffer_bytes": 5_000,
+    "answer_limit_bytes": 6_000,
+    "log": "none",
+    "log_level": "debug",
+    "load_log_interval_s": 0.75,
+}
+# How to ask for the defaults that are None; "auto" for the others.
+WORDS = {
+    "peer_connection_limit": "none",
+    "rank_kv_tokens": "none",
+    "probe_limit": "none",
+    "prefiller_kv_tokens": "none",
+}
+FILES = {
+    "tls_cert",
+    "tls_key",
+    "api_key_file",
+    "admin_token_file",
+    "engine_key_file",
+    "engine_ca_file",
+    "predictor_state",
+    "shadow_predictor",
+    "load_log",
+}
+AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
+# Means something with one connector alone.
+LAYERWISE = {"metaserver_url"}
+# There is one of each so far: another value cannot be asked for.
+THE_ONLY_ONE = {"admission", "prefill_choice"}
+
+
+def test_no_setting_is_forgotten_here() -> None:
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | THE_ONLY_ONE
+    assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
+
+
+def test_the_layerwise_connector_is_told_where_the_engines_reach_the_proxy(tmp_path: Path) -> None:
+    top = 'connector = "mooncake-layerwise"'
+    config = of_file(tmp_path, 'metaserver_url = "http://proxy:8000/"', top=top)
+    assert config.engines.metaserver_url == "http://proxy:8000"
+    with pytest.raises(ConfigError, match="which no engine can call: needs --metaserver-url"):
+        of_file(tmp_path, 'host = "0.0.0.0"', top=top, flags={"admin": False})
+    with pytest.raises(ConfigError, match="metaserver_url: nixl never calls back"):
+        of_file(tmp_path, 'metaserver_url = "http://proxy:8000"')
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_setting_has_an_effect_from_the_flag_and_from_the_file(
+    name: str, tmp_path: Path
+) -> None:
+    value = SAMPLES[name]
+    setting = SETTINGS[name]
+    default = of_file(tmp_path)
+    filed = of_file(tmp_path, f"{name} = {toml(value)}")
+    assert filed != default
+    assert of_file(tmp_path, flags={name: value}) == filed
+    # The flag goes before the file, also where it asks for what is the default.
+    word = WORDS.get(name, "auto") if setting.default is None else setting.default
+    assert of_file(tmp_path, f"{name} = {toml(value)}", flags={name: word}) == default
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_command_line_gives_what_the_file_gives(name: str) -> None:
+    value = SAMPLES[name]
+    if not isinstance(value, bool):
+        assert SETTINGS[name].parse(str(value)) == value
+
+
+def of_samples(folder: Path) -> ProxyConfig:
+    """Return the configuration in which every sample is given in the file."""
+    text = "\n".join(f"{name} = {toml(value)}" for name, value in SAMPLES.items())
+    return of_file(folder, text)
+
+
+def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
+    config = of_samples(tmp_path)
+    assert config.topology == "x"
+    assert config.listening == ListeningSettings(
+        host="0.0.0.0",  # noqa: S104 - nothing is bound.
+        port=8001,
+        admin=False,
+        admin_host="127.0.0.2",
+        admin_port=9001,
+        public_metrics=False,
+        cors_origin=("https://chat.example:8443",),
+        admin_name=("ops.example",),
+    )
+    assert config.times.drain_timeout_s == 9.5
+    assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)
+
+
+def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
+    config = of_samples(tmp_path)
+    assert config.server_limits == ServerLimits(
+        header_limit_bytes=2_000,
+        header_limit=30,
+        target_limit_bytes=400,
+        body_limit_bytes=1_000,
+        body_budget_bytes=20_000_000,
+        header_timeout_s=1.25,
+        body_timeout_s=2.25,
+        keep_alive_timeout_s=3.75,
+        write_timeout_s=4.75,
+        write_buffer_bytes=5_000,
+        connection_limit=70,
+        peer_connection_limit=7,
+    )
+    assert config.policies == PolicySettings(
+        horizon_steps=7,
+        gamma=0.5,
+        alpha=2.0,
+        beta=3.5,
+        theta=4,
+        window=6,
+        patience=11.0,
+        hold_s=0.4,
+        form=Form.POINT,
+        refresh_tokens=5,
+        bypass_slots=1,
+        paper=True,
+    )
+    assert config.scheduler_config(ranks=3, prefillers=len(config.prefillers)) == SchedulerConfig(
+        ranks=3,
+        batch_limit=16,
+        rank_kv_tokens=100_000,
+        prefillers=1,
+        probe_limit=4,
+        direct_limit=7,
+        prefiller_kv_tokens=200_000,
+        pool_limit=9,
+        deadline_ns=3_500_000_000,
+        ttl_ns=2_500_000_000,
+        lease_ns=60_000_000_000,
+        lease_margin_ns=4_750_000_000,
+        queue_ttl_ns=1_500_000_000,
+        rank_speeds=(1.0, 1.5, 1.0),
+    )
+    assert config.legs == LegSettings(
+        prefill_timeout_s=5.5,
+        first_token_timeout_s=6.5,
+        idle_stream_timeout_s=7.5,
+        answer_timeout_s=8.5,
+        retry_attempts=2,
+        retry_backoff_s=0.5,
+        retry_backoff_limit_s=2.0,
+        answer_limit_bytes=6_000,
+        direct=Direct.REFUSE,
+        on_missing_kv="fail",
+        count_tokens="events",
+        lease_margin_s=4.75,
+        pass_priority=True,
+    )
+    assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
+    assert config.scrape.scrape_interval_s == 4.0
+    assert config.scrape.scrape_timeout_s == 4.25
