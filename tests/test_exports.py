@@ -22,7 +22,8 @@ proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outpu
 proxy.core: admission avoidance balance config curves decision deposits errors events fscore holdings
     leases ledger lifecycle pace policies pool prediction prefill prefill_queue projection queueing ranks
     recount scheduler skill step_model subset time_limits timers trajectories turnover
-proxy.core.admission: ADMISSIONS Admission BoundedQueue Ending Load Refusal
+proxy.core.admission: ADMISSIONS Admission Allowance BoundedQueue Ending Load Rate Refusal
+    TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage

@@ -3,14 +3,29 @@
 | name | rule |
 | --- | --- |
 | `bounded` | requests are accepted until a given number wait |
+
+Each of them can be within the limits of tenants, see `tenants`.
 """
 
 from collections.abc import Callable
 
 from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
 from balanceroute.proxy.core.admission.bounded import BoundedQueue
+from balanceroute.proxy.core.admission.bucket import Rate
+from balanceroute.proxy.core.admission.tenants import Allowance, TenantLimits, Tenants
 
-__all__ = ["ADMISSIONS", "Admission", "BoundedQueue", "Ending", "Load", "Refusal"]
+__all__ = [
+    "ADMISSIONS",
+    "Admission",
+    "Allowance",
+    "BoundedQueue",
+    "Ending",
+    "Load",
+    "Rate",
+    "Refusal",
+    "TenantLimits",
+    "Tenants",
+]
 
 ADMISSIONS: dict[str, Callable[[int], Admission]] = {"bounded": BoundedQueue}
 """Each takes the number of requests that may wait."""

@@ -13,11 +13,19 @@ from balanceroute.proxy.core.events import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is rejected, as its client is answered."""
+    """Why a request is rejected, as its client is answered.
+
+    Attributes:
+        status: Of the answer.
+        reason: For the client.
+        retry_after_s: When to come again; None for never, as it is.
+        cause: The reason in a word, of which there are few.
+    """
 
     status: int
     reason: str
-    retry_after_s: int
+    retry_after_s: int | None
+    cause: str = "overload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,15 @@ class Ending:
         served: Whether it was answered in full.
         first_token_ns: Time from its arrival to its first token; None if there was none.
         output_tokens: Tokens that were answered.
+        prompt_tokens: Of its prompt, as an engine counted them; 0 if none did.
+        began: Whether an engine had begun it.
     """
 
     served: bool
     first_token_ns: int | None
     output_tokens: int
+    prompt_tokens: int = 0
+    began: bool = True
 
 
 class Admission(Protocol):
@@ -51,6 +63,10 @@ class Admission(Protocol):
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Return why a request that arrives now is rejected, or None to accept it."""
+        ...
+
+    def began(self, ticket: Ticket, now_ns: int) -> None:
+        """Note that an accepted request was given to an engine; called once at most for each."""
         ...
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:

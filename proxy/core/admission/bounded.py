@@ -29,5 +29,8 @@ class BoundedQueue:
         reason = f"{load.waiting} requests wait already"
         return Refusal(_TOO_MANY_REQUESTS, reason, self._retry_after_s)
 
+    def began(self, ticket: Ticket, now_ns: int) -> None:
+        """Do nothing."""
+
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Do nothing: the rule depends on the present load only."""

@@ -1,0 +1,227 @@
+"""Tenants: what each of them may ask for, within what the deployment as a whole accepts.
+
+A request takes one from its tenant's bucket of requests, and from that of tokens its prompt and the
+most that it may answer. When it ends, the tokens become those that it really had: what it did not use
+comes back, and what it used beyond that is taken, so that the bucket may be in debt. So over any time
+the tokens of a tenant exceed rate x time + burst at most by what its requests in flight turn out to
+be larger than they said.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
+from balanceroute.proxy.core.admission.bucket import Bucket, Rate
+from balanceroute.proxy.core.admission.occupancy import Occupancy
+from balanceroute.proxy.core.events import Ticket
+
+# Of a sequence of a request that names no limit.
+UNSTATED_OUTPUT_TOKENS = 256
+_NS_PER_S = 1_000_000_000
+# Nobody knows what a queue does beyond it.
+_LONGEST_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may ask for; None is no limit.
+
+    Attributes:
+        requests: Requests.
+        tokens: Tokens of prompts and answers.
+        concurrency: Requests in flight.
+        queue_limit: Those of them that no engine has begun.
+    """
+
+    requests: Rate | None = None
+    tokens: Rate | None = None
+    concurrency: int | None = None
+    queue_limit: int | None = None
+
+
+class Allowance(NamedTuple):
+    """What is left of a rate.
+
+    Attributes:
+        limit: The burst.
+        remaining: What may be taken now, at least 0.
+        reset_ns: Time until all of it may be.
+    """
+
+    limit: int
+    remaining: int
+    reset_ns: int
+
+
+class Account:
+    """One tenant.
+
+    Attributes:
+        limits: Those in force.
+        in_flight: Requests accepted and not ended.
+        waiting: Those of them that no engine has begun.
+    """
+
+    __slots__ = ("in_flight", "limits", "requests", "tokens", "waiting")
+
+    def __init__(self, limits: TenantLimits, now_ns: int) -> None:
+        self.limits = TenantLimits()
+        self.in_flight = Occupancy()
+        self.waiting = Occupancy()
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.change(limits, now_ns)
+
+    def change(self, limits: TenantLimits, now_ns: int) -> None:
+        """Take other limits; what was counted and taken stays."""
+        self.limits = limits
+        self.requests = _changed(self.requests, limits.requests, now_ns)
+        self.tokens = _changed(self.tokens, limits.tokens, now_ns)
+
+    def refuse(self, tokens: int, now_ns: int) -> Refusal | None:
+        """Return why a request of so many tokens is rejected now, or None."""
+        limits = self.limits
+        if limits.tokens is not None and tokens > limits.tokens.burst:
+            reason = (
+                f"the request may have {tokens} tokens, prompt and answer, and its tenant may have "
+                f"{limits.tokens.burst} at once: shorten the prompt or lower max_tokens"
+            )
+            return Refusal(413, reason, None, cause="too_large")
+        for name, place, limit, what in (
+            ("concurrency", self.in_flight, limits.concurrency, "are in flight"),
+            ("queue", self.waiting, limits.queue_limit, "wait"),
+        ):
+            if limit is not None and place.count >= limit:
+                reason = f"{place.count} requests of the tenant {what} already"
+                wait_ns = place.wait_ns(place.count - limit + 1, now_ns)
+                return Refusal(429, reason, _seconds(wait_ns), cause=name)
+        for name, bucket, amount in (
+            ("requests", self.requests, 1),
+            ("tokens", self.tokens, tokens),
+        ):
+            wait_ns = 0 if bucket is None else bucket.wait_ns(amount, now_ns)
+            if bucket is not None and wait_ns:
+                reason = (
+                    f"the tenant's rate of {bucket.rate.per_minute} {name} per minute is used up"
+                )
+                return Refusal(429, reason, _ceiling(wait_ns), cause=name)
+        return None
+
+    def accept(self, tokens: int, now_ns: int) -> None:
+        """Count a request of so many tokens that was not refused."""
+        self.in_flight.enter(now_ns)
+        self.waiting.enter(now_ns)
+        if self.requests is not None:
+            self.requests.take(1, now_ns)
+        if self.tokens is not None:
+            self.tokens.take(tokens, now_ns)
+
+    def allowances(self, now_ns: int) -> dict[str, Allowance]:
+        """Return what is left of each rate that has a limit: `requests`, `tokens`."""
+        buckets = {"requests": self.requests, "tokens": self.tokens}
+        return {
+            name: Allowance(
+                bucket.rate.burst,
+                max(0, bucket.available(now_ns)),
+                bucket.wait_ns(bucket.rate.burst, now_ns),
+            )
+            for name, bucket in buckets.items()
+            if bucket is not None
+        }
+
+
+class Tenants:
+    """Accepts what the tenant's limits allow and the deployment has room for.
+
+    Args:
+        within: Asked last. What it refuses is an overload of the deployment, no fault of the tenant:
+            the status is then 503.
+        limits: By tenant.
+        now_ns: The present.
+    """
+
+    def __init__(self, within: Admission, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
+        self._within = within
+        self._accounts: dict[str, Account] = {}
+        self._known = limits
+        self.change(limits, now_ns)
+
+    def change(self, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
+        """Take other limits. Requests in flight go on, also those of tenants that are gone."""
+        self._known = limits
+        for tenant, account in list(self._accounts.items()):
+            if tenant not in limits and not account.in_flight.count:
+                del self._accounts[tenant]
+        for tenant, one in limits.items():
+            if tenant in self._accounts:
+                self._accounts[tenant].change(one, now_ns)
+            else:
+                self._accounts[tenant] = Account(one, now_ns)
+
+    def account(self, tenant: str) -> Account:
+        """Return the account of a tenant that has limits, or requests in flight."""
+        return self._accounts[tenant]
+
+    def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
+        """Reject a request beyond its tenant's limits, or the deployment's."""
+        account = self._accounts[ticket.tenant]
+        tokens = stated_tokens(ticket)
+        refusal = account.refuse(tokens, now_ns)
+        if refusal is None:
+            refusal = self._within.offer(ticket, load, now_ns)
+            if refusal is not None:
+                return replace(refusal, status=503)
+            account.accept(tokens, now_ns)
+        return refusal
+
+    def began(self, ticket: Ticket, now_ns: int) -> None:
+        """Note that an engine has begun an accepted request."""
+        self._accounts[ticket.tenant].waiting.leave(now_ns)
+        self._within.began(ticket, now_ns)
+
+    def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
+        """Take the tokens that the request really had, and forget it."""
+        tenant = ticket.tenant
+        account = self._accounts[tenant]
+        account.in_flight.leave(now_ns)
+        if not ending.began:
+            account.waiting.leave(now_ns)
+        if account.tokens is not None:
+            account.tokens.take(_real_tokens(ticket, ending) - stated_tokens(ticket), now_ns)
+        if tenant not in self._known and not account.in_flight.count:
+            del self._accounts[tenant]
+        self._within.ended(ticket, ending, now_ns)
+
+
+def stated_tokens(ticket: Ticket) -> int:
+    """Return what a request may have by its own word: its prompt and the most that it may answer.
+
+    Without a limit that is what its client expects, or else a constant. Sequences share the prompt.
+    """
+    output = ticket.max_tokens or ticket.expected_tokens or UNSTATED_OUTPUT_TOKENS
+    return ticket.prompt_tokens + ticket.slots * output
+
+
+def _real_tokens(ticket: Ticket, ending: Ending) -> int:
+    # Who leaves while the prompt is being computed has had it, as far as anybody knows.
+    prompt_tokens = ending.prompt_tokens or (ticket.prompt_tokens if ending.began else 0)
+    return prompt_tokens + ending.output_tokens
+
+
+def _changed(bucket: Bucket | None, rate: Rate | None, now_ns: int) -> Bucket | None:
+    if rate is None:
+        return None
+    if bucket is None:
+        return Bucket(rate, now_ns)
+    bucket.change(rate, now_ns)
+    return bucket
+
+
+def _ceiling(wait_ns: int) -> int:
+    """Return a time in whole seconds, at least 1: `Retry-After` has no fractions."""
+    return max(1, -(-wait_ns // _NS_PER_S))
+
+
+def _seconds(wait_ns: float) -> int:
+    return _ceiling(round(min(wait_ns, _LONGEST_S * _NS_PER_S)))
