@@ -69,6 +69,13 @@ MAY_IMPORT = {
         *("proxy.live.scheduling", "proxy.live.security", "proxy.live.settings"),
         "proxy.live.telemetry",
     },
+    "proxy.live.processes": {
+        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.live.connectors", "proxy.live.control", "proxy.live.engines"),
+        *("proxy.live.frontend", "proxy.live.openai", "proxy.live.prediction"),
+        *("proxy.live.request", "proxy.live.scheduling", "proxy.live.security"),
+        *("proxy.live.settings", "proxy.live.telemetry"),
+    },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
     "proxy.sim": {"proxy.core", "proxy.pictures", "predictors", "traces"},
     # The emulated engines are the simulator's fleet, behind sockets and in real time.

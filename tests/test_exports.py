@@ -34,7 +34,7 @@ proxy.core.queueing: ByTicket COSTS FairQueue FairShares Fcfs MakeQueueOrder Mak
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: connectors control deployment descriptors engines environment frontend openai prediction
-    proxy renewal request scheduling security serve settings telemetry
+    processes proxy renewal request scheduling security serve settings telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
@@ -46,6 +46,7 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
+proxy.live.processes: frames from_relay to_relay
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports
     retry_budget

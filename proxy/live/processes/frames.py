@@ -1,0 +1,79 @@
+"""Frames of the relay protocol: a length, then one MessagePack array of messages.
+
+A frame has what one side had to say in one turn of its event loop, in order.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from msgspec import DecodeError
+from msgspec.msgpack import Decoder, Encoder
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.processes.from_relay import FromRelay
+from balanceroute.proxy.live.processes.to_relay import ToRelay
+
+VERSION = 1
+"""Of the protocol. Messages may get more fields at their end under the same version, never fewer."""
+
+MAX_FRAME_BYTES = 64 << 20
+"""Longer frames are refused: a length so large is no length."""
+
+_LENGTH_BYTES = 4
+_encoder = Encoder()
+_Message = TypeVar("_Message")
+
+
+class FrameError(BalanceRouteError):
+    """What came is no frame of the protocol. The connection is of no use any more."""
+
+
+def encode(messages: Sequence[FromRelay | ToRelay]) -> bytearray:
+    """Return messages as one frame."""
+    frame = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(messages, frame, _LENGTH_BYTES)
+    frame[:_LENGTH_BYTES] = (len(frame) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES)
+    return frame
+
+
+class FrameReader(Generic[_Message]):
+    """Finds frames in what a connection brings, in pieces of any size; see `for_relay`."""
+
+    def __init__(self, decoder: "Decoder[list[_Message]]") -> None:
+        self._decoder = decoder
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[_Message]:
+        """Return the messages of all frames that are whole now, in order.
+
+        Raises:
+            FrameError: A frame is too long, or is none of the protocol.
+        """
+        self._data += data
+        messages: list[_Message] = []
+        begin = 0
+        while len(self._data) - begin >= _LENGTH_BYTES:
+            body = begin + _LENGTH_BYTES
+            length = int.from_bytes(self._data[begin:body])
+            if length > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {length:,} bytes, at most {MAX_FRAME_BYTES:,}")
+            if len(self._data) - body < length:
+                break
+            begin = body + length
+            try:
+                messages += self._decoder.decode(self._data[body:begin])
+            except DecodeError as error:
+                message = f"a frame of {length:,} bytes is none of the protocol: {error}"
+                raise FrameError(message) from None
+        del self._data[:begin]
+        return messages
+
+
+def for_relay() -> FrameReader[ToRelay]:
+    """Return a reader of what the scheduler process sends."""
+    return FrameReader(Decoder(list[ToRelay]))
+
+
+def for_scheduler() -> FrameReader[FromRelay]:
+    """Return a reader of what a relay sends."""
+    return FrameReader(Decoder(list[FromRelay]))

@@ -1,0 +1,348 @@
+"""What a relay tells the scheduler process; docs/relay_protocol.md has the rules.
+
+`number` is always the relay's own number of a request. `taken` is the number of bindings of that
+request (`StartPrefill`, `StartDecode`) that the relay had acted on when it sent the message. Times are
+nanoseconds of the machine's monotonic clock, which its processes share.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=1):
+    """The first message of a connection.
+
+    Attributes:
+        version: `frames.VERSION`.
+        relay: The relay's place among the relays, from 0; the same after a restart.
+        settings: The digest of the settings that it runs with.
+        live: How many `Live` messages follow: its requests that another scheduler process accepted.
+    """
+
+    version: int
+    relay: int
+    settings: str
+    live: int = 0
+
+
+class Arrival(Struct, frozen=True, array_like=True, tag=2):
+    """A request arrived, and is to be accepted or refused.
+
+    Attributes:
+        number: Above all earlier ones of this relay.
+        shape: What routing needs to know; its model says which engines are eligible.
+        expected_tokens: What the client expects one sequence to emit; None if it does not say.
+        level: Its class of service; lower goes first.
+        deadline_ns: When its first token is due; None for never.
+        tenant: The client's identity; empty if tenants are not told apart.
+        keys: See `prompt_keys`; empty unless `Welcome.uses_keys`.
+        record: As far as it is known.
+    """
+
+    number: int
+    shape: Shape
+    expected_tokens: int | None
+    level: int
+    deadline_ns: int | None
+    tenant: str
+    keys: tuple[int, ...]
+    record: RequestRecord
+
+
+class Live(Struct, frozen=True, array_like=True, tag=3):
+    """A request that goes on under a new scheduler process.
+
+    Attributes:
+        arrival: As it was sent when the request came; its record as it is now.
+        engine_id: What the engines know it by; empty if it was never accepted.
+        phase: "queued", "prefilling", "pooled" or "decoding".
+        prompt_tokens: Of its next leg, as far as they are counted; else the estimate.
+        emitted: Tokens that the client has, of all sequences.
+        emitted_before: Those of earlier bindings.
+        prefiller: Who prefills, holds the KV cache, or does the whole request; None if nobody.
+        rank: Who decodes; None if nobody.
+        decode: Whether a rank decodes it, or else a prefiller does all of it.
+        started: Whether its stream has begun on the present binding.
+        pulls: Whether its rank has yet to pull a KV cache.
+        lease_expires_ns: When its KV cache may be gone; None for never.
+    """
+
+    arrival: Arrival
+    engine_id: str
+    phase: Literal["queued", "prefilling", "pooled", "decoding"]
+    prompt_tokens: int
+    emitted: int
+    emitted_before: int
+    prefiller: PrefillerId | None
+    rank: RankId | None
+    decode: bool
+    started: bool
+    pulls: bool
+    lease_expires_ns: int | None
+
+
+# Events of the core. Each counts for `heard` of what the scheduler process answers.
+
+
+class PrefillDone(Struct, frozen=True, array_like=True, tag=4):
+    """See `events.PrefillDone`; `pulls` says whether a rank is to pull a KV cache."""
+
+    number: int
+    taken: int
+    prompt_tokens: int
+    lease_expires_ns: int | None
+    pulls: bool
+
+
+class PrefillLost(Struct, frozen=True, array_like=True, tag=5):
+    """See `events.PrefillLost`."""
+
+    number: int
+    taken: int
+    elsewhere: bool
+    decode: bool
+    same_rank: bool
+
+
+class DecodeLost(Struct, frozen=True, array_like=True, tag=6):
+    """See `events.DecodeLost`."""
+
+    number: int
+    taken: int
+
+
+class DecodeStarted(Struct, frozen=True, array_like=True, tag=7):
+    """See `events.DecodeStarted`; `emitted` are the tokens of earlier bindings, of all sequences."""
+
+    number: int
+    taken: int
+    emitted: int
+
+
+class Recomputed(Struct, frozen=True, array_like=True, tag=8):
+    """See `events.RequestRecomputed`."""
+
+    number: int
+    taken: int
+    elsewhere: bool
+
+
+class Ended(Struct, frozen=True, array_like=True, tag=9):
+    """See `events.RequestFinished`, `RequestFailed` and `RequestCancelled`. No event follows."""
+
+    number: int
+    taken: int
+    how: Literal["finished", "failed", "cancelled"]
+
+
+# Reports; see `request/reports.py`.
+
+
+class LegSucceeded(Struct, frozen=True, array_like=True, tag=10):
+    """An engine answered."""
+
+    role: Role
+    url: str
+
+
+class LegFailed(Struct, frozen=True, array_like=True, tag=11):
+    """A leg failed through its engine's fault."""
+
+    role: Role
+    url: str
+    fault: Fault
+    reason: str
+
+
+class PullSucceeded(Struct, frozen=True, array_like=True, tag=12):
+    """A rank has pulled a KV cache."""
+
+    prefiller: PrefillerId
+    rank: RankId
+
+
+class PullFailed(Struct, frozen=True, array_like=True, tag=13):
+    """A rank failed where it was to pull a KV cache."""
+
+    number: int
+    prefiller: PrefillerId
+    rank: RankId
+    fault: Fault
+    reason: str
+
+
+class EngineSeen(Struct, frozen=True, array_like=True, tag=14):
+    """A prefill answer named the engine that runs behind a prefiller's address."""
+
+    prefiller: PrefillerId
+    engine_id: str
+
+
+class PromptCounted(Struct, frozen=True, array_like=True, tag=15):
+    """A prefiller counted the tokens of a prompt."""
+
+    number: int
+    prompt_tokens: int
+
+
+class KvAbandoned(Struct, frozen=True, array_like=True, tag=16):
+    """No rank will pull a KV cache."""
+
+    how: Literal["lost", "lapsed", "cheaper"]
+
+
+class RemotePrefillEnded(Struct, frozen=True, array_like=True, tag=17):
+    """A prefiller that `PrefillerChosen` named is done, whatever came of it."""
+
+    prefiller: PrefillerId
+
+
+class SessionEnded(Struct, frozen=True, array_like=True, tag=18):
+    """A request is over, and this is its record; nothing more follows of it."""
+
+    number: int
+    record: RequestRecord
+
+
+# Questions. Each has a number of its own, and one answer.
+
+
+class AskRetry(Struct, frozen=True, array_like=True, tag=19):
+    """May a leg be sent once more? See `Host.ask_retry`; the answer is a `RetryAnswered`."""
+
+    question: int
+    leg: str
+    fault: Fault
+    pulled_from: PrefillerId | None
+
+
+class AskPrefiller(Struct, frozen=True, array_like=True, tag=20):
+    """Who takes a prefill that a decode rank called for? The answer is a `PrefillerChosen`."""
+
+    question: int
+    number: int
+    other_than: PrefillerId | None
+
+
+class AskPage(Struct, frozen=True, array_like=True, tag=21):
+    """What is on a page that tells of all processes? The answer is a `Page`."""
+
+    question: int
+    path: Literal["/metrics", "/load"]
+
+
+# What is counted by relays and told by the scheduler process.
+
+
+class Progress(Struct, frozen=True, array_like=True, tag=22):
+    """How far streams are; only those that have moved since the last message, each once.
+
+    Attributes:
+        rows: The `Accepted.row` of each, u32 little-endian, packed.
+        emitted: Tokens of all its sequences and bindings, u32 little-endian, packed likewise.
+    """
+
+    rows: bytes
+    emitted: bytes
+
+
+class Gaps(Struct, frozen=True, array_like=True, tag=23):
+    """Gaps between two pieces of a stream since the last message.
+
+    Attributes:
+        counts: By bucket of `TOKEN_GAP_BOUNDS_S`, not cumulated, the last without a bound.
+        total_s: Their sum in seconds.
+        refused: Negative ones and such.
+    """
+
+    counts: tuple[int, ...]
+    total_s: float
+    refused: int
+
+
+class Recorded(Struct, frozen=True, array_like=True, tag=24):
+    """A request ended that no `Arrival` told of.
+
+    Attributes:
+        kind: "refused" by the relay, or "passed_through" to one engine.
+        logged: Whether it gets a line in the request log.
+    """
+
+    record: RequestRecord
+    kind: Literal["refused", "passed_through"]
+    logged: bool
+
+
+class LegRetried(Struct, frozen=True, array_like=True, tag=25):
+    """A leg was sent again that takes nothing from the retry budget of generation."""
+
+    leg: str
+    fault: Fault
+
+
+class Failure(Struct, frozen=True, array_like=True, tag=26):
+    """The relay's own handling failed; `what` is the label of `DecisionFailures.report`."""
+
+    what: str
+    error: str
+    request_id: str
+
+
+class Occupancy(Struct, frozen=True, array_like=True, tag=27):
+    """What a relay holds now, and sums since its start; sent once a second.
+
+    Attributes:
+        passing: Requests that are passed through, the waiting ones included.
+        lag_s: The latest that a timer was since the last message, in seconds.
+    """
+
+    client_connections: int
+    rejected_connections: int
+    evicted_connections: int
+    body_bytes: int
+    rejected_bodies: int
+    engine_connections: int
+    passing: int
+    lag_s: float
+
+
+class Drained(Struct, frozen=True, array_like=True, tag=28):
+    """Every request of a relay that was told to drain is over."""
+
+
+CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | Ended
+Report = (
+    LegSucceeded
+    | LegFailed
+    | PullSucceeded
+    | PullFailed
+    | EngineSeen
+    | PromptCounted
+    | KvAbandoned
+    | RemotePrefillEnded
+    | SessionEnded
+)
+FromRelay = (
+    Hello
+    | Arrival
+    | Live
+    | CoreEvent
+    | Report
+    | AskRetry
+    | AskPrefiller
+    | AskPage
+    | Progress
+    | Gaps
+    | Recorded
+    | LegRetried
+    | Failure
+    | Occupancy
+    | Drained
+)
