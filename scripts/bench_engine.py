@@ -41,7 +41,7 @@ _ANSWER = (
     b'"usage":{"prompt_tokens":16,"total_tokens":17,"completion_tokens":1}}'
 )
 _METRICS = b'vllm:kv_cache_usage_perc{engine="0",model_name="bench"} 0.1\n'
-_MODELS = b'{"object":"list","data":[{"id":"bench","object":"model"}]}'
+_MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"vllm"}]}'
 _HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"

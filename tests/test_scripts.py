@@ -100,7 +100,18 @@ def test_the_bench_times_every_stage() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "other"),
-    [(("--no-router", "--pin"), "direct"), (("--against", str(ROOT)), f"proxy of {ROOT.name}")],
+    [
+        (("--no-router", "--pin"), "direct"),
+        (("--against", str(ROOT)), f"proxy of {ROOT.name}"),
+        (
+            (
+                "--router",
+                f"another={sys.executable} -m balanceroute.proxy serve --port {{port}} --no-admin "
+                "--log none --prefill {prefill} --decode {decode}",
+            ),
+            "another",
+        ),
+    ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(
     flags: tuple[str, ...],
@@ -117,10 +128,15 @@ def test_the_proxy_bench_measures_and_checks_every_event(
     )
     monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", *flags])
     assert module.main() == 0
-    printed = capsys.readouterr().out
-    assert "balanceroute" in printed
-    assert "direct" in printed
-    assert other in printed
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = {row[2].strip(): [cell.strip() for cell in row[3:-1]] for row in rows}
+    assert set(cells) == {"balanceroute", "direct", other}
+    for name, (proxy, ratio, engine, client, *_, share, rss, errors) in cells.items():
+        assert float(engine.replace(",", "")) >= 0.0
+        assert float(client.replace(",", "")) > 0.0
+        assert errors == "0"
+        assert bool(proxy) == bool(rss) == bool(share) == (name != "direct")
+        assert ratio.count("to") <= (name not in ("balanceroute", "direct"))
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(

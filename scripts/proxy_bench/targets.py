@@ -1,0 +1,191 @@
+"""What the load is sent to: this proxy, another checkout of it, other routers, and the engine itself."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import Process, ended, free_port, wait_until_it_answers
+
+ROOT = Path(__file__).parents[2]
+OURS = "balanceroute"
+DIRECT = "direct"
+_VENV = ROOT / "build" / "bench-venv"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something to send the load to.
+
+    Attributes:
+        name: For the table.
+        port: Where it listens.
+        process: None for the engine itself.
+    """
+
+    name: str
+    port: int
+    process: Process | None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine of all targets: one process, prefiller and decode engine."""
+
+    prefill: int
+    decode: int
+    process: Process
+
+    @property
+    def urls(self) -> list[str]:
+        """The URLs of its two ports."""
+        return [f"http://127.0.0.1:{port}" for port in (self.prefill, self.decode)]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Another router.
+
+    Attributes:
+        name: For the table.
+        command: With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs.
+        package: What to install for it, if its program is not there.
+    """
+
+    name: str
+    command: str
+    package: str = ""
+
+
+KNOWN = {
+    "vllm-router": Router(
+        "vllm-router",
+        "vllm-router --vllm-pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "--decode {decode} --kv-connector nixl --policy round_robin --prometheus-port {metrics_port} "
+        "--log-level info",
+        "vllm-router==0.1.17",
+    ),
+    # It adds no parameters for NIXL here: over HTTP it learns an engine's connector from Kubernetes.
+    "smg": Router(
+        "smg",
+        "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "--decode {decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
+        "smg==1.13.0",
+    ),
+}
+
+
+def router(text: str) -> Router:
+    """Return a router by its name, or by `NAME=COMMAND`."""
+    name, mark, command = text.partition("=")
+    if not mark:
+        if name not in KNOWN:
+            known = ", ".join(KNOWN)
+            raise argparse.ArgumentTypeError(f"{name} is none of {known}: say NAME=COMMAND")
+        return KNOWN[name]
+    if "{port}" not in command:
+        raise argparse.ArgumentTypeError(f"the command of {name} has no {{port}}")
+    return Router(name, command)
+
+
+def checkout(text: str) -> Path:
+    """Return the directory of the import package of another checkout."""
+    source = Path(text).resolve() / ".src"
+    if not (source / "balanceroute" / "proxy").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout: {source} has no balanceroute")
+    return source
+
+
+@contextmanager
+def engine(step_ms: float) -> Iterator[Engine]:
+    """Run the engine."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench_engine.py")]
+    command += ["--step-ms", str(step_ms)]
+    with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
+        assert process.stdout is not None
+        prefill, decode = map(int, process.stdout.readline().split())
+        yield Engine(prefill, decode, process)
+
+
+@contextmanager
+def targets(
+    engine: Engine,
+    flags: list[str],
+    logs: Path,
+    *,
+    against: Path | None,
+    routers: list[Router],
+) -> Iterator[list[Target]]:
+    """Start the proxies, each with a log of its own; yield them and the engine.
+
+    Args:
+        engine: Behind all of them.
+        flags: Of balanceroute.
+        logs: A folder for the logs.
+        against: Another checkout's package.
+        routers: Other routers.
+    """
+    with ExitStack() as stack:
+        ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
+        found = [stack.enter_context(ours)]
+        if against is not None:
+            name = f"proxy of {against.parent.name}"
+            other = balanceroute(name, engine, flags, against, logs / "other")
+            found.append(stack.enter_context(other))
+        found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
+        yield [*found, Target(DIRECT, engine.decode, None)]
+
+
+@contextmanager
+def balanceroute(
+    name: str, engine: Engine, flags: list[str], source: Path, log: Path
+) -> Iterator[Target]:
+    """Run the proxy of a checkout."""
+    command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
+    command += ["--log", str(log), *flags]
+    command += ["--prefill", engine.urls[0], "--decode", engine.urls[1]]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    with ended(
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rsplit(":", 1)[1])
+        yield Target(name, port, process)
+
+
+@contextmanager
+def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
+    """Run another router, until it answers a request as it should."""
+    port = free_port()
+    prefill, decode = engine.urls
+    places = {"port": port, "metrics_port": free_port(), "prefill": prefill, "decode": decode}
+    program, *words = [word.format(**places) for word in shlex.split(one.command)]
+    if one.package:
+        program = str(_installed(one))
+    with (
+        log.open("wb") as out,
+        ended(subprocess.Popen([program, *words], stdout=out, stderr=out)) as process,
+    ):
+        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        wait_until_it_answers(port, "/v1/completions", body)
+        yield Target(one.name, port, process)
+
+
+def _installed(one: Router) -> Path:
+    """Return a router's program, installed if it is not there."""
+    home = _VENV / one.name
+    program = home / "bin" / one.name
+    if not program.exists():
+        print(f"installing {one.package} into {home}", file=sys.stderr)
+        venv.create(home, with_pip=True)
+        pip = home / "bin" / "pip"
+        quiet = ["-q", "--disable-pip-version-check"]
+        subprocess.run([pip, "install", *quiet, one.package], check=True)
+    return program
