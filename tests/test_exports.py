@@ -19,9 +19,9 @@ predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay sim validate wire
 proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
-proxy.core: admission avoidance balance config curves decision deposits errors events fscore holdings
-    leases ledger lifecycle pace policies pool prediction prefill prefill_queue projection queueing ranks
-    recount scheduler skill step_model subset time_limits timers trajectories turnover
+proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
+    leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection queueing ranks
+    recount scheduler skill standing step_model subset time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Allowance BoundedQueue Ending Load Rate Refusal
     TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings

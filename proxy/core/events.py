@@ -83,6 +83,91 @@ class RequestArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOnPrefiller:
+    """A prompt's KV cache, which a prefiller has computed; `lease_expires_ns` as in `PrefillDone`."""
+
+    prefiller: PrefillerId
+    prefilled_ns: int
+    lease_expires_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InQueue:
+    """It waits for a prefiller."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnPrefiller:
+    """Since `since_ns` its prefill runs there; the whole request if no rank decodes it."""
+
+    prefiller: PrefillerId
+    since_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPool:
+    """It waits for a rank; `kv` is None if it needs no prefill."""
+
+    kv: KvOnPrefiller | None
+
+
+@dataclass(frozen=True, slots=True)
+class OnRank:
+    """It was sent to `rank` and has not joined the batch; `kv` is None if it needs no prefill."""
+
+    rank: RankId
+    kv: KvOnPrefiller | None
+
+
+@dataclass(frozen=True, slots=True)
+class InBatch:
+    """It decodes on `rank`, where its sequences have emitted `tokens` in all.
+
+    `pulled_from` is the prefiller whose KV cache the rank pulled; None if it pulled none.
+    """
+
+    rank: RankId
+    tokens: int
+    pulled_from: PrefillerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdopted:
+    """A request that an earlier scheduler accepted goes on with this one.
+
+    The driver describes where the request stands and what it has been through. `request` is above
+    the numbers of the requests that arrived earlier, but need not be above all numbers that were
+    fed before. Adopt every request first, then feed a `Tick`.
+
+    Attributes:
+        phase: Where it stands, and so what it holds.
+        prompt_tokens: Tokens of the prompt and of what a sequence emitted before; as the engine
+            counted them once it was prefilled.
+        waiting_since_ns: When it arrived, or was queued again after it had been served.
+        decode: Whether a rank decodes it; False also if a loss left it to a prefiller.
+        emitted_before: Tokens that each sequence emitted in earlier bindings.
+        pooled_ns: When it first entered the pool since then; None if it has not.
+        served: Whether a rank took it before, so that its first token is not due any more.
+        lapses: Leases that ended since it was last served, while it was in the pool.
+        lost_on_prefillers: Prefillers to avoid, the earliest loss first.
+        lost_on_ranks: Ranks to avoid, the earliest loss first.
+    """
+
+    request: RequestId
+    ticket: Ticket
+    phase: InQueue | OnPrefiller | InPool | OnRank | InBatch
+    prompt_tokens: int
+    waiting_since_ns: int
+    decode: bool = True
+    emitted_before: int = 0
+    pooled_ns: int | None = None
+    served: bool = False
+    lapses: int = 0
+    lost_on_prefillers: tuple[PrefillerId, ...] = ()
+    lost_on_ranks: tuple[RankId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillDone:
     """The prefiller holds the prompt's KV cache.
 
@@ -220,6 +305,7 @@ class Tick:
 
 Event = (
     RequestArrived
+    | RequestAdopted
     | PrefillDone
     | PrefillLost
     | DecodeLost

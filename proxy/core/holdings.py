@@ -8,6 +8,7 @@ charged until the KV cache has left it.
 from collections.abc import Collection, Iterable
 from math import inf
 
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, RankId, ReleasePrefill
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
@@ -16,6 +17,7 @@ from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.recount import check_holdings
+from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
 
 
 class Holdings:
@@ -38,6 +40,34 @@ class Holdings:
         self._prefill_queue = prefill_queue
         self._prefillers = prefillers
         self._pool = pool
+
+    def take(self, request: Request, config: SchedulerConfig, *, emitted: int = 0) -> None:
+        """Take everything that an adopted request holds in its state.
+
+        Args:
+            request: Its `prefiller` and `rank` name what it holds.
+            config: Sets the ends of its waits.
+            emitted: Tokens that its sequences have emitted on its rank.
+        """
+        if request.prefiller is not None:
+            if request.decode:
+                self._prefillers.begin_prefill(request.prefiller, request.held_tokens)
+                request.prefilling = True
+            else:
+                slots = request.ticket.slots
+                self._prefillers.begin_direct(request.prefiller, request.held_tokens, slots)
+        match request.state:
+            case State.QUEUED:
+                self._prefill_queue.add(request, queue_end_ns(request, config))
+            case State.POOLED:
+                self._pool.add(pool_entry(request, config))
+            case State.DECODING:
+                assert request.rank is not None
+                _bind(self.ledger, request, request.rank, emitted=emitted)
+            case _:
+                return
+        if request.prefiller is not None:
+            self.end_prefill(request)
 
     def release(self, request: Request, state: State, *, gone: bool) -> list[Action]:
         """Release everything that `request` held in `state`; return what the driver has to do.
@@ -121,11 +151,7 @@ class Holdings:
         for request in requests:
             if request.rank is None:
                 continue
-            # With the prompt first, then what was emitted, so that a projection knows the age.
-            _bind(ledger, request, request.rank)
-            ledger.emit(request.request, self.emitted(request))
-            if request.started:
-                ledger.start(request.request)
+            _bind(ledger, request, request.rank, emitted=self.emitted(request))
         ledger.turnover = self.ledger.turnover
         self.ledger = ledger
 
@@ -141,7 +167,8 @@ class Holdings:
         )
 
 
-def _bind(ledger: Ledger, request: Request, rank: RankId) -> None:
+def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -> None:
+    """Bind a request with its prompt first, then with what it emitted, as a projection needs the age."""
     ledger.bind(
         request.request,
         rank,
@@ -149,3 +176,6 @@ def _bind(ledger: Ledger, request: Request, rank: RankId) -> None:
         age=request.emitted_before,
         slots=request.ticket.slots,
     )
+    if request.started:
+        ledger.emit(request.request, emitted)
+        ledger.start(request.request)

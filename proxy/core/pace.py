@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from balanceroute.proxy.core.events import (
     Action,
     Event,
+    OnPrefiller,
     PrefillDone,
     PrefillLost,
+    RequestAdopted,
     RequestCancelled,
     RequestFailed,
     RequestFinished,
@@ -84,11 +86,13 @@ class Pace:
             self._advance(now_ns)
         elif isinstance(event, _ENDS) and event.request in self._running:
             self._end_prefill(event, now_ns)
+        elif isinstance(event, RequestAdopted) and isinstance(event.phase, OnPrefiller):
+            prefiller, since_ns = event.phase.prefiller, event.phase.since_ns
+            self._begin_prefill(event.request, prefiller, event.prompt_tokens, since_ns, now_ns)
         for action in actions:
-            # A direct request holds its prefiller until it ends, which says nothing about prefills.
-            if isinstance(action, StartPrefill) and self._requests[action.request].decode:
-                self._account(now_ns)
-                self._running[action.request] = action.prefiller, action.prompt_tokens, now_ns
+            if isinstance(action, StartPrefill):
+                number, prefiller, tokens = action.request, action.prefiller, action.prompt_tokens
+                self._begin_prefill(number, prefiller, tokens, now_ns, now_ns)
 
     @property
     def departures_per_ns(self) -> float | None:
@@ -138,6 +142,14 @@ class Pace:
         self._busy_ns += busy * passed_ns
         self._passed_ns += passed_ns
         self._accounted_ns = now_ns
+
+    def _begin_prefill(
+        self, request: RequestId, prefiller: int, prompt_tokens: int, since_ns: int, now_ns: int
+    ) -> None:
+        # A direct request holds its prefiller until it ends, which says nothing about prefills.
+        if self._requests[request].decode:
+            self._account(now_ns)
+            self._running[request] = prefiller, prompt_tokens, since_ns
 
     def _end_prefill(self, event: Event, now_ns: int) -> None:
         self._account(now_ns)

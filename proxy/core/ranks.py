@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 
@@ -22,6 +24,16 @@ class Ranks:
     def __init__(self, ranks: int) -> None:
         self.is_open: NDArray[np.bool_] = np.ones(ranks, np.bool_)
         self._unlimited: NDArray[np.int64] = np.full(ranks, UNLIMITED)
+
+    def set_open(self, rank: RankId, is_open: bool) -> None:
+        """Let a rank take new requests, or none; those that are bound to it continue.
+
+        Raises:
+            LifecycleError: The rank is unknown.
+        """
+        if not 0 <= rank < len(self.is_open):
+            raise LifecycleError(f"rank {rank} is unknown: there are {len(self.is_open)}")
+        self.is_open[rank] = is_open
 
     def grow(self, ranks: int) -> None:
         """Grow to `ranks`; the new ones are open."""

@@ -12,7 +12,7 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.avoidance import with_loss
+from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.decision import OnFailure, decide
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    InBatch,
     Observer,
     PrefillDone,
     PrefillerClosed,
@@ -30,6 +31,7 @@ from balanceroute.proxy.core.events import (
     PrefillLost,
     RankClosed,
     RankOpened,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -45,6 +47,7 @@ from balanceroute.proxy.core.holdings import Holdings
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
+from balanceroute.proxy.core.losses import lose_decode, lose_prefill, recompute
 from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
@@ -180,10 +183,10 @@ class Scheduler:
             case RequestRecomputed(number, elsewhere):
                 actions = self._recompute(self._get(number), now_ns, elsewhere=elsewhere)
                 return actions + self._start_prefills(now_ns)
-            case RankClosed() | RankOpened():
-                return self._set_rank(event)
-            case PrefillerClosed() | PrefillerOpened():
-                return self._set_prefiller(event, now_ns)
+            case RequestAdopted():
+                return self._adopt(event)
+            case RankClosed() | RankOpened() | PrefillerClosed() | PrefillerOpened():
+                return self._switch(event, now_ns)
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
@@ -248,13 +251,25 @@ class Scheduler:
 
     def _arrive(self, event: RequestArrived, now_ns: int) -> list[Action]:
         number = event.request
-        # Ids break every tie, so none may be used twice.
-        if number in self.requests:
-            raise LifecycleError(f"request {number} has arrived already")
+        self._check_new(number)
         check_ticket(number, event.ticket)
         request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
         self._queue(request, now_ns)
         return self._start_prefills(now_ns)
+
+    def _adopt(self, event: RequestAdopted) -> list[Action]:
+        self._check_new(event.request)
+        request = adopted(event, self.config)
+        self.requests[event.request] = request
+        emitted = event.phase.tokens if isinstance(event.phase, InBatch) else 0
+        self._holdings.take(request, self.config, emitted=emitted)
+        # Others may be adopted yet: nothing starts before the next tick.
+        return []
+
+    def _check_new(self, number: RequestId) -> None:
+        # Ids break every tie, so none may be used twice.
+        if number in self.requests:
+            raise LifecycleError(f"request {number} has arrived already")
 
     def _queue(self, request: Request, now_ns: int) -> None:
         """Queue it for a prefiller, or pool it if it needs none."""
@@ -308,22 +323,7 @@ class Scheduler:
         self.pool.add(pool_entry(request, self.config))
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
-        if request.started:
-            # From the first token on the rank holds the KV cache, and its loss is a
-            # `RequestRecomputed`.
-            raise LifecycleError(f"request {request.request} has pulled its KV cache already")
-        if not request.ticket.prefill:
-            raise LifecycleError(f"request {request.request} has no prefill to lose")
-        # Read first: the holdings follow from the state before the move, and `release` clears them.
-        state, prefiller, rank = request.state, request.prefiller, request.rank
-        request.move(Trigger.PREFILL_LOST)
-        actions = self._holdings.release(request, state, gone=True)
-        if rank is not None and not event.same_rank:
-            request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
-        if event.elsewhere:
-            assert prefiller is not None
-            request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
-        request.decode = request.decode and event.decode
+        actions = lose_prefill(request, event, self._holdings)
         self.prefill_queue.add(request, queue_end_ns(request, self.config))
         return actions
 
@@ -354,31 +354,12 @@ class Scheduler:
         return []
 
     def _lose_decode(self, request: Request, now_ns: int) -> list[Action]:
-        if request.started:
-            # Likewise: a request in the batch can be recomputed, but not go back to the pool as it
-            # was.
-            raise LifecycleError(f"request {request.request} is in its rank's batch already")
-        request.move(Trigger.DECODE_LOST)
-        assert request.rank is not None
-        request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
-        # Only the rank's slots: the prefiller still holds the KV cache, under the same lease.
-        self._holdings.unbind(request)
+        lose_decode(request, self._holdings)
         self._to_pool(request, now_ns)
         return []
 
     def _recompute(self, request: Request, now_ns: int, *, elsewhere: bool) -> list[Action]:
-        state, rank = request.state, request.rank
-        request.move(Trigger.RECOMPUTE)
-        actions = self._holdings.release(request, state, gone=True)
-        if elsewhere:
-            assert rank is not None
-            request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
-            # Either end of the KV transfer may be at fault.
-            if request.pulled_from is not None:
-                lost_on = with_loss(request.lost_on_prefillers, request.pulled_from)
-                request.lost_on_prefillers = lost_on
-        # It was served in between, so a new wait begins, with new time limits.
-        request.wait_anew(now_ns)
+        actions = recompute(request, self._holdings, now_ns, elsewhere=elsewhere)
         self._queue(request, now_ns)
         return actions
 
@@ -399,19 +380,17 @@ class Scheduler:
 
     # The instances.
 
-    def _set_rank(self, event: RankClosed | RankOpened) -> list[Action]:
-        if not 0 <= event.rank < self.config.ranks:
-            raise LifecycleError(f"rank {event.rank} is unknown: there are {self.config.ranks}")
-        # Only admissions depend on it: requests that are bound to the rank continue.
-        self.ranks.is_open[event.rank] = isinstance(event, RankOpened)
-        return []
-
-    def _set_prefiller(self, event: PrefillerClosed | PrefillerOpened, now_ns: int) -> list[Action]:
-        number, there_are = event.prefiller, self.config.prefillers
-        if not 0 <= number < there_are:
-            raise LifecycleError(f"prefiller {number} is unknown: there are {there_are}")
-        self.prefillers.is_open[number] = isinstance(event, PrefillerOpened)
-        self.prefillers.on_trial[number] = isinstance(event, PrefillerOpened) and event.on_trial
+    def _switch(
+        self, event: RankClosed | RankOpened | PrefillerClosed | PrefillerOpened, now_ns: int
+    ) -> list[Action]:
+        match event:
+            case RankClosed(rank) | RankOpened(rank):
+                self.ranks.set_open(rank, isinstance(event, RankOpened))
+                return []
+            case PrefillerClosed(prefiller):
+                self.prefillers.set_open(prefiller, False)
+            case PrefillerOpened(prefiller, on_trial):
+                self.prefillers.set_open(prefiller, True, on_trial=on_trial)
         # Also after a close: a request that avoids another prefiller may go there once no other one
         # is open (see `avoidance`).
         return self._start_prefills(now_ns)

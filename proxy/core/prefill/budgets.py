@@ -10,6 +10,7 @@ whole, is charged the prompt of each sequence until it ends. It counts with its 
 from collections.abc import Collection, Sequence
 
 from balanceroute.proxy.core.avoidance import allowed
+from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillChoice
 
@@ -79,6 +80,17 @@ class Prefillers:
         self._probe_limit = probe_limit
         self._direct_limit = direct_limit
         self._kv_capacity_tokens = kv_capacity_tokens
+
+    def set_open(self, prefiller: PrefillerId, is_open: bool, *, on_trial: bool = False) -> None:
+        """Let a prefiller take new requests, or none; `on_trial` as in `PrefillerOpened`.
+
+        Raises:
+            LifecycleError: The prefiller is unknown.
+        """
+        if not 0 <= prefiller < len(self.is_open):
+            raise LifecycleError(f"prefiller {prefiller} is unknown: there are {len(self.is_open)}")
+        self.is_open[prefiller] = is_open
+        self.on_trial[prefiller] = on_trial
 
     def choose(
         self,
