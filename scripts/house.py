@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "predictors": {"proxy.core", "traces"},
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
+    "proxy.service_levels": set[str](),
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.live.connectors": {"proxy.core", "topologies"},
@@ -77,13 +78,19 @@ MAY_IMPORT = {
         *("proxy.live.settings", "proxy.live.telemetry"),
     },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
-    "proxy.sim": {"proxy.core", "proxy.pictures", "predictors", "traces"},
+    "proxy.sim": {
+        *("proxy.core", "proxy.pictures", "proxy.service_levels"),
+        *("predictors", "traces"),
+    },
     # The emulated engines are the simulator's fleet, behind sockets and in real time.
     "proxy.emulate": {
         *("proxy.core", "proxy.wire", "topologies", "__version__"),
         *("proxy.sim.decode_fleet", "proxy.sim.engine_options", "proxy.sim.prefill_fleet"),
     },
-    "proxy.replay": {"proxy.core.errors", "proxy.wire", "traces", "__version__"},
+    "proxy.replay": {
+        *("proxy.core.errors", "proxy.service_levels", "proxy.wire"),
+        *("traces", "__version__"),
+    },
     "proxy.validate": {
         *("proxy.core.errors", "proxy.pictures"),
         *("engine_patch.reader", "engine_patch.records"),
@@ -102,6 +109,7 @@ MAY_IMPORT = {
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
         *("proxy.emulate", "proxy.live", "proxy.replay", "proxy.sim", "proxy.validate"),
+        "proxy.service_levels",
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
 }

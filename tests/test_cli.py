@@ -562,3 +562,41 @@ def test_a_stream_that_knows_few_characters_gets_a_table_all_the_same() -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"fifo" in done.stdout
+
+
+def test_a_mix_is_reported_by_tenant_and_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mix, out = tmp_path / "mix.toml", tmp_path / "out.json"
+    mix.write_text(
+        f'[[part]]\ntrace = "{Path(HEAD).resolve()}"\ntenant = "a"\nrequests = 100\n'
+        f'[[part]]\ntrace = "{Path(HEAD).resolve()}"\ntenant = "b"\nclass = 2\nrequests = 100\n'
+    )
+    flags = ["--policy", "fifo", "--ttft-target", "3", "--queue-limit", "9"]
+    assert main(["simulate", "--mix", str(mix), *flags, "--json", str(out)]) == 0
+    assert "good: TTFT up to 3 s" in capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert (report["config"]["trace"], report["config"]["mix"]) == (str(mix), True)
+    groups = report["results"][0]["groups"]
+    assert [(group["tenant"], group["class"]) for group in groups] == [("a", 0), ("b", 2)]
+    assert sum(group["share_kv"] for group in groups) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--mix", "absent.toml"], "absent.toml: No such file or directory"),
+        (["--mix", HEAD, "--format", "jsonl"], "--format and --columns are those of a --trace"),
+        (["--mix", HEAD, "--trace", HEAD], "not allowed with argument"),
+    ],
+)
+def test_a_mix_that_cannot_be_read_is_named(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in refused(["simulate", *flags], capsys)
+
+
+def test_a_trace_of_one_tenant_has_no_table_of_them(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main([*SATURATED, "--policy", "fifo", "--json", str(out)]) == 0
+    assert "groups" not in json.loads(out.read_text())["results"][0]

@@ -16,7 +16,7 @@ engine_patch: hooks identity plugin reader records writer
 predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
-proxy: __main__ cli core emulate live pictures replay sim validate wire
+proxy: __main__ cli core emulate live pictures replay service_levels sim validate wire
 proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
@@ -60,8 +60,8 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
     request_log request_metrics shadow snapshot
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
-proxy.sim: decode_fleet driver engine_options experiment forecast hints loop plots prefill_fleet recorder report
-    workload
+proxy.sim: decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet recorder report
+    service_log workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
     turn_writes write_progress
@@ -72,7 +72,7 @@ proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry Engines Finding KvFlow MAX_RANKS PortUse
     PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill did_you_mean
     engine_commands proxy_command read_topology shipped_topologies
-traces: FORMATS TraceError TraceRequest detect_format read_names read_trace write_native
+traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace write_native
 """
 PUBLIC = {
     name: names.split()

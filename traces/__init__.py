@@ -4,6 +4,7 @@ This folder is a leaf: it imports nothing else of the project.
 """
 
 from balanceroute.traces.columns import read_names
+from balanceroute.traces.mix import read_mix
 from balanceroute.traces.native import write_native
 from balanceroute.traces.reader import FORMATS, detect_format, read_trace
 from balanceroute.traces.record import TraceError, TraceRequest
@@ -13,6 +14,7 @@ __all__ = [
     "TraceError",
     "TraceRequest",
     "detect_format",
+    "read_mix",
     "read_names",
     "read_trace",
     "write_native",

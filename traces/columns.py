@@ -1,7 +1,8 @@
 """Traces with columns named by the user: `arrival=time,prompt=input_tokens,output=output_tokens`.
 
 A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any zero, or a date and
-time as Azure's traces have it. `limit`, the client's `max_tokens`, may be named too; an empty cell or null is none.
+time as Azure's traces have it. Also `limit` (the client's `max_tokens`), `tenant`, `class` (an integer) and
+`deadline` (seconds from the arrival) may be named; an empty cell or null is none.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,9 @@ from balanceroute.traces.csv_table import read_columns
 from balanceroute.traces.fields import (
     NS_PER_S,
     MalformedLineError,
+    level_from_json,
+    level_from_text,
+    name_from_json,
     nanoseconds_from_json,
     nanoseconds_from_text,
     tokens_from_json,
@@ -21,7 +25,7 @@ from balanceroute.traces.json_lines import decode_object, required
 from balanceroute.traces.record import TraceRequest
 
 FIELDS = ("arrival", "prompt", "output")
-OPTIONAL = "limit"
+OPTIONAL = ("limit", "tenant", "class", "deadline")
 
 
 def read_names(text: str) -> dict[str, str]:
@@ -33,8 +37,8 @@ def read_names(text: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for part in text.split(","):
         field, mark, name = (word.strip() for word in part.partition("="))
-        if field not in (*FIELDS, OPTIONAL):
-            raise ValueError(f"{field!r} is none of {', '.join((*FIELDS, OPTIONAL))}")
+        if field not in (*FIELDS, *OPTIONAL):
+            raise ValueError(f"{field!r} is none of {', '.join((*FIELDS, *OPTIONAL))}")
         if not mark or not name or field in names:
             raise ValueError(f"{field} needs one column, as in {field}=NAME")
         names[field] = name
@@ -66,19 +70,25 @@ def parse(lines: Iterator[str], names: Mapping[str, str]) -> Iterator[TraceReque
 
 
 def _from_json(values: Mapping[str, object], names: Mapping[str, str]) -> TraceRequest:
-    arrival, limit = values["arrival"], values.get(OPTIONAL)
+    arrival, limit, tenant = values["arrival"], values.get("limit"), values.get("tenant")
+    level, deadline = values.get("class"), values.get("deadline")
     return TraceRequest(
         timestamp_ns(arrival)
         if isinstance(arrival, str)
         else nanoseconds_from_json(names["arrival"], arrival, unit_ns=NS_PER_S),
         tokens_from_json(names["prompt"], values["prompt"]),
         tokens_from_json(names["output"], values["output"]),
-        max_tokens=None if limit is None else tokens_from_json(names[OPTIONAL], limit),
+        max_tokens=None if limit is None else tokens_from_json(names["limit"], limit),
+        tenant="" if tenant is None else name_from_json(names["tenant"], tenant),
+        level=0 if level is None else level_from_json(names["class"], level),
+        deadline_ns=None
+        if deadline is None
+        else nanoseconds_from_json(names["deadline"], deadline, unit_ns=NS_PER_S),
     )
 
 
 def _from_text(cells: Mapping[str, str], names: Mapping[str, str]) -> TraceRequest:
-    limit = cells.get(OPTIONAL)
+    limit, level, deadline = (cells.get(field) for field in ("limit", "class", "deadline"))
     try:
         arrival_ns = nanoseconds_from_text(names["arrival"], cells["arrival"], unit_ns=NS_PER_S)
     except MalformedLineError:
@@ -89,5 +99,10 @@ def _from_text(cells: Mapping[str, str], names: Mapping[str, str]) -> TraceReque
         arrival_ns,
         tokens_from_text(names["prompt"], cells["prompt"]),
         tokens_from_text(names["output"], cells["output"]),
-        max_tokens=tokens_from_text(names[OPTIONAL], limit) if limit else None,
+        max_tokens=tokens_from_text(names["limit"], limit) if limit else None,
+        tenant=cells.get("tenant", ""),
+        level=level_from_text(names["class"], level) if level else 0,
+        deadline_ns=nanoseconds_from_text(names["deadline"], deadline, unit_ns=NS_PER_S)
+        if deadline
+        else None,
     )

@@ -8,7 +8,7 @@ import re
 import reprlib
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 
-from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_TOKENS
+from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
@@ -86,6 +86,39 @@ def nanoseconds_from_json(name: str, value: object, *, unit_ns: int) -> int:
     return _whole_nanoseconds(name, Decimal(value), unit_ns)
 
 
+def level_from_text(name: str, text: str) -> int:
+    """Read a class of service from a CSV cell.
+
+    Raises:
+        MalformedLineError: Not an integer, or beyond `MAX_LEVEL`.
+    """
+    if len(text) > _MAX_CHARACTERS or _INTEGER.fullmatch(text) is None:
+        raise MalformedLineError(f"{name} is not an integer: {shown(text)}")
+    return _bounded_level(name, int(text))
+
+
+def level_from_json(name: str, value: object) -> int:
+    """Read a class of service from a JSON value.
+
+    Raises:
+        MalformedLineError: Not an integer, or beyond `MAX_LEVEL`.
+    """
+    if type(value) is not int:
+        raise MalformedLineError(f"{name} is not an integer: {_shown_json(value)}")
+    return _bounded_level(name, value)
+
+
+def name_from_json(name: str, value: object) -> str:
+    """Read a name from a JSON value.
+
+    Raises:
+        MalformedLineError: Not a string.
+    """
+    if not isinstance(value, str):
+        raise MalformedLineError(f"{name} is not a string: {_shown_json(value)}")
+    return value
+
+
 def hash_ids_from_json(name: str, value: object) -> tuple[int, ...]:
     """Read the ids of the prefix blocks from a JSON value.
 
@@ -106,6 +139,12 @@ def _bounded_tokens(name: str, tokens: int) -> int:
     if tokens > MAX_TOKENS:
         raise MalformedLineError(f"{name} is over {MAX_TOKENS}: {shown(tokens)}")
     return tokens
+
+
+def _bounded_level(name: str, level: int) -> int:
+    if abs(level) > MAX_LEVEL:
+        raise MalformedLineError(f"{name} is beyond {MAX_LEVEL}: {shown(level)}")
+    return level
 
 
 def _whole_nanoseconds(name: str, value: Decimal, unit_ns: int) -> int:

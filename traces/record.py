@@ -9,6 +9,8 @@ from pathlib import Path
 
 MAX_ARRIVAL_NS = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
+MAX_LEVEL = 2**31 - 1
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 
 
 class TraceError(ValueError):
@@ -39,6 +41,10 @@ class TraceRequest:
         hash_ids: One id per prefix block of the prompt, equal ids for equal prefixes; empty if the
             trace does not record them.
         max_tokens: The limit that the client set; None if it set none, or the trace does not record it.
+        tenant: Whose it is; empty if the trace does not say.
+        level: Its class of service; lower goes first, and 0 is the usual one.
+        deadline_ns: How long after its arrival its first token is due; None for never.
+        weight: The share of its tenant.
     """
 
     arrival_ns: int
@@ -46,24 +52,34 @@ class TraceRequest:
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    tenant: str = ""
+    level: int = 0
+    deadline_ns: int | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         """Check types and ranges, so that an invalid record cannot exist.
 
         Raises:
-            TypeError: A field is not an integer, or `hash_ids` not a tuple of integers.
-            ValueError: A field is negative or over its bound.
+            TypeError: A field has another type than it must.
+            ValueError: A field is out of its bounds.
         """
-        for name, value, largest in (
-            ("arrival_ns", self.arrival_ns, MAX_ARRIVAL_NS),
-            ("prompt_tokens", self.prompt_tokens, MAX_TOKENS),
-            ("output_tokens", self.output_tokens, MAX_TOKENS),
-            ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, MAX_TOKENS),
+        for name, value, least, largest in (
+            ("arrival_ns", self.arrival_ns, 0, MAX_ARRIVAL_NS),
+            ("prompt_tokens", self.prompt_tokens, 0, MAX_TOKENS),
+            ("output_tokens", self.output_tokens, 0, MAX_TOKENS),
+            ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, 0, MAX_TOKENS),
+            ("level", self.level, -MAX_LEVEL, MAX_LEVEL),
+            ("deadline_ns", 0 if self.deadline_ns is None else self.deadline_ns, 0, MAX_ARRIVAL_NS),
         ):
             # Not isinstance, for which a bool is an int.
             if type(value) is not int:
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-            if not 0 <= value <= largest:
-                raise ValueError(f"{name} must be in 0..{largest}, not {value}")
+            if not least <= value <= largest:
+                raise ValueError(f"{name} must be in {least}..{largest}, not {value}")
+        if type(self.tenant) is not str or type(self.weight) is not float:
+            raise TypeError("tenant must be a text, and weight a float")
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise ValueError(f"weight must be in {LEAST_WEIGHT}..{MOST_WEIGHT}, not {self.weight}")
         if type(self.hash_ids) is not tuple or any(type(item) is not int for item in self.hash_ids):
             raise TypeError("hash_ids must be a tuple of integers")

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,16 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
-from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
+from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
+from balanceroute.proxy.core.admission import BoundedQueue
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, text, words
 from balanceroute.proxy.pictures import require_matplotlib
+from balanceroute.proxy.service_levels import Targets
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
@@ -29,6 +32,7 @@ from balanceroute.proxy.sim.hints import hints, unending
 from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
+from balanceroute.proxy.sim.service_log import groups_of
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.topologies import did_you_mean
 
@@ -101,6 +105,14 @@ class Machines:
     queue_order: str = choice(
         "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
     )
+    fair_queue: str = choice(
+        "none",
+        "what tenants share by weight before prefill; --queue-order then holds within a tenant",
+        words(("none", *COSTS)),
+    )
+    queue_limit: int | None = integer(
+        None, "requests that wait; further ones are refused", 1, 10**6, shown_default="no limit"
+    )
     lease_s: float | None = number(
         None,
         "how long a prefiller keeps a KV cache that no rank has asked for, from the start of its "
@@ -137,7 +149,19 @@ class Options(PolicyOptions):
     )
 
 
-SECTIONS = (Pace, Replayed, Machines, EngineFlags, Compared, Options)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What tenants and classes are reported; one of them or a trace of several asks for it."""
+
+    ttft_target: float | None = number(
+        None, "a good request's time to the first token, at most", 1e-3, 1e6, metavar="S"
+    )
+    tpot_target: float | None = number(
+        None, "a good request's mean time between tokens, at most", 1e-6, 1e6, metavar="S"
+    )
+
+
+SECTIONS = (Pace, Replayed, Machines, EngineFlags, Compared, Options, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -149,13 +173,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.set_defaults(run=run)
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
-    add_format_flags(workload)
+    add_trace_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
     add_flags(parser.add_argument_group("deployment"), Machines, EngineFlags)
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
+    add_flags(output, Goodput)
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
 
@@ -170,19 +194,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     given = read_flags(arguments, *SECTIONS)
     compared, options = given.read(Compared), given.read(Options)
-    policies = [name.strip() for name in compared.policy.split(",") if name.strip()]
-    unknown = [name for name in policies if name not in POLICIES]
-    if unknown or not policies:
-        meant = did_you_mean(unknown[0], POLICIES) if unknown else f"; known: {', '.join(POLICIES)}"
-        raise ConfigError(f"--policy: unknown {unknown}{meant}")
-    if len(set(policies)) < len(policies):
-        raise ConfigError(f"--policy: {compared.policy} names a policy twice")
+    policies = _policies(compared.policy)
     deployment = _deployment(given, options.deadline)
     try:
         forecast = forecast_called(compared.predictor)
     except ConfigError as error:
         raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments, given)
+    targets = _targets(given.read(Goodput), workloads)
     _check_outputs(arguments)
     results: list[PolicyResult] = []
     try:
@@ -193,6 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
             options.settings,
             forecast=forecast,
             seed=given.read(Replayed).seed,
+            targets=targets,
             results=results,
         )
     except KeyboardInterrupt:
@@ -208,7 +228,7 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupted:
         notes.append(f"Interrupted before the end of {', '.join(policies[len(results) :])}.")
     notes += hints(results, deployment, workloads)
-    print_table(results, title=title, caption=" ".join(notes))
+    print_table(results, title=title, caption=" ".join(notes), targets=targets)
     if arguments.json is not None:
         config = _config(arguments, given, policies, workloads, dropped)
         config |= {"interrupted": interrupted}
@@ -219,6 +239,17 @@ def run(arguments: argparse.Namespace) -> int:
             f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False
         )
     return 130 if interrupted else 0
+
+
+def _policies(names: str) -> list[str]:
+    policies = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown or not policies:
+        meant = did_you_mean(unknown[0], POLICIES) if unknown else f"; known: {', '.join(POLICIES)}"
+        raise ConfigError(f"--policy: unknown {unknown}{meant}")
+    if len(set(policies)) < len(policies):
+        raise ConfigError(f"--policy: {names} names a policy twice")
+    return policies
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -234,6 +265,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _deployment(given: Given, deadline_s: float | None) -> Deployment:
     machines = given.read(Machines)
+    limit = machines.queue_limit
     prefill = None
     if machines.prefill_servers is not None:
         prefill = PrefillModel(
@@ -253,6 +285,8 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,
         queue_order=machines.queue_order,
+        fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
+        admission=None if limit is None else partial(BoundedQueue, limit),
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
         engines=given.read(EngineFlags).options,
@@ -263,14 +297,14 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
 def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workload], int]":
     pace, replayed = given.read(Pace), given.read(Replayed)
     with StageBar() as bar:
-        bar.show(f"reading {arguments.trace}")
-        trace = read_flagged_trace(arguments)
+        bar.show(f"reading {trace_path(arguments)}")
+        trace = read_flagged_mix(arguments)
     total = len(trace)
     trace = trace[replayed.skip :][: replayed.requests]
     requests = scaled(playable(trace), replayed.output_scale)
     warning = unending(requests)
     if warning is not None:
-        sys.stderr.write(f"balanceroute: warning: {arguments.trace}: {warning}\n")
+        sys.stderr.write(f"balanceroute: warning: {trace_path(arguments)}: {warning}\n")
     rate = pace.rate
     if rate is None and pace.backlog is None and pace.concurrency is None:
         rate = 1.0
@@ -285,8 +319,17 @@ def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workl
         )
     except ConfigError as error:
         passed = f"--skip {replayed.skip}, --known {replayed.known}"
-        raise ConfigError(f"{arguments.trace}: {error} ({total:,} in the file, {passed})") from None
+        path = trace_path(arguments)
+        raise ConfigError(f"{path}: {error} ({total:,} in the file, {passed})") from None
     return workloads, len(trace) - len(requests)
+
+
+def _targets(asked: Goodput, workloads: "Sequence[Workload]") -> Targets | None:
+    """Return the targets if figures of tenants and classes are to be reported, else None."""
+    several = any(len(groups_of(workload.requests)) > 1 for workload in workloads)
+    if asked == Goodput() and not several:
+        return None
+    return Targets(asked.ttft_target or inf, asked.tpot_target or inf)
 
 
 def _simulate(
@@ -297,6 +340,7 @@ def _simulate(
     *,
     forecast: "Forecast",
     seed: int,
+    targets: Targets | None,
     results: "list[PolicyResult]",
 ) -> None:
     """Add each policy's figures to `results` when it is through, so that an interrupt keeps them."""
@@ -329,6 +373,7 @@ def _simulate(
             settings,
             forecast,
             seed=seed,
+            targets=targets,
             progress=progress,
         ):
             results.append(result)
@@ -343,7 +388,7 @@ def _title(arguments: argparse.Namespace, given: Given, workloads: "Sequence[Wor
     elif pace_given.concurrency is not None:
         pace = f"{pace_given.concurrency:,} under way"
     return (
-        f"{arguments.trace.name}: {requests:,} requests, {pace}, "
+        f"{trace_path(arguments).name}: {requests:,} requests, {pace}, "
         f"{machines.ranks} ranks x batch {machines.batch}"
     )
 
@@ -378,7 +423,8 @@ def _config(
             "refresh_tokens": used.refresh_tokens,
             "bypass_slots": used.bypass_slots,
             "paper": used.paper,
-            "trace": str(arguments.trace),
+            "trace": str(trace_path(arguments)),
+            "mix": arguments.mix is not None,
             "policy": list(policies),
             "version": __version__,
             "requests_per_segment": len(workloads[0].requests),

@@ -1,10 +1,11 @@
 """Flags that say how a trace is read."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.traces import FORMATS, read_names, read_trace
+from balanceroute.traces import FORMATS, read_mix, read_names, read_trace
 
 if TYPE_CHECKING:
     from balanceroute.traces import TraceRequest
@@ -13,6 +14,20 @@ TRACE_HELP = (
     "Azure LLM CSV, Mooncake JSONL, BurstGPT CSV, the proxy's request log, or one JSON object a line: "
     '{"arrival_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}; also gzipped'
 )
+
+
+MIX_HELP = (
+    "several traces as one, each with its tenant, weight, class, deadline and rate: TOML tables [[part]] "
+    '(trace = "a.csv", tenant = "a", weight = 2.0, class = 0, deadline_s = 5, rate = 1.5, ..)'
+)
+
+
+def add_trace_flags(group: "argparse._ArgumentGroup") -> None:
+    """Add `--trace` and `--mix`, of which one must be given, and those of the trace's format."""
+    either = group.add_mutually_exclusive_group(required=True)
+    either.add_argument("--trace", type=Path, metavar="FILE", help=TRACE_HELP)
+    either.add_argument("--mix", type=Path, metavar="FILE", help=MIX_HELP)
+    add_format_flags(group)
 
 
 def add_format_flags(group: "argparse._ArgumentGroup") -> None:
@@ -27,8 +42,30 @@ def add_format_flags(group: "argparse._ArgumentGroup") -> None:
         metavar="FIELD=NAME,..",
         help="what the columns of a CSV, or the keys of a JSONL, of your own are called: "
         "arrival=time,prompt=input_tokens,output=output_tokens (seconds, or dates and times); "
-        "limit=NAME for max_tokens, if there is one",
+        "if they are there, limit=NAME for max_tokens, and tenant=, class=, deadline= (in seconds)",
     )
+
+
+def trace_path(arguments: argparse.Namespace) -> Path:
+    """Return the file that `--trace` or `--mix` names."""
+    path: Path = arguments.trace if arguments.trace is not None else arguments.mix
+    return path
+
+
+def read_flagged_mix(arguments: argparse.Namespace) -> "list[TraceRequest]":
+    """Read what `--trace` or `--mix` names.
+
+    Raises:
+        ConfigError: `--columns` says nothing sensible, or a flag of the format stands beside `--mix`.
+        TraceError: A trace or the mix cannot be read.
+    """
+    if arguments.mix is None:
+        return read_flagged_trace(arguments)
+    if arguments.format is not None or arguments.columns is not None:
+        raise ConfigError(
+            "--format and --columns are those of a --trace; a mix has a format by part"
+        )
+    return read_mix(arguments.mix)
 
 
 def read_flagged_trace(arguments: argparse.Namespace) -> "list[TraceRequest]":

@@ -14,11 +14,13 @@ from statistics import median_low
 
 from balanceroute.predictors import Predictor
 from balanceroute.predictors.traced import features_of
+from balanceroute.proxy.core.admission import Admission
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
     DecodeStarted,
     Event,
+    Expire,
     Observer,
     PrefillDone,
     RankId,
@@ -35,13 +37,15 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
+from balanceroute.proxy.sim.entrance import Entrance
 from balanceroute.proxy.sim.loop import EventLoop
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder
+from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload
 
 
@@ -62,6 +66,8 @@ class Deployment:
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
+        fair_queue: A name of `COSTS`, by which tenants share the prefills; None for no sharing.
+        admission: Makes the rule that lets requests in; None lets in all.
         lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
             counts from the start of the prefill, the earliest moment at which it can have begun.
         lease_margin_ns: See `SchedulerConfig`.
@@ -80,6 +86,8 @@ class Deployment:
     deadline_ns: int | None = None
     pool_limit: int | None = None
     queue_order: str = "fcfs"
+    fair_queue: str | None = None
+    admission: Callable[[], Admission] | None = None
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -111,6 +119,7 @@ class Simulation:
         workload: The requests.
         policy: Decides admissions.
         predictor: Notified of every request.
+        service: See `Recorder`.
         observer: See `Observer`; None for none.
         on_finished: Called after each step with the number of requests that finished in it.
         clock_ns: Real time, for the cost of decisions.
@@ -123,11 +132,13 @@ class Simulation:
         policy: Policy,
         predictor: Predictor,
         *,
+        service: ServiceLog | None = None,
         observer: Observer | None = None,
         on_finished: Callable[[int], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        prefill = deployment.prefill
+        prefill, order = deployment.prefill, QUEUE_ORDERS[deployment.queue_order]
+        cost = deployment.fair_queue
         self.scheduler = Scheduler(
             SchedulerConfig(
                 ranks=deployment.ranks,
@@ -143,15 +154,16 @@ class Simulation:
                 rank_speeds=deployment.told_speeds,
             ),
             policy,
-            queue_order=QUEUE_ORDERS[deployment.queue_order],
+            queue_order=order,
+            start_order=None if cost is None else fair(cost, order),
             observer=observer,
         )
-        self.recorder = Recorder(len(workload.requests))
+        self.recorder = Recorder(len(workload.requests), service)
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
         self._expects_output = deployment.queue_order in PREDICTING_ORDERS
-        self._prefill = prefill
+        self._entrance = Entrance(deployment.admission)
         self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._loop = EventLoop()
@@ -179,8 +191,8 @@ class Simulation:
         else:
             self._loop.call_at(0, self._fill)
         self._loop.run(self._settle)
-        finished, total = self.recorder.finished, len(self._workload.requests)
-        assert finished == total, f"{finished} of {total} requests finished"
+        ended, total = self.recorder.ended, len(self._workload.requests)
+        assert ended == total, f"{ended} of {total} requests ended"
         return self.recorder
 
     def _feed(self, event: Event) -> list[Action]:
@@ -193,7 +205,9 @@ class Simulation:
         now_ns = self._loop.now_ns
         match action:
             case StartPrefill(request, _, prompt_tokens):
-                service = 0 if self._prefill is None else self._prefill.service_ns(prompt_tokens)
+                self._entrance.began(request, now_ns)
+                prefill = self._deployment.prefill
+                service = 0 if prefill is None else prefill.service_ns(prompt_tokens)
                 lease_ns = self._deployment.lease_ns
                 lease_end_ns = None if lease_ns is None else now_ns + lease_ns
                 self._loop.call_at(
@@ -202,9 +216,12 @@ class Simulation:
                 )
             case Admit(request, rank):
                 self._transfer(request, rank)
-            case ReleasePrefill():
-                # No request leaves the pool otherwise: its lease has ended.
-                self.recorder.lapsed()
+            case ReleasePrefill(request):
+                # One that has expired is gone; any other one leaves the pool as its lease has ended.
+                if request in self.scheduler.requests:
+                    self.recorder.lapsed()
+            case Expire(request):
+                self._expire(request)
             case _:
                 raise AssertionError(f"nothing in a simulation leads to {action}")
 
@@ -228,16 +245,30 @@ class Simulation:
     def _arrive(self) -> None:
         request = RequestId(self._arrived)
         self._arrived += 1
-        traced = self._workload.requests[request]
-        self._predictor.begin(request, features_of(traced))
-        self.recorder.arrived(request, self._loop.now_ns)
-        ticket = Ticket(traced.prompt_tokens)
-        if self._expects_output:
-            tokens = mean_output_tokens(self._predictor, request, None)
-            ticket = replace(ticket, predicted_tokens=tokens)
-        self._feed(RequestArrived(request, ticket))
+        traced, now_ns = self._workload.requests[request], self._loop.now_ns
+        self.recorder.arrived(request, now_ns)
+        ticket = Ticket(
+            traced.prompt_tokens,
+            tenant=traced.tenant,
+            level=traced.level,
+            weight=traced.weight,
+            deadline_ns=None if traced.deadline_ns is None else now_ns + traced.deadline_ns,
+        )
+        refusal = self._entrance.offer(request, ticket, self.scheduler.waiting, now_ns)
+        if refusal is None:
+            self._predictor.begin(request, features_of(traced))
+            if self._expects_output:
+                tokens = mean_output_tokens(self._predictor, request, None)
+                ticket = replace(ticket, predicted_tokens=tokens)
+            self._feed(RequestArrived(request, ticket))
+        else:
+            self.recorder.refused(request, now_ns)
+            if not self._workload.open_loop:
+                # Told not to come again as it is, a client goes on with its next request.
+                retry_ns = (refusal.retry_after_s or 1) * 1_000_000_000
+                self._loop.call_at(now_ns + retry_ns, self._arrive_next)
         if self._arrived == len(self._workload.requests):
-            self.recorder.last_arrival()
+            self.recorder.last_arrival(now_ns)
 
     def _fill(self) -> None:
         for _ in range(self._workload.backlog or self._workload.concurrency or 0):
@@ -246,6 +277,14 @@ class Simulation:
     def _arrive_next(self) -> None:
         if self._arrived < len(self._workload.requests):
             self._arrive()
+
+    def _expire(self, request: RequestId) -> None:
+        now_ns = self._loop.now_ns
+        self.recorder.expired(request, now_ns)
+        self._predictor.forget(request)
+        self._entrance.expired(request, now_ns)
+        if not self._workload.open_loop:
+            self._loop.call_at(now_ns, self._arrive_next)
 
     def _prefilled(self, request: RequestId, prompt_tokens: int, lease_end_ns: int | None) -> None:
         self.recorder.prefilled(request, self._loop.now_ns)
@@ -277,7 +316,8 @@ class Simulation:
             return
         for request in self._fleet.join():
             self._feed(DecodeStarted(request))
-            self.recorder.joined(request, self._loop.now_ns)
+            kv_tokens = self.scheduler.ledger.kv_tokens(request)
+            self.recorder.joined(request, kv_tokens, self._loop.now_ns)
             self._first_tokens.append(request)
             # A recomputed request was replaced when it first joined.
             if self._workload.backlog is not None and request not in self._emitted:
@@ -286,14 +326,13 @@ class Simulation:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        fleet = self._fleet
+        fleet, now_ns = self._fleet, self._loop.now_ns
         duration_ns = fleet.begin_step()
-        tokens = sum(fleet.emissions.values()) if fleet.emissions else fleet.running
-        self.recorder.idle_time(self._loop.now_ns - self._idle_since_ns)
-        self.recorder.step(fleet.step_loads, fleet.running, tokens, duration_ns)
+        self.recorder.idle_time(now_ns - self._idle_since_ns)
+        self.recorder.step(fleet.step_loads, fleet.running, duration_ns, now_ns, fleet.emissions)
         self._stepping = True
-        self._step_began_ns = self._loop.now_ns
-        self._loop.call_at(self._loop.now_ns + duration_ns, self._end_step)
+        self._step_began_ns = now_ns
+        self._loop.call_at(now_ns + duration_ns, self._end_step)
 
     def _end_step(self) -> None:
         now_ns = self._loop.now_ns
@@ -305,19 +344,21 @@ class Simulation:
         for request in self._first_tokens:
             if emissions.get(request, 1):
                 self.recorder.first_token(request, now_ns)
+                self._entrance.first_token(request, now_ns)
         self._first_tokens = [one for one in self._first_tokens if not emissions.get(one, 1)]
         for request in finished:
             output_tokens = self._workload.requests[request].output_tokens
             self._feed(RequestFinished(request))
             self._predictor.observe(request, output_tokens)
             self.recorder.finish(request, output_tokens, now_ns)
+            self._entrance.finished(request, output_tokens, now_ns)
             if self._workload.concurrency is not None:
                 self._loop.call_at(now_ns, self._arrive_next)
         for request in dropped:
             held = self.scheduler.ledger.kv_tokens(request)
             self._emitted[request] = held - self._workload.requests[request].prompt_tokens
             self._feed(RequestRecomputed(request))
-            self.recorder.recomputed()
+            self.recorder.recomputed(request, held)
         if finished or dropped:
             self._undecided = True
             self._on_finished(len(finished))

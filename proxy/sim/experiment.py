@@ -7,7 +7,7 @@ error. Seeds derive from the experiment's seed, the segment and the policy alone
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from statistics import fmean, stdev
 
@@ -15,12 +15,14 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
+from balanceroute.proxy.service_levels import ByGroup, Targets, mean_of
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
-from balanceroute.proxy.sim.recorder import RunMetrics
+from balanceroute.proxy.sim.recorder import Recorder, RunMetrics
+from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload
 
-METRICS = tuple(field.name for field in fields(RunMetrics))
+METRICS = tuple(one.name for one in fields(RunMetrics))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class PolicyResult:
         mean: Of each of `METRICS` over the segments.
         stderr: The standard error of each mean; 0 for a single segment, which has none.
         segments: How many runs the means are of.
+        groups: The means of each tenant and class; empty if not asked for.
+        service: The first segment's account of them.
         picture: Loads by step and rank in the first segment's steady state.
     """
 
@@ -40,6 +44,8 @@ class PolicyResult:
     stderr: dict[str, float]
     picture: list[list[int]]
     segments: int = 1
+    groups: ByGroup = field(default_factory=dict)
+    service: ServiceLog | None = None
 
 
 def run_experiment(
@@ -50,11 +56,13 @@ def run_experiment(
     forecast: Forecast,
     *,
     seed: int = 0,
+    targets: Targets | None = None,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
 ) -> Iterator[PolicyResult]:
     """Run every policy on every workload; yield each policy's figures when its runs are done.
 
-    `progress` is called after each step with the policy and the number of requests that finished.
+    With `targets` it has the figures of tenants and classes, too. `progress` is called after each step
+    with the policy and the number of requests that finished.
 
     Raises:
         ConfigError: A policy is unknown, a predictor cannot be made, or a workload is too short for a
@@ -62,7 +70,8 @@ def run_experiment(
     """
     for policy in policies:
         runs: list[RunMetrics] = []
-        picture: list[list[int]] = []
+        groups: list[ByGroup] = []
+        first: Recorder | None = None
         for segment, workload in enumerate(workloads):
             simulation = make_simulation(
                 deployment,
@@ -71,12 +80,16 @@ def run_experiment(
                 settings,
                 forecast,
                 seed=f"{seed}/{segment}/{policy}",
+                service=None if targets is None else ServiceLog(workload.requests),
                 on_finished=partial(progress, policy),
             )
             recorder = simulation.run()
             runs.append(recorder.metrics())
-            picture = picture or recorder.picture
-        yield _summarise(policy, runs, picture)
+            first = first or recorder
+            if recorder.service is not None and targets is not None:
+                groups.append(recorder.service.figures(targets))
+        assert first is not None
+        yield _summarise(policy, runs, groups, first)
 
 
 def make_simulation(
@@ -87,6 +100,7 @@ def make_simulation(
     forecast: Forecast,
     *,
     seed: str,
+    service: ServiceLog | None = None,
     on_finished: Callable[[int], None] = lambda _: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Simulation:
@@ -112,16 +126,21 @@ def make_simulation(
         workload,
         make_policy(policy, parts),
         predictor,
+        service=service,
         on_finished=on_finished,
         clock_ns=clock_ns,
     )
 
 
-def _summarise(policy: str, runs: Sequence[RunMetrics], picture: list[list[int]]) -> PolicyResult:
+def _summarise(
+    policy: str, runs: Sequence[RunMetrics], groups: Sequence[ByGroup], first: Recorder
+) -> PolicyResult:
     mean: dict[str, float] = {}
     stderr: dict[str, float] = {}
     for name in METRICS:
         values = [float(getattr(run, name)) for run in runs]
         mean[name] = fmean(values)
         stderr[name] = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return PolicyResult(policy, mean, stderr, picture, len(runs))
+    return PolicyResult(
+        policy, mean, stderr, first.picture, len(runs), mean_of(groups), first.service
+    )

@@ -1,11 +1,11 @@
 """The measurements of a run, inside its steady-state window.
 
-The window opens when a tenth of the requests have finished (the fleet is then full of requests of
+The window opens when a tenth of the requests have ended (the fleet is then full of requests of
 all ages) and closes when the last request has arrived (from then on the backlog drains). Steps,
 waits of requests that join a batch, and requests that finish are counted only inside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
+from balanceroute.proxy.sim.service_log import ServiceLog
 
 # Steps kept for the picture of per-rank loads.
 PICTURE_STEPS = 500
@@ -40,6 +41,8 @@ class RunMetrics:
     dispatch_us_p50: float
     dispatch_us_p99: float
     mean_running: float
+    refused: float
+    expired: float
 
 
 @dataclass(slots=True)
@@ -48,12 +51,15 @@ class Recorder:
 
     Attributes:
         num_requests: Requests of the run.
+        service: Told of what concerns tenants and classes; None if nobody asks.
         picture: Loads by rank of the first `PICTURE_STEPS` steps of the window.
+        ended: Requests that finished, were refused or expired.
     """
 
     num_requests: int
+    service: ServiceLog | None = None
     picture: list[list[int]] = field(default_factory=list)
-    finished: int = 0
+    ended: int = 0
     _open: bool = False
     _closed: bool = False
     _imbalance: int = 0
@@ -65,6 +71,8 @@ class Recorder:
     _requests: int = 0
     _recomputes: int = 0
     _lapses: int = 0
+    _refused: int = 0
+    _expired: int = 0
     _time_ns: int = 0
     _tpot_ns: list[float] = field(default_factory=list)
     _waits_ns: list[int] = field(default_factory=list)
@@ -77,10 +85,29 @@ class Recorder:
     def arrived(self, request: RequestId, now_ns: int) -> None:
         """Note the arrival of a request."""
         self._arrived_ns[request] = now_ns
+        if self.service is not None:
+            self.service.arrived(request, now_ns)
 
-    def last_arrival(self) -> None:
+    def last_arrival(self, now_ns: int) -> None:
         """Close the window."""
         self._closed = True
+        if self.service is not None:
+            self.service.close(now_ns)
+
+    def refused(self, request: RequestId, now_ns: int) -> None:
+        """Note that a request that arrived is not let in."""
+        del self._arrived_ns[request]
+        self._refused += self._steady
+        if self.service is not None:
+            self.service.refused(request)
+        self._end(now_ns)
+
+    def expired(self, request: RequestId, now_ns: int) -> None:
+        """Note that a request was not decoded in time."""
+        del self._arrived_ns[request]
+        self._prefilled_ns.pop(request, None)
+        self._expired += self._steady
+        self._end(now_ns)
 
     def dispatched(self, cost_ns: int) -> None:
         """Note the cost of a decision that admitted something."""
@@ -90,21 +117,35 @@ class Recorder:
         """Note that a request can be decoded from now on; if its lease lapses, from then on."""
         self._prefilled_ns.setdefault(request, now_ns)
 
-    def joined(self, request: RequestId, now_ns: int) -> None:
+    def joined(self, request: RequestId, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined a batch."""
         wait = now_ns - self._prefilled_ns.pop(request)
         if self._steady:
             self._waits_ns.append(wait)
+        if self.service is not None:
+            self.service.joined(request, kv_tokens)
 
-    def step(self, loads: Sequence[int], running: int, tokens: int, duration_ns: int) -> None:
-        """Note one step: what each rank reads, the running requests, and the tokens they emit."""
+    def step(
+        self,
+        loads: Sequence[int],
+        running: int,
+        duration_ns: int,
+        now_ns: int,
+        emissions: Mapping[RequestId, int],
+    ) -> None:
+        """Note one step: what each rank reads, the running requests, and the tokens they emit.
+
+        Without `emissions` each emits one.
+        """
+        if self.service is not None:
+            self.service.step(now_ns, duration_ns, emissions)
         if not self._steady:
             return
         self._imbalance += imbalance_tokens(loads)
         self._idle += idle_tokens(loads)
         self._capacity += len(loads) * max(loads)
         self._running += running
-        self._tokens += tokens
+        self._tokens += sum(emissions.values()) if emissions else running
         self._steps += 1
         self._time_ns += duration_ns
         if len(self.picture) < PICTURE_STEPS:
@@ -118,20 +159,24 @@ class Recorder:
         ttft_ns = now_ns - self._arrived_ns.pop(request)
         if self._steady:
             self._ttft_ns.append(ttft_ns)
+        if self.service is not None:
+            self.service.first_token(request, now_ns)
 
     def finish(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
         """Note that a request emitted its last token."""
-        self.finished += 1
         first_ns = self._first_token_ns.pop(request)
         self._requests += self._steady
         if self._steady and output_tokens > 1:  # One token has no time between tokens.
             self._tpot_ns.append((now_ns - first_ns) / (output_tokens - 1))
-        if self.finished * 10 >= self.num_requests:
-            self._open = True
+        if self.service is not None:
+            self.service.finish(request, now_ns)
+        self._end(now_ns)
 
-    def recomputed(self) -> None:
+    def recomputed(self, request: RequestId, kv_tokens: int) -> None:
         """Note that a rank dropped a request's KV cache."""
         self._recomputes += self._steady
+        if self.service is not None:
+            self.service.left(request, kv_tokens)
 
     def lapsed(self) -> None:
         """Note that the lease of a request's KV cache ended in the pool."""
@@ -176,7 +221,16 @@ class Recorder:
             dispatch_us_p50=float(dispatch[0]),
             dispatch_us_p99=float(dispatch[1]),
             mean_running=self._running / self._steps,
+            refused=self._refused,
+            expired=self._expired,
         )
+
+    def _end(self, now_ns: int) -> None:
+        self.ended += 1
+        if not self._open and self.ended * 10 >= self.num_requests:
+            self._open = True
+            if self.service is not None:
+                self.service.open(now_ns)
 
     @property
     def _steady(self) -> bool:

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from balanceroute.proxy.service_levels import Targets, as_rows
+from balanceroute.proxy.service_levels import make_table as make_groups_table
 from balanceroute.proxy.sim.experiment import METRICS, PolicyResult
 
 # Wide enough for the table, for output that is no terminal.
@@ -29,13 +31,19 @@ def as_json(config: Mapping[str, object], results: Sequence[PolicyResult]) -> st
                 name: result.stderr[name] if result.segments > 1 else None for name in METRICS
             }
         }
+        | ({"groups": as_rows(result.groups)} if result.groups else {})
         for result in results
     ]
     return json.dumps({"config": dict(config), "results": rows}, indent=2, allow_nan=False) + "\n"
 
 
-def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) -> None:
-    """Print one row per policy to standard output, fewer figures where the terminal is narrow."""
+def print_table(
+    results: Sequence[PolicyResult], *, title: str, caption: str, targets: Targets | None = None
+) -> None:
+    """Print one row per policy to standard output, fewer figures where the terminal is narrow.
+
+    With `targets` also one per tenant and class.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
@@ -46,6 +54,10 @@ def print_table(results: Sequence[PolicyResult], *, title: str, caption: str) ->
     # Wrapped lines still show every figure; truncated cells do not.
     console.width = max(console.width, _columns(console, table))
     console.print(table)
+    if targets is not None:
+        groups = make_groups_table({one.policy: one.groups for one in results}, targets)
+        console.width = max(console.width, _columns(console, groups))
+        console.print(groups)
 
 
 def make_table(

@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 
@@ -108,9 +108,16 @@ class Watch(Recorder):
 
     at_step: Callable[[list[int], int], None]
 
-    def step(self, loads: Sequence[int], running: int, tokens: int, duration_ns: int) -> None:
+    def step(
+        self,
+        loads: Sequence[int],
+        running: int,
+        duration_ns: int,
+        now_ns: int,
+        emissions: Mapping[RequestId, int],
+    ) -> None:
         self.at_step(list(loads), running)
-        super().step(loads, running, tokens, duration_ns)
+        super().step(loads, running, duration_ns, now_ns, emissions)
 
 
 def watched(

@@ -231,7 +231,7 @@ def test_the_scheduler_knows_the_loads_of_uneven_engines_after_every_step(
     monkeypatch.setattr(DecodeFleet, "begin_step", compare)
     simulation = Simulation(deployment, Workload(REQUESTS, [], backlog=7), policy, predictor)
     recorder = simulation.run()
-    assert recorder.finished == len(REQUESTS)
+    assert recorder.ended == len(REQUESTS)
     assert checks > 25
     assert simulation.scheduler.requests == {}
     assert recorder.metrics().output_tokens_per_s > 0

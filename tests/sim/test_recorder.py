@@ -26,7 +26,7 @@ def serve(
     number = RequestId(request)
     recorder.arrived(number, round(arrived_s * SECOND))
     recorder.prefilled(number, round(prefilled_s * SECOND))
-    recorder.joined(number, round(joined_s * SECOND))
+    recorder.joined(number, 1, round(joined_s * SECOND))
     recorder.first_token(number, round(first_s * SECOND))
     recorder.finish(number, tokens, round(end_s * SECOND))
 
@@ -42,9 +42,9 @@ def opened(num_requests: int = 10) -> Recorder:
 
 def test_loads_give_imbalance_and_idle_fraction() -> None:
     recorder = opened()
-    recorder.step([100, 60, 80], 3, 3, SECOND)  # Heaviest - lightest 40; idle 60 of 300.
-    recorder.step([50, 50, 20], 2, 2, SECOND)  # 30; idle 30 of 150.
-    recorder.step([0, 0, 50], 1, 1, SECOND)  # 50; idle 100 of 150.
+    recorder.step([100, 60, 80], 3, SECOND, 0, {})  # Heaviest - lightest 40; idle 60 of 300.
+    recorder.step([50, 50, 20], 2, SECOND, 0, {})  # 30; idle 30 of 150.
+    recorder.step([0, 0, 50], 1, SECOND, 0, {})  # 50; idle 100 of 150.
     serve(recorder, 1, tokens=2)
     metrics = recorder.metrics()
     assert metrics.mean_imbalance_tokens == pytest.approx(40.0)
@@ -55,16 +55,16 @@ def test_loads_give_imbalance_and_idle_fraction() -> None:
 
 def test_output_rate_is_tokens_over_step_time_and_time_without_work() -> None:
     recorder = opened()
-    recorder.step([10, 10], 3, 3, SECOND)
+    recorder.step([10, 10], 3, SECOND, 0, {})
     recorder.idle_time(SECOND // 2)
-    recorder.step([10, 10], 7, 7, SECOND)
+    recorder.step([10, 10], 7, SECOND, 0, {})
     serve(recorder, 1, tokens=2)
     assert recorder.metrics().output_tokens_per_s == pytest.approx(10 / 2.5)
 
 
 def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     serve(recorder, 1, first_s=1.0, end_s=1.3, tokens=4)  # 0.1 s a token.
     serve(recorder, 2, first_s=0.0, end_s=0.2, tokens=2)  # 0.2 s.
     serve(recorder, 3, first_s=5.0, end_s=5.6, tokens=3)  # 0.3 s.
@@ -76,7 +76,7 @@ def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
 
 def test_a_request_of_one_token_counts_but_has_no_tpot() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     serve(recorder, 1, first_s=0.0, end_s=0.2, tokens=2)
     serve(recorder, 2, first_s=3.0, end_s=3.0, tokens=1)
     metrics = recorder.metrics()
@@ -86,7 +86,7 @@ def test_a_request_of_one_token_counts_but_has_no_tpot() -> None:
 
 def test_waits_run_from_the_end_of_prefill_to_the_batch() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     for request, wait_s in enumerate((3.0, 1.0, 2.0, 0.0), start=1):
         serve(recorder, request, prefilled_s=7.0, joined_s=7.0 + wait_s, tokens=2)
     metrics = recorder.metrics()
@@ -97,7 +97,7 @@ def test_waits_run_from_the_end_of_prefill_to_the_batch() -> None:
 
 def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     for request, first_s in enumerate((4.0, 2.0, 3.0), start=1):
         serve(recorder, request, arrived_s=1.0, first_s=first_s, end_s=9.0, tokens=2)
     metrics = recorder.metrics()
@@ -108,7 +108,7 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
 
 def test_after_a_lapse_a_request_waits_on() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     recorder.prefilled(RequestId(1), 0)
     recorder.lapsed()
     serve(recorder, 1, prefilled_s=4.0, joined_s=5.0, tokens=2)
@@ -119,7 +119,7 @@ def test_after_a_lapse_a_request_waits_on() -> None:
 
 def test_dispatch_cost_is_in_microseconds() -> None:
     recorder = opened()  # Which noted 1 us.
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     recorder.dispatched(3_000)
     serve(recorder, 1, tokens=2)
     metrics = recorder.metrics()
@@ -129,15 +129,15 @@ def test_dispatch_cost_is_in_microseconds() -> None:
 
 def test_a_recomputed_request_waits_twice_and_keeps_its_first_token() -> None:
     recorder = opened()
-    recorder.step([1], 1, 1, SECOND)
+    recorder.step([1], 1, SECOND, 0, {})
     number = RequestId(1)
     recorder.arrived(number, 0)
     for prefilled_s, joined_s, first_s in ((0, 1, 2), (10, 13, 14)):
         recorder.prefilled(number, prefilled_s * SECOND)
-        recorder.joined(number, joined_s * SECOND)
+        recorder.joined(number, 1, joined_s * SECOND)
         recorder.first_token(number, first_s * SECOND)
         if first_s == 2:
-            recorder.recomputed()
+            recorder.recomputed(number, 1)
     recorder.finish(number, 9, 18 * SECOND)
     metrics = recorder.metrics()
     assert metrics.recomputes == 1
@@ -151,13 +151,13 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     recorder = Recorder(num_requests)
     recorder.dispatched(1)
     for request in range(opening):
-        recorder.step([9, 1], 1, 1, SECOND)
-        recorder.recomputed()
+        recorder.step([9, 1], 1, SECOND, 0, {})
+        recorder.recomputed(RequestId(request), 1)
         recorder.lapsed()
         recorder.idle_time(SECOND)
         # Waits and gaps of 100 s must not be seen, those of 1 s must.
         serve(recorder, request, joined_s=100.0, first_s=100.0, end_s=200.0, tokens=2)
-    recorder.step([5, 3], 4, 4, SECOND)
+    recorder.step([5, 3], 4, SECOND, 0, {})
     serve(recorder, opening, joined_s=1.0, first_s=1.0, end_s=2.0, tokens=2)
     metrics = recorder.metrics()
     assert dataclasses.asdict(metrics) == {
@@ -179,22 +179,24 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "lease_lapses": 0,
         "dispatch_us_p50": 0.001,
         "dispatch_us_p99": 0.001,
+        "refused": 0,
+        "expired": 0,
     }
 
 
 def test_the_window_closes_with_the_last_arrival() -> None:
     recorder = opened()
-    recorder.step([4, 3], 2, 2, SECOND)
+    recorder.step([4, 3], 2, SECOND, 0, {})
     serve(recorder, 1, joined_s=1.0, end_s=1.0, tokens=2)
     before = recorder.metrics()
-    recorder.last_arrival()
-    recorder.step([90, 1], 1, 1, SECOND)
+    recorder.last_arrival(0)
+    recorder.step([90, 1], 1, SECOND, 0, {})
     recorder.idle_time(SECOND)
-    recorder.recomputed()
+    recorder.recomputed(RequestId(1), 1)
     recorder.lapsed()
     serve(recorder, 2, joined_s=50.0, end_s=50.0, tokens=2)
     assert recorder.metrics() == before
-    assert recorder.finished == 3
+    assert recorder.ended == 3
 
 
 def test_the_picture_has_a_bound_and_copies_the_loads() -> None:
@@ -202,7 +204,7 @@ def test_the_picture_has_a_bound_and_copies_the_loads() -> None:
     loads = [0, 1]
     for step in range(PICTURE_STEPS + 5):
         loads[0] = step
-        recorder.step(loads, 1, 1, SECOND)
+        recorder.step(loads, 1, SECOND, 0, {})
     assert recorder.picture == [[step, 1] for step in range(PICTURE_STEPS)]
 
 
@@ -211,17 +213,17 @@ def test_an_empty_window_is_an_error_with_advice() -> None:
     never_open = Recorder(40)
     no_step, no_finish = opened(40), opened(40)
     serve(no_step, 5, tokens=2)
-    no_finish.step([1], 1, 1, SECOND)
+    no_finish.step([1], 1, SECOND, 0, {})
     no_finish.prefilled(number, 0)
-    no_finish.joined(number, 0)
+    no_finish.joined(number, 1, 0)
     no_join = Recorder(40)
     no_join.arrived(number, 0)
     no_join.prefilled(number, 0)
-    no_join.joined(number, 0)
+    no_join.joined(number, 1, 0)
     no_join.first_token(number, 0)
     for request in range(4):
         serve(no_join, request, tokens=2)
-    no_join.step([1], 1, 1, SECOND)
+    no_join.step([1], 1, SECOND, 0, {})
     no_join.finish(number, 5, SECOND)
     for recorder in (never_open, no_step, no_finish, no_join):
         with pytest.raises(ConfigError, match=r"40 requests never reached a steady state: .*more"):

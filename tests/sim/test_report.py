@@ -28,6 +28,8 @@ FIGURES = {
     "dispatch_us_p50": 11.4,
     "dispatch_us_p99": 33.6,
     "mean_running": 50.0,
+    "refused": 4.0,
+    "expired": 5.0,
 }
 
 

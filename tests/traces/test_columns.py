@@ -45,6 +45,24 @@ def test_limits_may_be_named_and_may_be_none(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "at,in,out,who,kind,due\n0,5,6,,,\n1,5,6,a,-2,0.5\n",
+        '{"at": 0, "in": 5, "out": 6, "who": null, "kind": null, "due": null}\n'
+        '{"at": 1, "in": 5, "out": 6, "who": "a", "kind": -2, "due": 0.5}\n',
+    ],
+)
+def test_tenant_class_and_deadline_may_be_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text(text)
+    names = read_names("arrival=at,prompt=in,output=out,tenant=who,class=kind,deadline=due")
+    assert read_trace(path, columns=names) == [
+        TraceRequest(0, 5, 6),
+        TraceRequest(10**9, 5, 6, tenant="a", level=-2, deadline_ns=5 * 10**8),
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("time,input_tokens\n1,2\n", ":1: missing column 'output_tokens'"),

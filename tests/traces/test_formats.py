@@ -38,7 +38,7 @@ Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tok
 19440161.5,,2,ChatGPT,36,29,65,API log
 """
 NATIVE = """\
-{"arrival_s":0.1,"prompt_tokens":3,"output_tokens":4,"hash_ids":[7],"tenant":"a"}
+{"arrival_s":0.1,"prompt_tokens":3,"output_tokens":4,"hash_ids":[7],"user":"a"}
 {"arrival_s":0.30000000000000004,"prompt_tokens":5,"output_tokens":6}
 """
 CASES = {

@@ -1,5 +1,6 @@
 """What is written in the native format is read back to the nanosecond."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.traces import TraceRequest, detect_format, read_trace, write_native
-from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_TOKENS
+from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
 
 REQUESTS = st.builds(
     TraceRequest,
@@ -16,6 +17,9 @@ REQUESTS = st.builds(
     output_tokens=st.integers(0, MAX_TOKENS),
     hash_ids=st.lists(st.integers(), max_size=5).map(tuple),
     max_tokens=st.none() | st.integers(0, MAX_TOKENS),
+    tenant=st.text(max_size=3),
+    level=st.integers(-MAX_LEVEL, MAX_LEVEL),
+    deadline_ns=st.none() | st.integers(0, MAX_ARRIVAL_NS),
 )
 
 
@@ -31,13 +35,7 @@ def test_a_trace_survives_being_written_and_read(
     start_ns = min(request.arrival_ns for request in requests)
     assert detect_format(path) == "jsonl"
     assert read_trace(path) == [
-        TraceRequest(
-            request.arrival_ns - start_ns,
-            request.prompt_tokens,
-            request.output_tokens,
-            request.hash_ids,
-            request.max_tokens,
-        )
+        replace(request, arrival_ns=request.arrival_ns - start_ns)
         for request in sorted(requests, key=lambda request: request.arrival_ns)
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from balanceroute.traces import TraceError, TraceRequest
-from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_TOKENS
+from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
 
 VALID: dict[str, Any] = {"arrival_ns": 0, "prompt_tokens": 1, "output_tokens": 1}
 
@@ -21,6 +21,9 @@ VALID: dict[str, Any] = {"arrival_ns": 0, "prompt_tokens": 1, "output_tokens": 1
         ("output_tokens", 0),
         ("output_tokens", MAX_TOKENS),
         ("hash_ids", (3, 3, 2**64)),
+        ("level", -MAX_LEVEL),
+        ("deadline_ns", MAX_ARRIVAL_NS),
+        ("weight", 1e-3),
     ],
 )
 def test_fields_reach_their_bounds(field: str, value: object) -> None:
@@ -40,6 +43,12 @@ def test_fields_reach_their_bounds(field: str, value: object) -> None:
         ("output_tokens", "1", TypeError),
         ("hash_ids", [1], TypeError),
         ("hash_ids", (1, False), TypeError),
+        ("tenant", None, TypeError),
+        ("level", MAX_LEVEL + 1, ValueError),
+        ("level", 0.5, TypeError),
+        ("deadline_ns", -1, ValueError),
+        ("weight", 1, TypeError),
+        ("weight", 0.0, ValueError),
     ],
 )
 def test_an_invalid_record_cannot_exist(field: str, value: object, error: type[Exception]) -> None:
