@@ -39,7 +39,7 @@ proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
     scrape served_models
-proxy.live.frontend: body_queue cors gateway model_routes pass_through refusals
+proxy.live.frontend: body_queue cors gateway intake model_routes own_pages pass_through refusals
     request_head single_exchange
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
     leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
@@ -48,10 +48,10 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: frames from_relay to_relay
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
-    holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports
+    holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: decisions driver feedback isolation open_instances progress session_table
+proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress session_table
     step_clock stranded sweep tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission checks config configure declared engines policy_options reader scheduling setting

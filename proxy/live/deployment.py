@@ -129,7 +129,8 @@ class Deployment:
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
-            metrics=self._metrics,
+            metrics=self._metrics.requests,
+            retried=self._metrics.legs.retry,
             log=self._environment.log,
             limits=PassThroughLimits(
                 self.config.scheduling.single_engine_limit, self.config.admission.queue_limit

@@ -17,6 +17,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.security.tls import server_context
@@ -189,12 +190,11 @@ class Proxy:
         page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
         gateway = self.gateway = Gateway(
             deployment.driver,
-            deployment.instances,
             served=deployment.served_models,
             routes=deployment.model_routes,
             pass_through=deployment.pass_through,
             metrics=self.metrics.requests,
-            page_of_metrics=page_of_metrics,
+            pages=OwnPages(page_of_metrics, deployment.driver.sessions),
             log=self._environment.log,
             settings=GatewaySettings(
                 api_keys=config.credentials.api_keys,

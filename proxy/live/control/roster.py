@@ -28,7 +28,7 @@ from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.scrape import Scraper
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
     from balanceroute.proxy.wire.http1.client import Endpoint
@@ -233,7 +233,7 @@ class Roster:
         if all(other.url != target.url for other in self.targets()):
             self.endpoints.pop(target.url).close()
 
-    def sessions_on(self, target: Target) -> "list[Session]":
+    def sessions_on(self, target: Target) -> "list[LiveRequest]":
         """Return the requests in flight on an instance."""
         return sessions_on(self._driver.sessions, target)
 

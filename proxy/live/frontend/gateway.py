@@ -12,7 +12,6 @@ from urllib.parse import unquote_to_bytes
 
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
-from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes, refuse_unlisted
 from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
@@ -35,18 +34,19 @@ from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
 from balanceroute.proxy.live.openai.shape import Api, read_shape, refuse_state
 from balanceroute.proxy.live.openai.urgency import Urgency, read_deadline_ns, read_level
 from balanceroute.proxy.live.request.direct import check_direct
+from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.admission import Refusal
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import Log
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -94,32 +94,30 @@ class Gateway:
 
     def __init__(
         self,
-        driver: "Driver",
-        instances: Instances,
+        intake: "Intake",
         *,
         served: "ServedModels",
         routes: ModelRoutes,
         pass_through: "PassThrough",
-        metrics: "RequestMetrics",
-        page_of_metrics: Callable[[], bytes],
+        metrics: "RequestCounts",
+        pages: "Pages",
         log: "Log",
         settings: GatewaySettings,
         unix_s: Callable[[], float],
     ) -> None:
-        self._driver = driver
-        self._instances = instances
+        self._intake = intake
         self._served = served
         self._routes = routes
         self._metrics = metrics
-        self._page_of_metrics = page_of_metrics
+        self._pages = pages
         self._log = log
         self._settings = settings
         self._unix_s = unix_s
         self.refusals = Refusals(
             metrics=metrics,
             log=log,
-            unique=driver.context.unique,
-            clock=driver.context.clock,
+            unique=intake.context.unique,
+            clock=intake.context.clock,
             unix_s=unix_s,
         )
         self._bodies = BodyQueue()
@@ -166,9 +164,9 @@ class Gateway:
             self._reject(request, reply, _BAD_REQUEST_ID)
             return
         record = RequestRecord(
-            given_id or self._driver.context.unique(),
+            given_id or self._intake.context.unique(),
             route.path,
-            round(self._driver.context.clock() * 1e9),
+            round(self._intake.context.clock() * 1e9),
             self._unix_s(),
             peer=request.peer,
             api_key_id=api_key_id(request.headers) if self._settings.api_keys else "",
@@ -217,7 +215,7 @@ class Gateway:
         # Not the request itself: it would keep the bytes of its body.
         take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
         done = partial(self._go_on, take, reply, record)
-        self._bodies.read(request.body, reply, done, hashed=self._driver.uses_keys)
+        self._bodies.read(request.body, reply, done, hashed=self._intake.uses_keys)
 
     def _go_on(
         self,
@@ -230,7 +228,7 @@ class Gateway:
         try:
             take(body)
         except Exception as error:
-            failures = self._driver.isolation.failures
+            failures = self._intake.isolation.failures
             failures.report("arrival", error, request_id=record.request_id)
             if reply.started:
                 reply.abort()
@@ -246,13 +244,12 @@ class Gateway:
         body: RequestBody | BodyError,
     ) -> None:
         """Submit a request whose body was read, or refuse it."""
-        driver = self._driver
         try:
             if isinstance(body, BodyError):
                 raise body
             refuse_state(api, body)
             shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
-            check_direct(shape, driver.context.legs.direct)
+            check_direct(shape, self._intake.context.legs.direct)
             urgency = self._urgency(api, headers, body, record.arrived_ns)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
@@ -279,23 +276,25 @@ class Gateway:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
         tenant = record.api_key_id if self._settings.key_is_tenant else ""
-        ticket = driver.ticket(shape, eligible, expected_tokens, urgency, tenant)
-        refusal = driver.refuse(ticket)
-        if refusal is not None:
-            retry_s = refusal.retry_after_s
-            self._refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
-        elif not self._instances.ready:
-            self._refuse(reply, record, 503, "no engine of each role is up", retry_s=1)
-        else:
-            driver.submit(
-                ticket,
-                shape=shape,
-                body=body,
-                headers=self._headers(headers, driver.engine_id(record.request_id)),
-                reply=reply,
-                record=record,
+        self._intake.submit(
+            Arrival(
+                shape,
+                eligible,
+                expected_tokens,
+                urgency,
+                tenant,
+                body,
+                partial(self._headers, headers),
+                reply,
+                record,
+                partial(self._refuse_at_last, reply, record),
             )
-            body.forget_values()
+        )
+        body.forget_values()
+
+    def _refuse_at_last(self, reply: "Reply", record: RequestRecord, refusal: "Refusal") -> None:
+        retry_s = refusal.retry_after_s
+        self._refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
 
     def _urgency(self, api: Api, headers: "Headers", body: RequestBody, arrived_ns: int) -> Urgency:
         settings = self._settings
@@ -336,7 +335,7 @@ class Gateway:
 
     def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
         """Return who takes what a decode rank posts there."""
-        return self._driver.context.hand_offs.get(
+        return self._intake.context.hand_offs.get(
             path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
         )
 
@@ -385,7 +384,7 @@ class Gateway:
         record.status = status
         record.outcome = outcome_of(status)
         record.reason = message
-        record.ended_ns = round(self._driver.context.clock() * 1e9)
+        record.ended_ns = round(self._intake.context.clock() * 1e9)
         self._metrics.ended(record)
         self._log.request_ended(record)
 
@@ -397,14 +396,14 @@ class Gateway:
             message = f"The model `{name[:128]}` does not exist."
             self._reject(request, reply, Rejection(404, message, param="model"))
             return
-        headers = [*JSON_HEADERS, (b"x-request-id", self._driver.context.unique().encode())]
+        headers = [*JSON_HEADERS, (b"x-request-id", self._intake.context.unique().encode())]
         reply.send(200, headers, json.dumps(model.card, separators=(",", ":")).encode())
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
         if request.path.startswith(_MODEL):
             self._answer_model(request, reply)
             return
-        request_id = (b"x-request-id", self._driver.context.unique().encode())
+        request_id = (b"x-request-id", self._intake.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if request.path == _MODELS:
             page = {"object": "list", "data": self._served.cards()}
@@ -413,20 +412,24 @@ class Gateway:
         if request.path in (b"/health", b"/ping"):
             reply.send(200, [request_id], b"")
         elif request.path == b"/ready":
-            if self._driver.ready:
+            if self._intake.ready:
                 reply.send(200, [request_id], b"")
             else:
                 _error(reply, 503, "not ready", [request_id, (b"retry-after", b"1")])
         elif request.path == b"/version":
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
-            load = len(self._driver.sessions) + self.pass_through.in_flight
-            reply.send(200, json_headers, b'{"server_load":%d}' % load)
+            answer = partial(_answer_load, reply, json_headers)
+            self._pages.load(self.pass_through.in_flight, answer)
         elif self._settings.public_metrics:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
-            reply.send(200, headers, self._page_of_metrics())
+            self._pages.metrics(partial(reply.send, 200, headers))
         else:
             self._reject(request, reply, _NOT_FOUND)
+
+
+def _answer_load(reply: "Reply", headers: "Headers", load: int) -> None:
+    reply.send(200, headers, b'{"server_load":%d}' % load)
 
 
 def _error(

@@ -5,6 +5,7 @@ prefiller works on so many of them at a time; the others wait here, so many of t
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.frontend.intake import Intake, RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -39,23 +39,32 @@ class PassThroughLimits:
 
 
 class PassThrough:
-    """Sends each request to the prefiller that works on the fewest."""
+    """Sends each request to the prefiller that works on the fewest.
+
+    Args:
+        intake: Refuses requests when it drains, and takes the reports on engines.
+        metrics: Told of every request that ended.
+        retried: Told of every leg that is sent again, and why.
+        log: Told of every request that ended.
+    """
 
     def __init__(
         self,
         instances: Instances,
-        driver: "Driver",
+        intake: "Intake",
         *,
-        metrics: "Metrics",
+        metrics: "RequestCounts",
+        retried: Callable[[str, str], None],
         log: "Log",
         limits: PassThroughLimits,
     ) -> None:
-        self.clock = driver.context.clock
-        self.call_later = driver.context.call_later
-        self.legs = driver.context.legs
+        self.clock = intake.context.clock
+        self.call_later = intake.context.call_later
+        self.legs = intake.context.legs
         self._instances = instances
-        self._driver = driver
+        self._intake = intake
         self._metrics = metrics
+        self._retried = retried
         self._log = log
         self._limits = limits
         self._retries = RetryBudget()
@@ -81,7 +90,7 @@ class PassThrough:
         self._retries.earn()
         exchange = SingleExchange(self, request, reply, headers, record, among=among)
         prefiller = self._free(None, among)
-        if self._driver.draining:
+        if self._intake.draining:
             exchange.refuse(503, "the proxy is shutting down")
         elif prefiller is not None:
             self._start(exchange, prefiller)
@@ -106,7 +115,7 @@ class PassThrough:
         other = self._free(failed, exchange.among)
         if other is None or other is failed or not self._retries.spend():
             return False
-        self._metrics.legs.retry("single_engine", fault.value)
+        self._retried("single_engine", fault.value)
         exchange.record.retries += 1
         self._stop(exchange)
         self._start(exchange, other)
@@ -114,15 +123,15 @@ class PassThrough:
 
     def failed(self, target: "Target", fault: "Fault", reason: str) -> None:
         """Report a failure of an engine to the health checks."""
-        self._driver.report(LegFailed(target, fault, reason))
+        self._intake.report(LegFailed(target, fault, reason))
 
     def succeeded(self, target: "Target") -> None:
         """Report an answer of an engine to the health checks."""
-        self._driver.report(LegSucceeded(target))
+        self._intake.report(LegSucceeded(target))
 
     def crashed(self, exchange: SingleExchange, error: Exception) -> None:
         """End a request whose handling failed: a 500, or a cut body, and nothing held."""
-        isolation, record = self._driver.isolation, exchange.record
+        isolation, record = self._intake.isolation, exchange.record
         isolation.failures.report("leg", error, request_id=record.request_id)
         if record.outcome is None:
             isolation.run("leg", exchange.crash)
@@ -140,7 +149,7 @@ class PassThrough:
             self._stop(exchange)
         else:
             self._waiting.pop(exchange, None)
-        self._metrics.requests.passed_through(record)
+        self._metrics.passed_through(record)
         self._log.request_ended(record)
         if ran:
             self._begin_waiting()

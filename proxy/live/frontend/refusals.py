@@ -19,8 +19,8 @@ from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.frontend.intake import RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
-    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Rejection, Request
 
@@ -78,7 +78,7 @@ class Refusals:
     def __init__(
         self,
         *,
-        metrics: "RequestMetrics",
+        metrics: "RequestCounts",
         log: "Log",
         unique: Callable[[], str],
         clock: Callable[[], float],

@@ -268,16 +268,14 @@ class Gaps(Struct, frozen=True, array_like=True, tag=23):
 
 
 class Recorded(Struct, frozen=True, array_like=True, tag=24):
-    """A request ended that no `Arrival` told of.
+    """A request ended that no `Arrival` told of, or whose `Arrival` was refused.
 
     Attributes:
-        kind: "refused" by the relay, or "passed_through" to one engine.
-        logged: Whether it gets a line in the request log.
+        what: What is to be done: count it as "refused", or as "passed_through" to one engine, or write its "line" in the request log.
     """
 
     record: RequestRecord
-    kind: Literal["refused", "passed_through"]
-    logged: bool
+    what: Literal["refused", "passed_through", "line"]
 
 
 class LegRetried(Struct, frozen=True, array_like=True, tag=25):

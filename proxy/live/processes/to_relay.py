@@ -113,7 +113,8 @@ class Refused(Struct, frozen=True, array_like=True, tag=108):
     number: int
     status: int
     reason: str
-    retry_after_s: int
+    retry_after_s: int | None
+    cause: str
 
 
 # Orders for one request; see the methods of `Session` of the same names.
@@ -192,26 +193,27 @@ class Page(Struct, frozen=True, array_like=True, tag=118):
     body: bytes
 
 
-# Engines that go. Each relay applies it to its own requests.
+# Engines that go. To each request that the scheduler process knows to be on one.
 
 
 class EngineLost(Struct, frozen=True, array_like=True, tag=119):
     """An engine does not answer; see `Session.engine_lost`."""
 
+    number: int
     role: Role
     url: str
 
 
-class KvLost(Struct, frozen=True, array_like=True, tag=120):
-    """The KV caches that a prefiller has handed out so far are no more; `losses` counts such events."""
+class DropLostKv(Struct, frozen=True, array_like=True, tag=120):
+    """The KV cache with which the request waits is lost, as `PrefillerState.losses` tells."""
 
-    prefiller: PrefillerId
-    losses: int
+    number: int
 
 
 class InstanceRemoved(Struct, frozen=True, array_like=True, tag=121):
-    """An engine was removed while requests are in flight on it; see `Session.instance_removed`."""
+    """An engine was removed; see `Session.instance_removed`. Nothing if the request is not on it."""
 
+    number: int
     role: Role
     url: str
 
@@ -240,7 +242,7 @@ ToRelay = (
     | PrefillerChosen
     | Page
     | EngineLost
-    | KvLost
+    | DropLostKv
     | InstanceRemoved
     | Drain
 )

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
 
 
-def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
+def sessions_on(
+    sessions: "Mapping[RequestId, LiveRequest]", target: "Target"
+) -> "list[LiveRequest]":
     """Return the requests in flight on an instance, of all live ones."""
     return [session for session in sessions.values() if session.is_on(target)]
 
@@ -33,7 +35,7 @@ class LostEngines:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, Session]",
+        sessions: "Mapping[RequestId, LiveRequest]",
         call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._sessions = sessions

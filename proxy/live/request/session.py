@@ -162,10 +162,7 @@ class Session:
 
     def start_prefill(self, prefiller: "Prefiller") -> None:
         """Send the prefill leg, or the whole request if nobody decodes it."""
-        record = self.record
-        record.prefiller = prefiller.name
-        if record.prefill_started_ns is None:
-            record.prefill_started_ns = round(self.context.clock() * 1e9)
+        self.record.prefill_began(prefiller.name, self.context.clock())
         if self.decodes:
             self._try(Phase.PREFILLING, PrefillAttempt(self, prefiller))
         else:
@@ -173,10 +170,7 @@ class Session:
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
-        now_s, record = self.context.clock(), self.record
-        record.rank = rank.name
-        record.admitted_ns = round(now_s * 1e9)
-        record.pool_wait_ns += round((now_s - self._pooled_s) * 1e9)
+        self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
         self._try(Phase.DECODING, DecodeAttempt(self, rank, self._kv))
 
     def _try(self, phase: Phase, attempt: Attempt) -> None:
@@ -229,6 +223,13 @@ class Session:
             self._enter(Phase.ENDED)
         self.answer.fail(500, _CRASHED)
         self._end(None, Outcome.INTERNAL_ERROR, _CRASHED)
+
+    def abandon(self) -> None:
+        """Let go of the request, whatever it takes: `crash` did not end it."""
+        try:
+            self.answer.reply.abort()
+        finally:
+            self._end(None, Outcome.INTERNAL_ERROR, _CRASHED)
 
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
@@ -395,12 +396,10 @@ class Session:
         """Tell the scheduler, unless it knows, and then everybody."""
         if event is not None:
             self.host.feed(event)
-        record = self.record
-        record.outcome, record.reason = outcome, reason
-        record.ended_ns = round(self.context.clock() * 1e9)
+        self.record.end(outcome, reason, self.context.clock())
         self._body = None
         self.answer.forget()
-        self.host.report(SessionEnded(self.number, record))
+        self.host.report(SessionEnded(self.number, self.record))
 
 
 def _run(session: Session, what: str, do: "Callable[[], None]") -> None:

@@ -38,7 +38,7 @@ from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.instances import Instances
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
     from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -62,7 +62,7 @@ class Decisions:
     def __init__(
         self,
         scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, Session]",
+        sessions: "Mapping[RequestId, LiveRequest]",
         instances: "Instances",
         open_instances: "OpenInstances",
         isolation: "Isolation",
@@ -172,7 +172,7 @@ class Decisions:
         finally:
             self._performing = False
 
-    def _act(self, session: "Session", action: Action) -> None:
+    def _act(self, session: "LiveRequest", action: Action) -> None:
         match action:
             case StartPrefill(_, prefiller, _):
                 session.start_prefill(self._instances.prefillers[prefiller])

@@ -28,11 +28,13 @@ from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.request.live_request import LiveRequest
 from balanceroute.proxy.live.request.lost_engines import LostEngines
 from balanceroute.proxy.live.request.reports import Report
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
+from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.isolation import Isolation
@@ -41,18 +43,15 @@ from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.sweep import SWEEP_S, Sweep
 from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
-from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Log
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class Driver:
 
     Attributes:
         context: What the sessions share.
-        sessions: All live requests.
+        table: All live requests, and their names.
+        sessions: Those of the table.
         decisions: Feeds the scheduler.
         lost: Moves requests away from engines that do not answer.
         isolation: Ends alone what failed.
@@ -122,9 +122,9 @@ class Driver:
         self.draining = False
         self._predictors, self._expects_output = predictors, settings.expects_output
         self._admission = admission
-        self._table = SessionTable(rng)
-        self.sessions = self._table.live
-        self.isolation = Isolation(self, scheduler, self.sessions, failures)
+        self.table = SessionTable(rng)
+        self.sessions = self.table.live
+        self.isolation = Isolation(self, scheduler.requests, self.sessions, failures)
         self._open_instances = OpenInstances(instances, self.feed)
         self.decisions = Decisions(
             scheduler,
@@ -138,7 +138,7 @@ class Driver:
         )
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(
-            self._table,
+            self.table,
             instances,
             self.decisions.progress,
             health=health,
@@ -205,43 +205,47 @@ class Driver:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
-        return self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
+        refusal = self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
+        if refusal is None and not self.instances.ready:
+            return Refusal(503, "no engine of each role is up", 1)
+        return refusal
 
-    def engine_id(self, request_id: str) -> str:
-        """Return what a request is called at the engines; see `SessionTable.engine_id`."""
-        return self._table.engine_id(request_id)
-
-    def submit(
-        self,
-        ticket: Ticket,
-        *,
-        shape: Shape,
-        body: "RequestBody",
-        headers: "Headers",
-        reply: "Reply",
-        record: RequestRecord,
-    ) -> None:
-        """Take a request that was not refused."""
+    def submit(self, arrival: Arrival) -> None:
+        """Take a request, or refuse it."""
+        shape, record = arrival.shape, arrival.record
+        ticket = self.ticket(
+            shape, arrival.eligible, arrival.expected_tokens, arrival.urgency, arrival.tenant
+        )
+        refusal = self.refuse(ticket)
+        if refusal is not None:
+            arrival.refuse(refusal)
+            return
+        headers = arrival.headers(self.table.engine_id(record.request_id))
         if self.uses_keys:  # Not before: hashing a prompt is wasted on a request that is refused.
-            ticket = replace(ticket, keys=prompt_keys(shape.api, body))
-        self._feedback.retries.earn()
+            ticket = replace(ticket, keys=prompt_keys(shape.api, arrival.body))
         record.prompt_estimate = ticket.prompt_tokens
         record.keys = ticket.keys
-        session = Session(
-            self._table.next_number(),
-            self,
-            ticket=ticket,
-            shape=shape,
-            body=body,
-            headers=headers,
-            reply=reply,
-            record=record,
+        self.take(
+            Session(
+                self.table.next_number(),
+                self,
+                ticket=ticket,
+                shape=shape,
+                body=arrival.body,
+                headers=headers,
+                reply=arrival.reply,
+                record=record,
+            )
         )
-        self._table.add(session)
+
+    def take(self, session: LiveRequest) -> None:
+        """Take a request that was not refused."""
+        self._feedback.retries.earn()
+        self.table.add(session)
         self._sweep.begin()
         self.isolation.run_for(session, "arrival", self._take, session)
 
-    def _take(self, session: Session) -> None:
+    def _take(self, session: LiveRequest) -> None:
         number, ticket = session.number, session.ticket
         features = ticket_features(ticket, ticket.prompt_tokens)
         self._predictors.begin(number, features)
@@ -262,7 +266,7 @@ class Driver:
     @property
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
-        return self._table.idle and not self.context.hand_offs and self.decisions.progress.idle
+        return self.table.idle and not self.context.hand_offs and self.decisions.progress.idle
 
     def use_connector(self, connector: "Connector") -> None:
         """Take another connector from the next request on."""
@@ -270,7 +274,7 @@ class Driver:
 
     async def drained(self) -> None:
         """Wait until no request is left."""
-        await self._table.drained()
+        await self.table.drained()
 
     def shut_down(self) -> None:
         """End every request and every timer."""

@@ -1,15 +1,12 @@
 """What happens to one request ends that request alone: exceptions of its handling stop here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from balanceroute.proxy.core.events import RequestFailed, RequestId
-from balanceroute.proxy.live.request.reports import SessionEnded
-from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.request.session_host import Host
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 
@@ -17,18 +14,25 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class Isolation:
-    """Runs what may fail."""
+    """Runs what may fail.
+
+    Args:
+        host: Fed with the failure of a request.
+        requests: Those that the scheduler has.
+        sessions: All live requests.
+        failures: Told of every exception.
+    """
 
     def __init__(
         self,
         host: "Host",
-        scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, Session]",
+        requests: Container[RequestId],
+        sessions: "Mapping[RequestId, LiveRequest]",
         failures: "DecisionFailures",
     ) -> None:
         self.failures = failures
         self._host = host
-        self._scheduler = scheduler
+        self._requests = requests
         self._sessions = sessions
         self._ending: set[RequestId] = set()
 
@@ -43,7 +47,7 @@ class Isolation:
 
     def run_for(
         self,
-        session: "Session",
+        session: "LiveRequest",
         what: str,
         do: Callable[[*_Arguments], object],
         *args: *_Arguments,
@@ -61,13 +65,10 @@ class Isolation:
             return
         self._ending.add(number)
         session = self._sessions.get(number)
-        if number in self._scheduler.requests:
+        if number in self._requests:
             self.run(what, self._host.feed, RequestFailed(number))
         if session is not None and number in self._sessions:
             self.run(what, session.crash)
         if session is not None and number in self._sessions:
-            session.record.outcome = Outcome.INTERNAL_ERROR
-            session.record.ended_ns = round(self._host.context.clock() * 1e9)
-            self.run(what, session.answer.reply.abort)
-            self.run(what, self._host.report, SessionEnded(number, session.record))
+            self.run(what, session.abandon)
         self._ending.discard(number)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
@@ -47,14 +47,14 @@ class Progress:
     def __init__(
         self, scheduler: "Scheduler", feed: Callable[[Event], None], clock: Callable[[], float]
     ) -> None:
-        self.started: dict[RequestId, Session] = {}
+        self.started: dict[RequestId, LiveRequest] = {}
         self.steps = StepClock()
         self.idle_tokens = self.capacity_tokens = 0
         self._scheduler = scheduler
         self._feed = feed
         self._clock = clock
         # Since when those were admitted that have no stream to tell when they join the batch.
-        self._unheard: dict[RequestId, tuple[Session, float]] = {}
+        self._unheard: dict[RequestId, tuple[LiveRequest, float]] = {}
         self._transfer_s = 0.0
 
     @property
@@ -62,12 +62,12 @@ class Progress:
         """Whether nothing is kept for any request."""
         return not self.started and not self._unheard
 
-    def admitted(self, session: "Session") -> None:
+    def admitted(self, session: "LiveRequest") -> None:
         """Note that a request is on its way to its rank."""
         if not session.shape.stream:
             self._unheard[session.number] = session, self._clock()
 
-    def began(self, session: "Session") -> None:
+    def began(self, session: "LiveRequest") -> None:
         """Note that a stream began: its request is in its rank's batch."""
         self._join(session)
         assert session.record.admitted_ns is not None
@@ -92,7 +92,7 @@ class Progress:
         session.prefill_again()
         return RequestRecomputed(number, elsewhere=True)
 
-    def ended(self, session: "Session") -> None:
+    def ended(self, session: "LiveRequest") -> None:
         """Forget a request that is over, and learn from a whole answer how long a step is."""
         number, record = session.number, session.record
         self.started.pop(number, None)
@@ -130,7 +130,7 @@ class Progress:
         # As far as the step clock tells.
         return self._scheduler.emitted(number) // session.shape.sequences
 
-    def _join(self, session: "Session") -> None:
+    def _join(self, session: "LiveRequest") -> None:
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
         self.steps.start(session)

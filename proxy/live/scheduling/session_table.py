@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import RequestId
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 
@@ -16,7 +16,7 @@ class SessionTable:
     """Adds requests and forgets them; `live` has them in order of arrival."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.live: dict[RequestId, Session] = {}
+        self.live: dict[RequestId, LiveRequest] = {}
         self._rng = rng
         self._arrived = 0
         self._ids: Counter[str] = Counter()  # Client request ids in use.
@@ -29,7 +29,7 @@ class SessionTable:
         self._arrived += 1
         return number
 
-    def add(self, session: "Session") -> None:
+    def add(self, session: "LiveRequest") -> None:
         """Take in a request."""
         self.live[session.number] = session
         self._ids[session.record.request_id] += 1

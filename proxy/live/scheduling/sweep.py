@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
-    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.live.scheduling.decisions import Decisions
     from balanceroute.proxy.live.scheduling.isolation import Isolation
@@ -24,7 +24,7 @@ class Sweep:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, Session]",
+        sessions: "Mapping[RequestId, LiveRequest]",
         decisions: "Decisions",
         predictors: "PredictorSet",
         metrics: "DecisionMetrics",

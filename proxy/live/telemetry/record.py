@@ -106,6 +106,23 @@ class RequestRecord:
             return None
         return end_ns - begin_ns
 
+    def prefill_began(self, prefiller: str, now_s: float) -> None:
+        """Note the prefiller that is asked now."""
+        self.prefiller = prefiller
+        if self.prefill_started_ns is None:
+            self.prefill_started_ns = round(now_s * 1e9)
+
+    def bound(self, rank: str, now_s: float, *, pooled_s: float) -> None:
+        """Note the rank that is asked now, and since when the request waited for one."""
+        self.rank = rank
+        self.admitted_ns = round(now_s * 1e9)
+        self.pool_wait_ns += round((now_s - pooled_s) * 1e9)
+
+    def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
+        """Note how the request ended now."""
+        self.outcome, self.reason = outcome, reason
+        self.ended_ns = round(now_s * 1e9)
+
     def lease_lapsed(self, *, cheaper: bool) -> None:
         """Count a prefill that is repeated because of its lease."""
         self.lease_lapses += 1

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
+from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.stall_watch import StallWatch
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "P
         # As after 40 s, which began when the leg had been sent.
         stalls._stalled_s, stalls._over_s = site.loop.time() - 40.0, site.loop.time() + 0.2
         session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
+        assert isinstance(session, Session)
         attempt = session._held
         assert isinstance(attempt, PrefillAttempt)
         attempt.sent_s -= 40.0
