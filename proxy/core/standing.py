@@ -32,6 +32,7 @@ class Standing:
     """Follows one request from its arrival to its end.
 
     Args:
+        request: Its number, for the driver.
         ticket: As it arrived.
         now_ns: When it arrived.
     """
@@ -47,12 +48,14 @@ class Standing:
         "_phase",
         "_pooled_ns",
         "_prompt_tokens",
+        "_request",
         "_served",
         "_ticket",
         "_waiting_since_ns",
     )
 
-    def __init__(self, ticket: Ticket, now_ns: int) -> None:
+    def __init__(self, request: RequestId, ticket: Ticket, now_ns: int) -> None:
+        self._request = request
         self._ticket = ticket
         self._phase: InQueue | OnPrefiller | InPool | OnRank | InBatch = InQueue()
         self._kv: KvOnPrefiller | None = None  # Until a rank has it.
@@ -69,20 +72,18 @@ class Standing:
         if not ticket.prefill:
             self._to_pool(now_ns)
 
-    def adoption(self, request: RequestId, ticket: Ticket, *, tokens: int) -> RequestAdopted:
+    def adoption(self, *, tokens: int) -> RequestAdopted:
         """Return what a scheduler has to know to go on.
 
         Args:
-            request: Its number there.
-            ticket: Its ticket there.
             tokens: What its sequences have emitted on the rank where it decodes.
         """
         phase = self._phase
         if isinstance(phase, InBatch):
             phase = InBatch(phase.rank, tokens, phase.pulled_from)
         return RequestAdopted(
-            request,
-            ticket,
+            self._request,
+            self._ticket,
             phase,
             prompt_tokens=self._prompt_tokens + self._emitted_before - self._counted_after,
             waiting_since_ns=self._waiting_since_ns,

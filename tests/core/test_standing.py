@@ -52,7 +52,7 @@ class Followed:
         requests = self.scheduler.requests
         number = getattr(event, "request", None)
         if isinstance(event, RequestArrived):
-            self.standings[event.request] = Standing(event.ticket, now_ns)
+            self.standings[event.request] = Standing(event.request, event.ticket, now_ns)
         elif number in requests:
             emitted_before = requests[number].emitted_before
             self.standings[number].fed(event, now_ns, emitted_before=emitted_before)
@@ -73,9 +73,7 @@ class Followed:
 
     def adopted(self, request: Request) -> Request:
         tokens = self.scheduler.emitted(request.request) if request.started else 0
-        event = self.standings[request.request].adoption(
-            request.request, request.ticket, tokens=tokens
-        )
+        event = self.standings[request.request].adoption(tokens=tokens)
         if isinstance(event.phase, InBatch):
             assert (event.phase.tokens, event.phase.pulled_from) == (tokens, request.pulled_from)
         return adopted(event, self.scheduler.config)
@@ -104,32 +102,32 @@ def test_who_follows_a_request_knows_its_state(name: str, seed: int) -> None:
 
 
 def test_a_loss_that_the_scheduler_takes_for_a_recompute_begins_a_new_wait() -> None:
-    standing = Standing(Ticket(10, deadline_ns=9), now_ns=1)
+    standing = Standing(A, Ticket(10, deadline_ns=9), now_ns=1)
     standing.start_prefill(P0, 2)
     standing.fed(PrefillDone(A, 12, 80), 3, emitted_before=0)
     standing.start_decode(RANK0)
     standing.prefill_again(7)
-    adoption = standing.adoption(A, Ticket(10), tokens=0)
+    adoption = standing.adoption(tokens=0)
     assert adoption.phase == InQueue()
     assert (adoption.served, adoption.waiting_since_ns, adoption.pooled_ns) == (True, 7, None)
 
 
 def test_a_rank_that_drops_a_request_is_avoided_and_so_is_whom_it_pulled_from() -> None:
-    standing = Standing(Ticket(10), now_ns=1)
+    standing = Standing(A, Ticket(10), now_ns=1)
     standing.start_prefill(P0, 2)
     standing.fed(PrefillDone(A, 12), 3, emitted_before=0)
     standing.start_decode(RANK0)
     standing.fed(DecodeStarted(A), 4, emitted_before=0)
     standing.fed(RequestRecomputed(A, elsewhere=True), 5, emitted_before=6)
-    adoption = standing.adoption(A, Ticket(10), tokens=0)
+    adoption = standing.adoption(tokens=0)
     assert (adoption.lost_on_prefillers, adoption.lost_on_ranks) == ((P0,), (RANK0,))
     assert (adoption.prompt_tokens, adoption.emitted_before) == (18, 6)
 
 
 def test_without_a_prefill_a_request_waits_in_the_pool() -> None:
-    standing = Standing(Ticket(10, prefill=False), now_ns=1)
-    assert standing.adoption(A, Ticket(10, prefill=False), tokens=0).phase == InPool(None)
+    standing = Standing(A, Ticket(10, prefill=False), now_ns=1)
+    assert standing.adoption(tokens=0).phase == InPool(None)
     standing.start_decode(RANK0)
     standing.fed(RequestRecomputed(A), 5, emitted_before=0)
-    adoption = standing.adoption(A, Ticket(10, prefill=False), tokens=0)
+    adoption = standing.adoption(tokens=0)
     assert (adoption.phase, adoption.pooled_ns) == (InPool(None), 5)

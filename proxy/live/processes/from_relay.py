@@ -57,35 +57,51 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Live(Struct, frozen=True, array_like=True, tag=3):
-    """A request that goes on under a new scheduler process.
+    """A request that goes on under a new scheduler process; see `adoption.py`.
 
     Attributes:
         arrival: As it was sent when the request came; its record as it is now.
-        engine_id: What the engines know it by; empty if it was never accepted.
-        phase: "queued", "prefilling", "pooled" or "decoding".
+        engine_id: What the engines know it by.
+        phase: "queued", "prefilling" (also while a prefiller does all of it), "pooled", "admitted" to
+            a rank whose stream has not begun, or "decoding".
         prompt_tokens: Of its next leg, as far as they are counted; else the estimate.
         emitted: Tokens that the client has, of all sequences.
         emitted_before: Those of earlier bindings.
-        prefiller: Who prefills, holds the KV cache, or does the whole request; None if nobody.
-        rank: Who decodes; None if nobody.
         decode: Whether a rank decodes it, or else a prefiller does all of it.
-        started: Whether its stream has begun on the present binding.
-        pulls: Whether its rank has yet to pull a KV cache.
+        prefiller: Who prefills, holds the KV cache, does the whole request, or had the KV cache that
+            the rank pulled; None if nobody.
+        since_ns: When that prefill began, or was done if the phase is "pooled" or "admitted".
         lease_expires_ns: When its KV cache may be gone; None for never.
+        pulls: Whether a rank has yet to pull a KV cache.
+        rank: Who decodes; None if nobody.
+        hand_off: Who works on a prefill that the rank called for; None if nobody.
+        waiting_since_ns: When it arrived, or was last queued again after a rank had served it.
+        pooled_ns: When it first waited for a rank since then; None if it has not.
+        served: Whether a rank has served it before.
+        lapses: KV caches that it lost since then while it waited for a rank.
+        lost_on_prefillers: Prefillers that lost it, the latest last, since its last prefill.
+        lost_on_ranks: Ranks that lost it, the latest last, since it last began to decode.
     """
 
     arrival: Arrival
     engine_id: str
-    phase: Literal["queued", "prefilling", "pooled", "decoding"]
+    phase: Literal["queued", "prefilling", "pooled", "admitted", "decoding"]
     prompt_tokens: int
     emitted: int
     emitted_before: int
-    prefiller: PrefillerId | None
-    rank: RankId | None
     decode: bool
-    started: bool
-    pulls: bool
+    prefiller: PrefillerId | None
+    since_ns: int
     lease_expires_ns: int | None
+    pulls: bool
+    rank: RankId | None
+    hand_off: PrefillerId | None
+    waiting_since_ns: int
+    pooled_ns: int | None
+    served: bool
+    lapses: int
+    lost_on_prefillers: tuple[PrefillerId, ...]
+    lost_on_ranks: tuple[RankId, ...]
 
 
 # Events of the core. Each counts for `heard` of what the scheduler process answers.

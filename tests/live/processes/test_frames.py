@@ -29,7 +29,11 @@ ARRIVAL = from_relay.Arrival(7, SHAPE, None, -1, 10**18, "t", (2**64 - 1, 0), RE
 P, R = PrefillerId(1), RankId(2)
 FROM_RELAY: list[from_relay.FromRelay] = [
     from_relay.Hello(1, 0, "digest", 1),
-    from_relay.Live(ARRIVAL, "r-1", "decoding", 7, 5, 2, P, R, True, True, False, None),
+    from_relay.Live(
+        *(ARRIVAL, "r-1", "admitted", 7, 5, 2, True),
+        *(P, 10**18, 10**18, True, R, None),
+        *(10**18, None, False, 1, (P,), (R,)),
+    ),
     ARRIVAL,
     from_relay.PrefillDone(7, 1, 12, 10**18, True),
     from_relay.LegFailed(Role.DECODE, "http://d", Fault.RESET, "gone"),
