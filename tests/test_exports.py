@@ -46,7 +46,8 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
-proxy.live.processes: adoption frames from_relay to_relay
+proxy.live.processes: adoption channel frames from_relay generation kept_process listening part
+    supervisor to_relay
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget

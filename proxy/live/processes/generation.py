@@ -1,0 +1,101 @@
+"""A scheduler process and its relays, of one version of the program and of its settings."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from balanceroute.proxy.live.processes.kept_process import KeptProcess
+from balanceroute.proxy.live.processes.part import Part
+
+# After the time that requests have to end.
+_END_S = 10.0
+
+
+class Generation:
+    """Processes that belong together. `run` them; `end` them.
+
+    Args:
+        command: Returns the command line of a part.
+        path: Where their socket is to be, in a private folder.
+        relays: The listening sockets of each relay.
+        admin: Those of the scheduler process.
+        drain_s: How long requests may take to end.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[Part], Sequence[str]],
+        path: Path,
+        relays: Sequence[Sequence[socket.socket]],
+        admin: Sequence[socket.socket],
+        drain_s: float,
+    ) -> None:
+        self._drain_s = drain_s
+        self._serving = asyncio.Event()
+        self._ending = False
+        self._socket = _listen_at(path)
+        own, count = self._socket.fileno(), len(relays)
+        parts = [Part("scheduler", str(path), _numbers(admin), count, relay_listener=own)]
+        parts += [
+            Part("relay", str(path), _numbers(sockets), count, relay=index)
+            for index, sockets in enumerate(relays)
+        ]
+        self._processes = [
+            KeptProcess(part.name, command(part), part.inherited, self._one_is_ready)
+            for part in parts
+        ]
+
+    async def run(self) -> None:
+        """Keep the processes running until they have ended after `end`.
+
+        Raises:
+            StartError: One of them does not start.
+            OSError: One of them cannot be run at all.
+        """
+        tasks = [asyncio.create_task(one.run()) for one in self._processes]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for one in self._processes:
+                one.kill()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._socket.close()
+
+    async def serving(self) -> None:
+        """Wait until every process has been ready."""
+        await self._serving.wait()
+
+    def end(self) -> None:
+        """Let requests end, but take no new ones. A second time, end at once."""
+        for one in self._processes:
+            one.end()
+        if not self._ending:
+            self._ending = True
+            asyncio.get_running_loop().call_later(self._drain_s + _END_S, self._kill)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send every process a signal."""
+        for one in self._processes:
+            one.send(number)
+
+    def _kill(self) -> None:
+        for one in self._processes:
+            one.kill()
+
+    def _one_is_ready(self) -> None:
+        if all(one.ready for one in self._processes):
+            self._serving.set()
+
+
+def _listen_at(path: Path) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.bind(str(path))
+    one.listen()
+    one.setblocking(False)
+    return one
+
+
+def _numbers(sockets: Sequence[socket.socket]) -> tuple[int, ...]:
+    return tuple(one.fileno() for one in sockets)

@@ -1,0 +1,149 @@
+"""A process that is started again whenever it ends."""
+
+import asyncio
+import logging
+import signal
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.processes.part import READY
+
+_log = logging.getLogger(__name__)
+
+# A process that ends so often in a row before it is ready will never be.
+_STARTS = 5
+_READY_S = 60.0
+_BACKOFF_S = 0.1
+_BACKOFF_MAX_S = 5.0
+# One that served for so long is started again at once.
+_STEADY_S = 1.0
+INPUT_FAULT = 2
+"""Exit status for a fault of the user's input, which the process has printed."""
+
+
+class StartError(BalanceRouteError):
+    """A process does not start.
+
+    Attributes:
+        status: The exit status of the whole command.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class KeptProcess:
+    """Starts a process, and starts it again until it is told to end.
+
+    Args:
+        name: For logs.
+        command: What to run.
+        descriptors: Those that it inherits.
+        on_ready: Called each time it is ready.
+
+    Attributes:
+        ready: Whether it serves now.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        descriptors: Sequence[int],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.ready = False
+        self._command = command
+        self._descriptors = descriptors
+        self._on_ready = on_ready
+        self._process: Process | None = None
+        self._served = False  # Ever.
+        self._ending: signal.Signals | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's number; None while it does not run."""
+        return None if self._process is None else self._process.pid
+
+    async def run(self) -> None:
+        """Keep it running until it ends after `end`.
+
+        Raises:
+            StartError: It ends before it is ready: once with a fault of the user's input if it never
+                served, or else several times in a row.
+            OSError: It cannot be run at all.
+        """
+        failed, pause_s = 0, _BACKOFF_S
+        while not self._is_ending():
+            began_s = time.monotonic()
+            status, served = await self._once()
+            if self._is_ending():
+                return
+            fields = {"process": self.name, "status": status}
+            _log.error("a process ended", extra={"fields": fields})
+            failed = 0 if served else failed + 1
+            if (status == INPUT_FAULT and not self._served) or failed == _STARTS:
+                raise StartError(
+                    f"the process {self.name} ended {_how(status)} before it was ready",
+                    INPUT_FAULT if status == INPUT_FAULT else 1,
+                )
+            if served and time.monotonic() - began_s > _STEADY_S:
+                pause_s = _BACKOFF_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
+
+    def end(self) -> None:
+        """Tell it to end, and to start no more. A second time, tell it to end at once."""
+        self._ending = signal.SIGTERM
+        self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._ending = signal.SIGKILL
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    def _is_ending(self) -> bool:
+        return self._ending is not None
+
+    async def _once(self) -> tuple[int, bool]:
+        """Run it once; return its exit status, and whether it was ready."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, pass_fds=self._descriptors
+        )
+        if self._ending is not None:
+            self.send(self._ending)
+        try:
+            served = await _is_ready(process)
+            if served:
+                self.ready = self._served = True
+                self._on_ready()
+            else:
+                self.send(signal.SIGKILL)  # It ended, or hangs, or is none of ours.
+            return await process.wait(), served
+        finally:
+            self.send(signal.SIGKILL)  # If this was cancelled.
+            self.ready, self._process = False, None
+
+
+async def _is_ready(process: Process) -> bool:
+    """Wait until a process serves; return False if it ends before that or takes too long."""
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_READY_S):
+            return await process.stdout.readline() == READY
+    except (TimeoutError, ValueError):  # A ValueError is a line without an end.
+        return False
+
+
+def _how(status: int) -> str:
+    return f"with status {status}" if status >= 0 else f"by signal {-status}"

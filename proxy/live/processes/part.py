@@ -1,0 +1,84 @@
+"""What one process of several is told when it starts, and what it tells the supervisor."""
+
+import asyncio
+import os
+import sys
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.json import decode, encode
+
+READY = b"ready\n"
+"""What a process writes to its standard output when it serves."""
+
+
+class Part(Struct, frozen=True, omit_defaults=True):
+    """One process of several.
+
+    Attributes:
+        role: What it does.
+        path: The Unix socket at which the scheduler process listens for relays.
+        listeners: Descriptors of listening sockets, inherited: a relay's are for clients, the
+            scheduler process's for administrators.
+        relays: How many relays there are.
+        relay: Which relay it is, from 0.
+        relay_listener: Of the scheduler process, the inherited descriptor behind `path`.
+        engines: Flags in place of the command's own, by name.
+    """
+
+    role: Literal["scheduler", "relay"]
+    path: str
+    listeners: tuple[int, ...]
+    relays: int
+    relay: int = 0
+    relay_listener: int = -1
+    engines: dict[str, list[str]] = {}
+
+    @property
+    def name(self) -> str:
+        """What logs and metrics call it."""
+        return f"relay-{self.relay}" if self.role == "relay" else self.role
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """Every descriptor that it inherits."""
+        own = () if self.relay_listener < 0 else (self.relay_listener,)
+        return (*self.listeners, *own)
+
+    def word(self) -> str:
+        """Return it as one word of a command line."""
+        return encode(self).decode()
+
+    @classmethod
+    def read(cls, word: str) -> "Part":
+        """Return what `word` was made of.
+
+        Raises:
+            ValueError: It is none.
+        """
+        return decode(word, type=cls)
+
+
+def tell_ready() -> None:
+    """Tell the supervisor that this process serves."""
+    sys.stdout.flush()
+    os.write(1, READY)
+    os.dup2(2, 1)  # Nobody reads what else may be printed.
+
+
+async def supervisor_gone() -> None:
+    """Wait until the supervisor has died: its end of this process's standard input is closed."""
+    gone = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not os.read(0, 1024):
+            loop.remove_reader(0)
+            if not gone.done():
+                gone.set_result(None)
+
+    loop.add_reader(0, read)
+    try:
+        await gone
+    finally:
+        loop.remove_reader(0)

@@ -1,0 +1,287 @@
+"""The supervisor, with small programs in place of the scheduler process and the relays."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.live.processes.part import Part
+
+# Serves with two relays whatever program it is given, in which PART is what the process is, and
+# `note` tells the test. It writes what a process says of itself to its own standard output.
+SUPERVISOR = """
+import socket, sys, uvloop
+from balanceroute.proxy.live.processes.kept_process import StartError
+from balanceroute.proxy.live.processes.listening import listen
+from balanceroute.proxy.live.processes.supervisor import Supervisor
+
+def command(part):
+    return [sys.executable, "-I", "-S", "-c", sys.argv[1], part.word(), sys.argv[2]]
+
+async def main():
+    relays = listen("127.0.0.1", 0, copies=2)
+    port = relays[0][0].getsockname()[1]
+    supervisor = Supervisor(command, relays, [], drain_s=20.0)
+    await supervisor.run(lambda: print(port, flush=True))
+
+try:
+    uvloop.run(main())
+except StartError as error:
+    print(error, flush=True)
+    sys.exit(error.status)
+"""
+HEAD = """
+import json, os, select, signal, socket, sys
+part = json.loads(sys.argv[1])
+name = part["role"] + str(part.get("relay", 0))
+def note(what):
+    with open(sys.argv[2], "a") as file:
+        file.write(f"{name} {os.getpid()} {what}\\n")
+"""
+# Answers each connection with its number, until it is told to end or its supervisor dies.
+SERVES = (
+    HEAD
+    + """
+ends = []
+def on_signal(number, _):
+    note(signal.Signals(number).name)
+    if number == signal.SIGTERM:
+        ends.append(number)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, on_signal)
+woken, wake = socket.socketpair()
+wake.setblocking(False)
+signal.set_wakeup_fd(wake.fileno())
+listeners = [socket.socket(fileno=number) for number in part["listeners"]]
+note("begins")
+os.write(1, b"ready\\n")
+while not ends:
+    for one in select.select([0, woken, *listeners], [], [])[0]:
+        if one == 0:
+            note("orphan")
+            ends.append(0)
+        elif one is woken:
+            woken.recv(100)
+        else:
+            try:
+                client = one.accept()[0]
+            except BlockingIOError:  # A process of the other generation was quicker.
+                continue
+            with client:
+                client.sendall(str(os.getpid()).encode())
+"""
+)
+PATIENCE_S = 30.0  # Only ever waited for by a test that fails.
+
+
+class Supervised:
+    """A running supervisor.
+
+    Attributes:
+        process: The supervisor's own.
+        notes: The file in which its processes note what happens to them.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, notes: Path) -> None:
+        self.process = process
+        self.notes = notes
+        self.port = 0
+
+    def noted(self, what: str) -> list[tuple[str, int]]:
+        """Return the name and number of each process that noted something."""
+        if not self.notes.exists():
+            return []
+        lines = [line.split() for line in self.notes.read_text().splitlines()]
+        return [(name, int(pid)) for name, pid, said in lines if said == what]
+
+    async def until_noted(self, what: str, count: int) -> list[tuple[str, int]]:
+        while len(found := self.noted(what)) < count:  # noqa: ASYNC110 - other processes write it.
+            await asyncio.sleep(0.005)
+        return found
+
+    async def ask(self) -> int:
+        """Connect; return the number of the process that answers."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        answer = await reader.read()
+        writer.close()
+        return int(answer)
+
+    async def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def supervised(program: str, folder: Path) -> AsyncIterator[Supervised]:
+    notes = folder / "notes"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SUPERVISOR, program, str(notes)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield Supervised(process, notes)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Supervised]:
+    async with supervised(SERVES, folder) as one:
+        assert one.process.stdout is not None
+        one.port = int(await one.process.stdout.readline())
+        yield one
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until_gone(pids: list[int]) -> None:
+    while any(map(exists, pids)):  # noqa: ASYNC110 - they are not our children.
+        await asyncio.sleep(0.005)
+
+
+def test_it_starts_all_passes_signals_on_and_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as one:
+            begun = one.noted("begins")
+            assert sorted(name for name, _ in begun) == ["relay0", "relay1", "scheduler0"]
+            assert await one.ask() in dict(begun).values()
+            one.process.send_signal(signal.SIGHUP)
+            assert sorted(await one.until_noted("SIGHUP", 3)) == sorted(begun)
+            assert await one.end() == 0
+            assert sorted(one.noted("SIGTERM")) == sorted(begun)
+            await until_gone([pid for _, pid in begun])
+            # Nothing is left of the socket between them.
+            assert os.listdir(tmp_path) == ["notes"]
+
+    asyncio.run(main())
+
+
+def test_a_process_that_is_killed_is_replaced_and_nobody_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as one:
+            before = dict(one.noted("begins"))
+            for name in ("relay0", "scheduler0"):
+                os.kill(before[name], signal.SIGKILL)
+            answers = await asyncio.gather(*(one.ask() for _ in range(64)))
+            after = dict(await one.until_noted("begins", 5))
+            assert set(answers) == {after["relay0"], after["relay1"]}
+            assert after["relay1"] == before["relay1"]
+            assert after["relay0"] != before["relay0"]
+            assert after["scheduler0"] != before["scheduler0"]
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
+def test_its_processes_do_not_outlive_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as one:
+            begun = one.noted("begins")
+            one.process.kill()
+            assert sorted(await one.until_noted("orphan", 3)) == sorted(begun)
+            await until_gone([pid for _, pid in begun])
+
+    asyncio.run(main())
+
+
+def test_a_new_version_takes_over_without_a_refused_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as one:
+            old = {pid for _, pid in one.noted("begins")}
+            answers = set()
+            one.process.send_signal(signal.SIGUSR2)
+            while len(one.noted("SIGTERM")) < 3:
+                answers.add(await one.ask())
+            await until_gone(sorted(old))
+            new = {pid for _, pid in one.noted("begins")} - old
+            assert len(new) == 3
+            assert {pid for _, pid in one.noted("SIGTERM")} == old
+            assert await one.ask() in new
+            assert answers <= old | new
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
+def test_a_new_version_that_does_not_start_changes_nothing(tmp_path: Path) -> None:
+    program = SERVES.replace(
+        'note("begins")',
+        'note("begins")\nif os.path.exists(sys.argv[2] + ".bad"): note("fails"); sys.exit(2)',
+    )
+
+    async def main() -> None:
+        async with supervised(program, tmp_path) as one:
+            assert one.process.stdout is not None
+            one.port = int(await one.process.stdout.readline())
+            old = {pid for _, pid in one.noted("begins")}
+            bad = tmp_path / "notes.bad"
+            bad.touch()
+            one.process.send_signal(signal.SIGUSR2)
+            failed = await one.until_noted("fails", 1)
+            await until_gone([pid for _, pid in failed])
+            bad.unlink()
+            # The next one does, if the failed one is over; before that the signal is passed over.
+            while len({pid for _, pid in one.noted("SIGTERM")} & old) < 3:
+                assert await one.ask()
+                one.process.send_signal(signal.SIGUSR2)
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "line", "starts"),
+    [
+        # A fault of the user's input is final.
+        ("sys.exit(2)", 2, "ended with status 2 before it was ready", 1),
+        ("sys.exit(3)", 1, "ended with status 3 before it was ready", 5),
+        ("print('what?', flush=True); signal.pause()", 1, "ended by signal 9 before", 5),
+    ],
+)
+def test_a_process_that_does_not_start_ends_all(
+    ends: str, status: int, line: str, starts: int, tmp_path: Path
+) -> None:
+    program = SERVES.replace(
+        'note("begins")', f'note("begins")\nif part["role"] == "scheduler": {ends}'
+    )
+
+    async def main() -> None:
+        async with supervised(program, tmp_path) as one:
+            assert one.process.stdout is not None
+            said = (await one.process.stdout.readline()).decode()
+            assert said.startswith("the process scheduler ")
+            assert line in said
+            assert await one.process.wait() == status
+            begun = one.noted("begins")
+            assert len([pid for name, pid in begun if name == "scheduler0"]) == starts
+            await until_gone([pid for _, pid in begun])
+
+    asyncio.run(main())
+
+
+def test_a_part_is_one_word_of_a_command() -> None:
+    part = Part("relay", "at", (3, 4), 2, relay=1, engines={"prefill": ["http://p"]})
+    assert Part.read(part.word()) == part
+    assert json.loads(part.word())["role"] == "relay"
+    assert part.name == "relay-1"
+    assert part.inherited == (3, 4)
+    assert Part("scheduler", "x", (5,), 2, relay_listener=6).inherited == (5, 6)
+    with pytest.raises(ValueError, match="role"):
+        Part.read("{}")
