@@ -20,17 +20,17 @@ proxy: __main__ cli core emulate live pictures replay service_levels sim validat
 proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
-    leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection queueing ranks
-    recount scheduler skill standing step_model subset time_limits timers trajectories turnover
-proxy.core.admission: ADMISSIONS Admission Allowance BoundedQueue Ending Load Rate Refusal
-    TenantLimits Tenants
+    intake leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection queueing
+    ranks recount scheduler skill standing step_model subset time_limits timers trajectories turnover
+proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
+    Ending Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillView
     Prefillers
-proxy.core.queueing: ByTicket COSTS FairQueue FairShares Fcfs MakeQueueOrder MakeStartOrder
-    PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair
+proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs KvMeter
+    MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: connectors control deployment descriptors engines environment frontend openai prediction

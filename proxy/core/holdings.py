@@ -16,6 +16,7 @@ from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
+from balanceroute.proxy.core.queueing import KvMeter
 from balanceroute.proxy.core.recount import check_holdings
 from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
 
@@ -34,9 +35,12 @@ class Holdings:
         pool: Pool,
         ledger: Ledger,
         leases: Leases,
+        *,
+        meter: KvMeter | None = None,
     ) -> None:
         self.ledger = ledger
         self._leases = leases
+        self._meter = meter
         self._prefill_queue = prefill_queue
         self._prefillers = prefillers
         self._pool = pool
@@ -64,6 +68,9 @@ class Holdings:
             case State.DECODING:
                 assert request.rank is not None
                 _bind(self.ledger, request, request.rank, emitted=emitted)
+                if self._meter is not None and request.started:
+                    # What it held under the earlier scheduler is not known.
+                    self._meter.begin(request.request, self.ledger.kv_tokens(request.request))
             case _:
                 return
         if request.prefiller is not None:
@@ -75,6 +82,8 @@ class Holdings:
         `gone` means that the engine has ended its part already, so there is nothing to abort.
         """
         actions: list[Action] = []
+        if self._meter is not None and state is not State.QUEUED:
+            self._settle(self._meter, request, state)
         match state:
             case State.QUEUED:
                 self._prefill_queue.remove(request)
@@ -145,6 +154,15 @@ class Holdings:
         request.prompt_tokens += emitted
         request.rank = None
         request.started = False
+
+    def _settle(self, meter: KvMeter, request: Request, state: State) -> None:
+        """Have the tenant pay for what the request held, before it is released."""
+        if request.decode:
+            bound = state is State.DECODING
+            held = self.ledger.kv_tokens(request.request) if bound else 0
+            meter.end(request.request, request.ticket, held)
+        else:
+            meter.end_direct(request.request, request.ticket)
 
     def move(self, requests: Iterable[Request], ledger: Ledger) -> None:
         """Bind all bound requests in a new ledger, with the tokens that they hold in this one."""

@@ -88,6 +88,10 @@ class Ledger:
         self._step = 0
         self._bindings: dict[RequestId, _Binding] = {}
 
+    def __len__(self) -> int:
+        """Return the number of bound requests."""
+        return len(self._bindings)
+
     def bind(
         self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0, slots: int = 1
     ) -> None:

@@ -1,7 +1,8 @@
 """The requests that wait for a prefiller, and which of them start.
 
 Direct requests, which a prefiller answers whole, wait in a queue of their own: they have a limit of
-their own, which must not hold up the others. Requests that only some prefillers can serve have two
+their own, which must not hold up the others. Requests that need no prefiller are here only while the
+budget of requests in flight holds them back. Requests that only some prefillers can serve have two
 such queues for each set of prefillers: one that has to wait holds up later requests only on the
 prefillers that it waits for.
 """
@@ -87,11 +88,13 @@ class PrefillQueue:
         """Return the requests whose first token is due, once. The caller removes them."""
         return self._dues.take_due(now_ns)
 
-    def start(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
+    def start(self, room: int) -> Iterator[tuple[Request, PrefillerId | None]]:
         """Yield the requests that the budgets allow to start, removed and charged, in order.
 
+        With each its prefiller; None if it needs none.
+
         Args:
-            room: How many prefills may start. Direct requests have a limit of their own.
+            room: How many requests may start. Direct requests have a limit of their own.
         """
         if self._restricted:
             yield from self._start_restricted(room)
@@ -112,12 +115,12 @@ class PrefillQueue:
             request = self._requests[first]
             prefiller = self._begin(request, self._queue)
             # The rest waits with the first one: smaller prompts would overtake it for ever.
-            if prefiller is None:
+            if prefiller is None and request.ticket.prefill:
                 return
             room -= 1
             yield request, prefiller
 
-    def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId]]:
+    def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId | None]]:
         """Do the same as `start` if only some prefillers can serve some of the requests."""
         # The set of requests without restriction, which hold up later ones on every prefiller.
         everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
@@ -130,7 +133,7 @@ class PrefillQueue:
             stuck: list[frozenset[PrefillerId] | None] = []
             while (direct or room > 0) and (head := self._head(stuck, direct=direct)) is not None:
                 prefiller = self._begin(head, self._queue_of(head), withheld)
-                if prefiller is not None:
+                if prefiller is not None or not head.ticket.prefill:
                     self._drop_empty(head)
                     room -= not direct
                     yield head, prefiller
@@ -163,6 +166,11 @@ class PrefillQueue:
     def _begin(
         self, request: Request, queue: StartOrder, withheld: Collection[PrefillerId] = ()
     ) -> PrefillerId | None:
+        """Take the first request of a queue out if it can start; return its prefiller, if any."""
+        if not request.ticket.prefill:
+            queue.serve(request.request)
+            self._left(request.request)
+            return None
         # No sequences mark a prefill.
         tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(

@@ -41,6 +41,11 @@ class Ranks:
         self.is_open = np.concatenate([self.is_open, new])
         self._unlimited = np.full(ranks, UNLIMITED)
 
+    @property
+    def open(self) -> int:
+        """The number of open ranks."""
+        return int(self.is_open.sum())
+
     def fleet(self, ledger: Ledger, config: SchedulerConfig, beyond_batch: int | None) -> Fleet:
         """Return the ranks as a policy sees them.
 

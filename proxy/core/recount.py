@@ -43,7 +43,7 @@ def check_holdings(
         assert (request.rank is not None) == (state is State.DECODING)
         assert (request.request in pool) == (state is State.POOLED)
         assert (request in prefill_queue) == (state is State.QUEUED)
-        assert request.ticket.prefill or state in {State.POOLED, State.DECODING}
+        assert request.ticket.prefill or state is not State.PREFILLING
         assert decodes or state in {State.QUEUED, State.PREFILLING}
     assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
     assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"

@@ -12,6 +12,7 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.admission import Budget
 from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.decision import OnFailure, decide
@@ -44,6 +45,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.holdings import Holdings
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
@@ -52,7 +54,7 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder, MakeStartOrder
+from balanceroute.proxy.core.queueing import FairQueueing, Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -76,8 +78,9 @@ class Scheduler:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. Not shared between schedulers: it may keep a projection.
         queue_order: Makes the order of each queue before prefill, and of the pool.
-        start_order: Makes the order of each queue before prefill instead; None for `queue_order`.
+        fair: Shares what starts among tenants; `queue_order` then holds within each before prefill.
         prefill_choice: Makes the rule that chooses a request's prefiller.
+        budget: Limits the requests in flight; None for no limit.
         on_failure: Called when the policy or its projection raises. That round is decided oldest
             first, and the projection is rebuilt for the next one. None lets the exception
             propagate; all other state stays consistent.
@@ -93,8 +96,9 @@ class Scheduler:
         policy: Policy,
         *,
         queue_order: MakeQueueOrder = Fcfs,
-        start_order: MakeStartOrder | None = None,
+        fair: FairQueueing | None = None,
         prefill_choice: MakePrefillChoice = FewestTokens,
+        budget: Budget | None = None,
         on_failure: OnFailure | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -112,14 +116,15 @@ class Scheduler:
             choice=prefill_choice(),
         )
         self.requests: dict[RequestId, Request] = {}
-        make_order = start_order or queue_order
+        make_order, meter = (queue_order, None) if fair is None else fair
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
         self._holdings = Holdings(
-            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases
+            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=meter
         )
         self.ranks = Ranks(config.ranks)
+        self.intake = Intake(budget, meter)
 
     @property
     def ledger(self) -> Ledger:
@@ -150,6 +155,7 @@ class Scheduler:
             LifecycleError: The request, rank or prefiller is unknown, or the request's state does
                 not allow the event. Nothing was changed.
         """
+        self.intake.advance(now_ns, demand=bool(self.requests))
         actions = self._handle(event, now_ns)
         self.leases.observe(event, actions, self.ledger.loads, now_ns)
         if self._observer is not None:
@@ -163,6 +169,7 @@ class Scheduler:
                 return self._emit(self._get(number), tokens)
             case StepCompleted():
                 self.ledger.step()
+                self.intake.step(event.duration_ns, now_ns)
                 return []
             case Tick():
                 return self._tick(now_ns)
@@ -191,11 +198,13 @@ class Scheduler:
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
 
-        That is when a time to live, a KV lease or a policy's hold ends. It may be in the past.
-        Deadlines in the pool do not count: they only decide which entry goes first once there is room.
+        That is when a time to live, a KV lease or a policy's hold ends, or when the budget may
+        grow. It may be in the past. Deadlines in the pool do not count: they only decide which entry
+        goes first once there is room.
         """
         hold_ns = self.policy.next_decision_ns if len(self.pool) else None
-        return earliest(self.pool.next_removal_ns(), self.prefill_queue.next_expiry_ns(), hold_ns)
+        queue, budget_ns = self.prefill_queue, self.intake.next_ns(len(self.prefill_queue))
+        return earliest(self.pool.next_removal_ns(), queue.next_expiry_ns(), hold_ns, budget_ns)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
         """Change the deployment, its limits or the policy while requests are in flight.
@@ -272,11 +281,10 @@ class Scheduler:
             raise LifecycleError(f"request {number} has arrived already")
 
     def _queue(self, request: Request, now_ns: int) -> None:
-        """Queue it for a prefiller, or pool it if it needs none."""
-        if request.ticket.prefill:
+        """Queue it, or pool it if it needs no prefiller and requests in flight have no limit."""
+        if request.ticket.prefill or self.intake.budget is not None:
             self.prefill_queue.add(request, queue_end_ns(request, self.config))
         else:
-            request.move(Trigger.SKIP_PREFILL)
             self._to_pool(request, now_ns)
 
     def _start_prefills(self, now_ns: int) -> list[Action]:
@@ -287,8 +295,12 @@ class Scheduler:
         actions = self._expire(self.prefill_queue.take_due(now_ns))
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
-        room = self.leases.room(self.prefillers.prefilling + len(self.pool))
+        held = self.prefillers.prefilling + len(self.pool)
+        room = self.intake.room(self.leases.room(held), held + len(self.ledger), self.ranks)
         for request, prefiller in self.prefill_queue.start(room):
+            if prefiller is None:
+                self._to_pool(request, now_ns)
+                continue
             request.move(Trigger.PREFILL)
             request.prefiller = prefiller
             # A direct request takes sequences of its prefiller and no place of a prefill.
@@ -317,6 +329,8 @@ class Scheduler:
         return self._start_prefills(now_ns)
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
+        if request.state is State.QUEUED:
+            request.move(Trigger.SKIP_PREFILL)
         # Deadline and time to live run from the first entry: a repeated prefill extends neither.
         if request.pooled_ns is None:
             request.pooled_ns = now_ns
@@ -336,6 +350,7 @@ class Scheduler:
         # It decodes here, so earlier losses no longer restrict a later choice.
         request.lost_on_ranks = ()
         self.ledger.start(request.request)
+        self.intake.started(request, self.ledger.kv_tokens(request.request), now_ns)
         request.pulled_from = request.prefiller
         # The first token proves that the KV transfer is over: the prefiller frees its blocks.
         self._holdings.release_prefill(request)
@@ -404,6 +419,9 @@ class Scheduler:
         # them would decode from another request's KV cache.
         for number in self.pool.lapsed(now_ns):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
+        if self.intake.budget is not None:
+            # So that what needs no prefiller is in the pool when the policy decides.
+            actions += self._start_prefills(now_ns)
         if len(self.pool):
             actions += self._admit(now_ns)
         # Last: everything above made room, and so may `reconfigure` have done.

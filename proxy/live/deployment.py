@@ -12,7 +12,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
@@ -192,7 +192,7 @@ class Deployment:
                 self._scheduler_config(),
                 self._make_policy(),
                 queue_order=order,
-                start_order=None if cost == "none" else fair(cost, order),
+                fair=None if cost == "none" else fair_queueing(cost, order),
                 prefill_choice=PREFILL_CHOICES[config.scheduling.prefill_choice],
                 on_failure=self._failures.report,
                 observer=environment.observer,
@@ -208,7 +208,7 @@ class Deployment:
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,
-                expects_output=admission.queue_order in PREDICTING_ORDERS,
+                expects_output=not PREDICTING_ORDERS.isdisjoint((admission.queue_order, cost)),
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,

@@ -9,16 +9,24 @@ Each of them can be within the limits of tenants, see `tenants`.
 
 from collections.abc import Callable
 
+from balanceroute.proxy.core.admission.aimd import POST_4, POST_5, Aimd, AimdSettings, Decision
 from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
 from balanceroute.proxy.core.admission.bounded import BoundedQueue
 from balanceroute.proxy.core.admission.bucket import Rate
+from balanceroute.proxy.core.admission.budget import Budget
 from balanceroute.proxy.core.admission.tenants import Allowance, TenantLimits, Tenants
 
 __all__ = [
     "ADMISSIONS",
+    "POST_4",
+    "POST_5",
     "Admission",
+    "Aimd",
+    "AimdSettings",
     "Allowance",
     "BoundedQueue",
+    "Budget",
+    "Decision",
     "Ending",
     "Load",
     "Rate",

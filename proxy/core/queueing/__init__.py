@@ -8,7 +8,7 @@
 | `ml` | levels below 0 first, by deadline; then all others, first come, first served |
 | `srpt` | the least work first: prompt tokens and expected output |
 
-Before prefill each of them can be the order within a tenant's requests, see `fair`.
+Before prefill each of them can be the order within a tenant's requests, see `fair_queueing`.
 """
 
 from functools import partial
@@ -26,22 +26,32 @@ from balanceroute.proxy.core.queueing.by_ticket import (
     by_work,
     urgent_by_deadline,
 )
-from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares, fair
+from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
 from balanceroute.proxy.core.queueing.fcfs import Fcfs
+from balanceroute.proxy.core.queueing.kv_meter import KvMeter
+from balanceroute.proxy.core.queueing.sharing import (
+    FAIR_COSTS,
+    KV_SECONDS,
+    FairQueueing,
+    fair_queueing,
+)
 
 __all__ = [
     "COSTS",
+    "FAIR_COSTS",
     "PREDICTING_ORDERS",
     "QUEUE_ORDERS",
     "ByTicket",
     "FairQueue",
+    "FairQueueing",
     "FairShares",
     "Fcfs",
+    "KvMeter",
     "MakeQueueOrder",
     "MakeStartOrder",
     "QueueOrder",
     "StartOrder",
-    "fair",
+    "fair_queueing",
 ]
 
 QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
@@ -51,5 +61,5 @@ QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
     "ml": partial(ByTicket, urgent_by_deadline),
     "srpt": partial(ByTicket, by_work),
 }
-PREDICTING_ORDERS = frozenset({"srpt"})
-"""The orders that use `Ticket.predicted_tokens`."""
+PREDICTING_ORDERS = frozenset({"srpt", KV_SECONDS})
+"""The orders and the costs that use `Ticket.predicted_tokens`."""

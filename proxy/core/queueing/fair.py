@@ -9,6 +9,10 @@ costs S that were served and the largest single cost L.
 A tenant that comes back after it had nothing to wait for starts at the counter that was served last:
 idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Unlike
 deficit round robin it needs no quantum above the largest cost, and one grant costs O(log tenants).
+
+A cost that is known only at the end (`kv_meter`) is charged as expected, and settled: what it came to
+beyond that is added to the tenant's next charge, what it fell short is taken off the next ones. Each
+charge is at least 0, so counters never fall, and the bound above holds with charges for costs.
 """
 
 import heapq
@@ -32,13 +36,18 @@ class FairShares:
 
     Args:
         cost: Of one request; above 0.
+        settles: Whether `settle` follows every charge.
     """
 
-    def __init__(self, cost: Cost) -> None:
+    def __init__(self, cost: Cost, *, settles: bool = False) -> None:
         self._cost = cost
+        self._settles = settles
         self._counters: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._served_last = 0.0
+        # What requests were charged that are not settled, and what tenants owe; below 0 is credit.
+        self._charged: dict[RequestId, float] = {}
+        self._owed: dict[str, float] = {}
 
     def counter(self, tenant: str) -> float:
         """Return the weighted cost that a tenant was served."""
@@ -55,11 +64,23 @@ class FairShares:
         """Note that a request of a tenant waits no longer."""
         self._waiting[tenant] -= 1
 
-    def charge(self, ticket: Ticket) -> None:
+    def charge(self, request: RequestId, ticket: Ticket) -> None:
         """Charge a tenant for a request that starts."""
-        counter = self._counters[ticket.tenant]
+        counter, cost = self._counters[ticket.tenant], self._cost(ticket)
         self._served_last = max(self._served_last, counter)
-        self._counters[ticket.tenant] = counter + self._cost(ticket) / ticket.weight
+        if self._settles:
+            self._charged[request] = cost
+            cost += self._owed.pop(ticket.tenant, 0.0)
+            if cost < 0.0:
+                self._owed[ticket.tenant] = cost
+                return
+        self._counters[ticket.tenant] = counter + cost / ticket.weight
+
+    def settle(self, request: RequestId, tenant: str, cost: float | None) -> None:
+        """Correct what a request was charged to what it cost; None to leave it as it was charged."""
+        charged = self._charged.pop(request, 0.0)
+        if cost is not None:
+            self._owed[tenant] = self._owed.get(tenant, 0.0) + cost - charged
 
 
 class FairQueue:
@@ -107,7 +128,7 @@ class FairQueue:
         """Remove a request that starts, and charge its tenant."""
         ticket = self._tickets[request]
         self.remove(request)
-        self._shares.charge(ticket)
+        self._shares.charge(request, ticket)
 
     def head(self) -> RequestId | None:
         """Return the first request of the tenant that is served least; None if nothing waits."""
@@ -135,9 +156,3 @@ class FairQueue:
     def __contains__(self, request: RequestId, /) -> bool:
         """Return whether `request` waits here."""
         return request in self._tickets
-
-
-def fair(cost: str, make_order: MakeStartOrder) -> MakeStartOrder:
-    """Return what makes the queues of one scheduler, each with an order within each tenant."""
-    shares = FairShares(COSTS[cost])
-    return lambda: FairQueue(shares, make_order)

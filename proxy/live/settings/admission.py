@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from balanceroute.proxy.core.admission import ADMISSIONS
-from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.setting import choice, integer, switch, words
 
 
@@ -23,7 +23,7 @@ class AdmissionSettings:
     fair_queue: str = choice(
         "none",
         "what API keys share evenly before prefill; --queue-order then holds within a key",
-        words(("none", *COSTS)),
+        words(("none", *FAIR_COSTS)),
     )
     client_priority: bool = switch(
         False,

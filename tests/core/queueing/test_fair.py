@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS, FairQueue, Fcfs, StartOrder, fair
+from balanceroute.proxy.core.queueing import (
+    COSTS,
+    QUEUE_ORDERS,
+    FairQueue,
+    Fcfs,
+    StartOrder,
+    fair_queueing,
+)
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
 # What a sum of this many costs may lose by rounding.
@@ -19,7 +26,7 @@ def ticket(tenant: str, prompt_tokens: int = 10, level: int = 0) -> Ticket:
 
 
 def queue_of(cost: str, *tickets: Ticket, order: str = "fcfs") -> StartOrder:
-    queue = fair(cost, QUEUE_ORDERS[order])()
+    queue = fair_queueing(cost, QUEUE_ORDERS[order]).make_order()
     for number, one in enumerate(tickets):
         queue.add(RequestId(number), one)
     return queue
@@ -82,7 +89,7 @@ class Sharing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        make = fair("prompt-tokens", Fcfs)
+        make = fair_queueing("prompt-tokens", Fcfs).make_order
         self.queues = make(), make()
         self.tickets: dict[RequestId, Ticket] = {}
         self.where: dict[RequestId, StartOrder] = {}

@@ -1,0 +1,30 @@
+"""Fair queueing by name of its cost: `fair_queueing("kv-token-seconds", order)`."""
+
+from typing import NamedTuple
+
+from balanceroute.proxy.core.queueing.base import MakeStartOrder
+from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
+from balanceroute.proxy.core.queueing.kv_meter import KvMeter
+
+KV_SECONDS = "kv-token-seconds"
+FAIR_COSTS = (*COSTS, KV_SECONDS)
+"""What tenants can share."""
+
+
+class FairQueueing(NamedTuple):
+    """The parts of one scheduler that share what starts.
+
+    Attributes:
+        make_order: Makes its queues before prefill.
+        meter: Settles what was charged; None if the cost is known at the start.
+    """
+
+    make_order: MakeStartOrder
+    meter: KvMeter | None
+
+
+def fair_queueing(cost: str, make_order: MakeStartOrder) -> FairQueueing:
+    """Return the parts for a cost of `FAIR_COSTS`, with an order of requests within each tenant."""
+    meter = KvMeter() if cost == KV_SECONDS else None
+    shares = FairShares(COSTS[cost]) if meter is None else meter.shares
+    return FairQueueing(lambda: FairQueue(shares, make_order), meter)

@@ -1,0 +1,198 @@
+"""`kv-token-seconds`: what is expected, what is measured, and that tenants pay what they held."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.queueing import Fcfs, KvMeter, fair_queueing
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
+ROUNDING = 1e-6
+
+
+def ticket(tenant: str = "a", prompt_tokens: int = 100, output: int = 10) -> Ticket:
+    return Ticket(
+        prompt_tokens, tenant=tenant, weight=WEIGHTS[tenant], predicted_tokens=max(0, output)
+    )
+
+
+def steps(meter: KvMeter, count: int, seconds: float = 0.1) -> None:
+    for _ in range(count):
+        meter.step(round(seconds * 1e9))
+
+
+def test_a_request_is_expected_to_hold_its_prompt_and_half_its_output() -> None:
+    meter = KvMeter()
+    steps(meter, 1)
+    assert meter.expected(ticket()) == pytest.approx((100 * 10 + 50) * 0.1)
+    two = Ticket(100, slots=2, predicted_tokens=10)
+    assert meter.expected(two) == pytest.approx(2 * (100 * 10 + 50) * 0.1)
+    limited = Ticket(100, predicted_tokens=10, max_tokens=4)
+    assert meter.expected(limited) == pytest.approx((100 * 4 + 8) * 0.1)
+
+
+def test_without_a_prediction_outputs_are_expected_as_they_were() -> None:
+    meter = KvMeter()
+    steps(meter, 1)
+    meter.begin(RequestId(0), 100)
+    steps(meter, 20)
+    meter.end(RequestId(0), ticket(), 120)
+    assert meter.expected(ticket(output=0)) == pytest.approx((100 * 20 + 200) * 0.1)
+
+
+def test_a_step_that_was_not_measured_took_as_long_as_the_others() -> None:
+    meter, other = KvMeter(), KvMeter()
+    steps(meter, 4)
+    steps(other, 2)
+    other.step(None)
+    other.step(None)
+    assert meter._elapsed_s == pytest.approx(other._elapsed_s)
+
+
+@pytest.mark.parametrize(("predicted", "real"), [(10, 40), (40, 10), (10, 10)])
+def test_a_tenant_pays_what_it_held_whatever_was_predicted(predicted: int, real: int) -> None:
+    queueing = fair_queueing("kv-token-seconds", Fcfs)
+    queue, meter = queueing.make_order(), queueing.meter
+    assert meter is not None
+    steps(meter, 1)
+    for number in range(20):
+        queue.add(RequestId(number), ticket(output=predicted))
+    for number in range(20):
+        queue.serve(RequestId(number))
+        meter.begin(RequestId(number), 100)
+        steps(meter, real)
+        meter.end(RequestId(number), ticket(), 100 + real)
+    held = 20 * (100 * real + real * real / 2) * 0.1
+    assert meter.shares.counter("a") + meter.shares._owed["a"] == pytest.approx(held)
+
+
+def test_what_never_reached_a_rank_is_paid_back() -> None:
+    queueing = fair_queueing("kv-token-seconds", Fcfs)
+    queue, meter = queueing.make_order(), queueing.meter
+    assert meter is not None
+    for number in range(2):
+        queue.add(RequestId(number), ticket())
+    queue.serve(RequestId(0))
+    once = meter.shares.counter("a")
+    meter.end(RequestId(0), ticket(), 0)
+    queue.serve(RequestId(1))
+    assert meter.shares.counter("a") == once
+
+
+def test_a_direct_request_costs_what_it_was_charged() -> None:
+    meter = KvMeter()
+    for number in range(2):
+        meter.shares.joined("a")
+        meter.shares.charge(RequestId(number), ticket())
+        meter.end_direct(RequestId(number), ticket())
+    assert meter.shares.counter("a") == pytest.approx(2 * meter.expected(ticket()))
+    assert not meter.shares._charged
+
+
+class Settling(RuleBasedStateMachine):
+    """Tenants queue, start, decode and end, with predictions that may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        queueing = fair_queueing("kv-token-seconds", Fcfs)
+        assert queueing.meter is not None
+        self.queue, self.meter = queueing.make_order(), queueing.meter
+        self.shares = self.meter.shares
+        self.tickets: dict[RequestId, Ticket] = {}
+        self.waiting: dict[str, int] = dict.fromkeys(WEIGHTS, 0)
+        # Requests in decode: KV tokens now.
+        self.running: dict[RequestId, int] = {}
+        self.held: dict[str, float] = dict.fromkeys(WEIGHTS, 0.0)
+        self.paid: dict[str, float] = dict.fromkeys(WEIGHTS, 0.0)
+        self.largest = 0.0
+        self.since: dict[tuple[str, str], dict[str, float]] = {}
+        self.number = 0
+
+    @rule(
+        tenant=st.sampled_from(sorted(WEIGHTS)),
+        tokens=st.integers(1, 50),
+        output=st.integers(0, 30),
+        count=st.integers(1, 3),
+    )
+    def arrive(self, tenant: str, tokens: int, output: int, count: int) -> None:
+        for _ in range(count):
+            request = RequestId(self.number)
+            self.number += 1
+            self.tickets[request] = ticket(tenant, tokens, output)
+            self.queue.add(request, self.tickets[request])
+            self.waiting[tenant] += 1
+
+    @precondition(lambda self: len(self.queue) > 0)
+    @rule(joins=st.booleans())
+    def start(self, joins: bool) -> None:
+        request = self.queue.head()
+        assert request is not None, "something waits, but nothing goes next"
+        one = self.tickets[request]
+        both = [
+            pair for pair in combinations(sorted(WEIGHTS), 2) if all(map(self.waiting.get, pair))
+        ]
+        self.since = {pair: self.since.get(pair, dict.fromkeys(pair, 0.0)) for pair in both}
+        before = self.shares.counter(one.tenant)
+        self.queue.serve(request)
+        self.waiting[one.tenant] -= 1
+        charge = (self.shares.counter(one.tenant) - before) * one.weight
+        assert charge >= 0.0
+        self.largest = max(self.largest, charge)
+        self.paid[one.tenant] += charge
+        for service in self.since.values():
+            if one.tenant in service:
+                service[one.tenant] += charge / one.weight
+        if joins:
+            self.meter.begin(request, one.prompt_tokens)
+            self.running[request] = one.prompt_tokens
+        else:
+            self.meter.end(request, one, 0)
+
+    @precondition(lambda self: self.running)
+    @rule(tenths=st.integers(1, 5))
+    def step(self, tenths: int) -> None:
+        self.meter.step(tenths * 100_000_000)
+        for request in self.running:
+            self.running[request] += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.running)))
+        tokens = self.running.pop(request)
+        one = self.tickets[request]
+        began_s, _ = self.meter._began[request]
+        held = (one.prompt_tokens + tokens) / 2 * (self.meter._elapsed_s - began_s)
+        self.held[one.tenant] += held
+        self.meter.end(request, one, tokens)
+
+    @invariant()
+    def every_tenant_pays_what_it_held(self) -> None:
+        for tenant in WEIGHTS:
+            charged = sum(
+                cost
+                for request, cost in self.shares._charged.items()
+                if self.tickets[request].tenant == tenant
+            )
+            owes = self.shares._owed.get(tenant, 0.0)
+            assert abs(self.paid[tenant] + owes - charged - self.held[tenant]) <= ROUNDING * (
+                1 + self.paid[tenant]
+            )
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        for (one, other), service in list(self.since.items()):
+            bound = self.largest / WEIGHTS[one] + self.largest / WEIGHTS[other]
+            assert abs(service[one] - service[other]) <= bound * (1 + ROUNDING) + ROUNDING
+            if not (self.waiting[one] and self.waiting[other]):
+                del self.since[one, other]
+
+    @invariant()
+    def nothing_is_kept_of_what_ended(self) -> None:
+        assert set(self.shares._charged) == set(self.running) == set(self.meter._began)
+
+
+TestSettling = Settling.TestCase
