@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     ("cost", "expected"),
-    [("none", "abcdxyz"), ("request", "axbyczd"), ("prompt-tokens", "axyzbcd")],
+    [
+        ("none", "abcdxyz"),
+        ("request", "axbyczd"),
+        ("prompt-tokens", "axyzbcd"),
+        ("kv-token-seconds", "axyzbcd"),
+    ],
 )
 def test_a_key_with_a_backlog_shares_the_prefiller(
     play: "Play", tmp_path: Path, cost: str, expected: str
