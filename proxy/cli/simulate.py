@@ -19,7 +19,7 @@ from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix
 from balanceroute.proxy.core.admission import BoundedQueue
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.core.queueing import COSTS, QUEUE_ORDERS
+from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, text, words
@@ -108,7 +108,7 @@ class Machines:
     fair_queue: str = choice(
         "none",
         "what tenants share by weight before prefill; --queue-order then holds within a tenant",
-        words(("none", *COSTS)),
+        words(("none", *FAIR_COSTS)),
     )
     queue_limit: int | None = integer(
         None, "requests that wait; further ones are refused", 1, 10**6, shown_default="no limit"

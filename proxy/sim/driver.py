@@ -37,7 +37,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
@@ -66,7 +66,7 @@ class Deployment:
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
-        fair_queue: A name of `COSTS`, by which tenants share the prefills; None for no sharing.
+        fair_queue: A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
         admission: Makes the rule that lets requests in; None lets in all.
         lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
             counts from the start of the prefill, the earliest moment at which it can have begun.
@@ -92,6 +92,11 @@ class Deployment:
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
     speeds_known: bool = True
+
+    @property
+    def expects_output(self) -> bool:
+        """Whether requests are queued by the output that a predictor expects of them."""
+        return not PREDICTING_ORDERS.isdisjoint((self.queue_order, self.fair_queue))
 
     @property
     def rank_batch_limits(self) -> tuple[int, ...] | None:
@@ -155,14 +160,14 @@ class Simulation:
             ),
             policy,
             queue_order=order,
-            start_order=None if cost is None else fair(cost, order),
+            fair=None if cost is None else fair_queueing(cost, order),
             observer=observer,
         )
         self.recorder = Recorder(len(workload.requests), service)
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
-        self._expects_output = deployment.queue_order in PREDICTING_ORDERS
+        self._expects_output = deployment.expects_output
         self._entrance = Entrance(deployment.admission)
         self._on_finished = on_finished
         self._clock_ns = clock_ns

@@ -14,7 +14,6 @@ from statistics import fmean, stdev
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
 from balanceroute.proxy.service_levels import ByGroup, Targets, mean_of
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
@@ -110,7 +109,7 @@ def make_simulation(
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
     # The others do not predict, and training takes time.
-    predicts = policy in PREDICTING or deployment.queue_order in PREDICTING_ORDERS
+    predicts = policy in PREDICTING or deployment.expects_output
     asked = forecast(workload, settings) if predicts else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(
