@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import socket
+from collections.abc import Sequence
 from ssl import SSLContext
+from typing import Any
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
@@ -54,7 +57,7 @@ class Server:
         self._admit = admit
         self._common = common
         self._service: Service | None = None
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
@@ -73,6 +76,21 @@ class Server:
         Raises:
             OSError: The address cannot be bound.
         """
+        await self._listen([{"host": host, "port": port}], ssl, backlog)
+
+    async def start_on(
+        self,
+        sockets: Sequence[socket.socket],
+        *,
+        ssl: SSLContext | None = None,
+        backlog: int = 2048,
+    ) -> None:
+        """Listen on sockets that are bound already, and close them with the server; see `start`."""
+        await self._listen([{"sock": one} for one in sockets], ssl, backlog)
+
+    async def _listen(
+        self, places: list[dict[str, Any]], ssl: SSLContext | None, backlog: int
+    ) -> None:
         assert self._service is None, "already started"
         loop = asyncio.get_running_loop()
         service = Service(
@@ -87,16 +105,17 @@ class Server:
             backlog = min(backlog, self._limits.connection_limit)
         # A handshake has the time of a head. asyncio measures it: the sweep sees no connection yet.
         handshake_s = None if ssl is None else self._limits.header_timeout_s
-        self._listener = await loop.create_server(
-            lambda: ServerConnection(service),
-            host,
-            port,
-            ssl=ssl,
-            backlog=backlog,
-            ssl_handshake_timeout=handshake_s,
-        )
+        for place in places:
+            listener = await loop.create_server(
+                lambda: ServerConnection(service),
+                **place,
+                ssl=ssl,
+                backlog=backlog,
+                ssl_handshake_timeout=handshake_s,
+            )
+            self._listeners.append(listener)
+            self._addresses += [one.getsockname()[:2] for one in listener.sockets]
         self._service = service
-        self._addresses = [listening.getsockname()[:2] for listening in self._listener.sockets]
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -128,13 +147,13 @@ class Server:
     @property
     def listening(self) -> list[int]:
         """The descriptors of the listening sockets; empty once nothing more is accepted."""
-        return [] if self._listener is None else [s.fileno() for s in self._listener.sockets]
+        return [one.fileno() for listener in self._listeners for one in listener.sockets]
 
     def stop_accepting(self) -> None:
         """Close the listeners and idle connections; the others close after their present answer."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         if self._service is not None:
             self._service.stopping = True
             for connection in list(self._service.connections):

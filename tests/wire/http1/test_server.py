@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,27 @@ def test_the_refusals_are_the_embedders(run: "Run", connect: "Connect") -> None:
             assert answer.body == b"400 the request line is malformed"
         server.close()
         await server.drain()
+
+    run(main())
+
+
+def test_it_serves_on_sockets_that_are_bound_already(run: "Run", connect: "Connect") -> None:
+    async def main() -> None:
+        places = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        server = Server(echo)
+        await server.start_on(places)
+        assert server.addresses == [one.getsockname() for one in places]
+        assert server.listening == [one.fileno() for one in places]
+        for _, port in server.addresses:
+            async with connect(port) as client:
+                client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await client.answer()).status == 200
+        server.close()
+        await server.drain()
+        assert server.listening == []
+        for _, port in server.addresses:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
 
     run(main())
 
