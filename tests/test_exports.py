@@ -33,8 +33,8 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
-proxy.live: connectors control deployment descriptors engines environment frontend openai prediction
-    processes proxy renewal request scheduling security serve settings telemetry
+proxy.live: connectors control deployment descriptors engines environment frontend listeners openai prediction
+    process_edge processes proxy renewal request scheduling security serve settings telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers

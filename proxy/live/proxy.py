@@ -2,41 +2,33 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin
 from balanceroute.proxy.live.control.load_log import LoadLog
 from balanceroute.proxy.live.control.state import instance_rows, take_snapshot
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
-from balanceroute.proxy.live.frontend.cors import Cors
-from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.listeners import AdminListener, PublicListener
 from balanceroute.proxy.live.prediction.predictors import predictor_name
-from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
-from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from balanceroute.proxy.live.control.admin import Admin
+    from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Snapshot
-    from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Headers, Rejection
+    from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
 # Until a task that failed is begun again.
 _RESTART_S = 1.0
-_ADMIN_CONNECTIONS = 16
 # The name of the only deployment.
 DEFAULT = ""
 
@@ -188,7 +180,8 @@ class Proxy:
     async def _listen(self) -> None:
         config, deployment = self.config, self.deployment
         page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
-        gateway = self.gateway = Gateway(
+        public = PublicListener(
+            config,
             deployment.driver,
             served=deployment.served_models,
             routes=deployment.model_routes,
@@ -196,31 +189,10 @@ class Proxy:
             metrics=self.metrics.requests,
             pages=OwnPages(page_of_metrics, deployment.driver.sessions),
             log=self._environment.log,
-            settings=GatewaySettings(
-                api_keys=config.credentials.api_keys,
-                engine_key=config.credentials.engine_key,
-                pass_authorization=config.pass_authorization,
-                public_metrics=config.listening.public_metrics,
-                models=config.engines.model,
-                client_priority=config.admission.client_priority,
-                client_deadline=config.admission.client_deadline,
-                key_is_tenant=config.admission.fair_queue != "none",
-            ),
             unix_s=self._environment.unix_s,
         )
-        origins = config.listening.cors_origin
-        cors = Cors(origins, gateway, gateway.admit) if origins else None
-        self.server = Server(
-            cors or gateway,
-            limits=config.server_limits,
-            refuse=gateway.refusals.render,
-            admit=gateway.admit if cors is None else cors.admit,
-            common=None if cors is None else cors.fields,
-        )
-        if config.listening.tls_cert is not None and config.listening.tls_key is not None:
-            self.tls = server_context(config.listening.tls_cert, config.listening.tls_key)
-        place = "--host {} --port {}"
-        await _listen_at(self.server, place, config.listening.host, config.listening.port, self.tls)
+        self.gateway, self.server, self.tls = public.gateway, public.server, public.tls
+        await public.start()
         if not config.engines.metaserver_url:
             scheme = "http" if self.tls is None else "https"
             own = EngineUrl(scheme, config.listening.host, self.server.port)
@@ -228,46 +200,6 @@ class Proxy:
                 make_connector(config.engines.connector, callback=own.base)
             )
         if config.listening.admin:
-            await self._listen_for_admin(page_of_metrics)
-
-    async def _listen_for_admin(self, page_of_metrics: MetricsPage) -> None:
-        config = self.config
-        self.pages = Admin(
-            self,
-            self.deployment.roster,
-            page_of_metrics=page_of_metrics,
-            config=config.redacted(),
-            token=config.credentials.admin_token,
-            names={config.listening.admin_host, *config.listening.admin_name},
-        )
-        # Few and its own: it answers when the public listener is full.
-        limits = replace(
-            config.server_limits,
-            body_limit_bytes=MAX_BODY_BYTES,
-            connection_limit=_ADMIN_CONNECTIONS,
-            peer_connection_limit=None,
-        )
-        self.admin = Server(self.pages, limits=limits, refuse=_refuse)
-        place = "--admin-host {} --admin-port {}"
-        await _listen_at(
-            self.admin, place, config.listening.admin_host, config.listening.admin_port, None
-        )
-
-
-def _refuse(
-    rejection: "Rejection", head: "RequestHead | None", peer: str
-) -> "tuple[Headers, bytes]":
-    del head, peer
-    body = error_body(rejection.status, rejection.message, param=rejection.param)
-    return [*JSON_HEADERS, *rejection.headers], body
-
-
-async def _listen_at(
-    server: Server, place: str, host: str, port: int, ssl: "SSLContext | None"
-) -> None:
-    try:
-        await server.start(host, port, ssl=ssl)
-    except OSError as error:
-        # Resolvers have numbers of their own; a failed bind's text repeats the address.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ConfigError(f"{place.format(host, port)}: {reason}") from None
+            admin = AdminListener(config, self, deployment.roster, page_of_metrics)
+            self.pages, self.admin = admin.pages, admin.server
+            await admin.start()

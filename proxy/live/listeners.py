@@ -1,0 +1,156 @@
+"""The listener for clients and the one for administrators, as the settings want them."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin, Control, Orders
+from balanceroute.proxy.live.frontend.cors import Cors
+from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.security.tls import server_context
+from balanceroute.proxy.wire.http1.server import Server
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
+    from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+    from balanceroute.proxy.live.frontend.pass_through import PassThrough
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.messages import Headers, Rejection
+
+_ADMIN_CONNECTIONS = 16
+
+
+class PublicListener:
+    """Where clients come in.
+
+    Attributes:
+        tls: What it serves https with; None for http.
+    """
+
+    def __init__(
+        self,
+        config: "ProxyConfig",
+        intake: "Intake",
+        *,
+        served: "ServedModels",
+        routes: "ModelRoutes",
+        pass_through: "PassThrough",
+        metrics: "RequestCounts",
+        pages: "Pages",
+        log: "Log",
+        unix_s: Callable[[], float],
+    ) -> None:
+        self._listening = listening = config.listening
+        gateway = self.gateway = Gateway(
+            intake,
+            served=served,
+            routes=routes,
+            pass_through=pass_through,
+            metrics=metrics,
+            pages=pages,
+            log=log,
+            settings=_gateway_settings(config),
+            unix_s=unix_s,
+        )
+        origins = listening.cors_origin
+        cors = Cors(origins, gateway, gateway.admit) if origins else None
+        self.server = Server(
+            cors or gateway,
+            limits=config.server_limits,
+            refuse=gateway.refusals.render,
+            admit=gateway.admit if cors is None else cors.admit,
+            common=None if cors is None else cors.fields,
+        )
+        self.tls = None
+        if listening.tls_cert is not None and listening.tls_key is not None:
+            self.tls = server_context(listening.tls_cert, listening.tls_key)
+
+    async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen on sockets that are bound, or else at the address of the settings.
+
+        Raises:
+            ConfigError: It cannot be bound.
+        """
+        if sockets:
+            await self.server.start_on(sockets, ssl=self.tls)
+            return
+        host, port = self._listening.host, self._listening.port
+        try:
+            await self.server.start(host, port, ssl=self.tls)
+        except OSError as error:
+            raise not_bound("--host {} --port {}", host, port, error) from None
+
+
+class AdminListener:
+    """Where administrators come in."""
+
+    def __init__(
+        self,
+        config: "ProxyConfig",
+        control: Control,
+        engines: Orders,
+        page_of_metrics: Callable[[], bytes],
+    ) -> None:
+        self._listening = listening = config.listening
+        self.pages = Admin(
+            control,
+            engines,
+            page_of_metrics=page_of_metrics,
+            config=config.redacted(),
+            token=config.credentials.admin_token,
+            names={listening.admin_host, *listening.admin_name},
+        )
+        # Few and its own: it answers when the public listener is full.
+        limits = replace(
+            config.server_limits,
+            body_limit_bytes=MAX_BODY_BYTES,
+            connection_limit=_ADMIN_CONNECTIONS,
+            peer_connection_limit=None,
+        )
+        self.server = Server(self.pages, limits=limits, refuse=_refuse)
+
+    async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen; see `PublicListener.start`."""
+        if sockets:
+            await self.server.start_on(sockets)
+            return
+        host, port = self._listening.admin_host, self._listening.admin_port
+        try:
+            await self.server.start(host, port)
+        except OSError as error:
+            raise not_bound("--admin-host {} --admin-port {}", host, port, error) from None
+
+
+def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error of an address that cannot be bound."""
+    # Resolvers have numbers of their own; a failed bind's text repeats the address.
+    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return ConfigError(f"{place.format(host, port)}: {reason}")
+
+
+def _gateway_settings(config: "ProxyConfig") -> GatewaySettings:
+    return GatewaySettings(
+        api_keys=config.credentials.api_keys,
+        engine_key=config.credentials.engine_key,
+        pass_authorization=config.pass_authorization,
+        public_metrics=config.listening.public_metrics,
+        models=config.engines.model,
+        client_priority=config.admission.client_priority,
+        client_deadline=config.admission.client_deadline,
+        key_is_tenant=config.admission.fair_queue != "none",
+    )
+
+
+def _refuse(
+    rejection: "Rejection", head: "RequestHead | None", peer: str
+) -> "tuple[Headers, bytes]":
+    del head, peer
+    body = error_body(rejection.status, rejection.message, param=rejection.param)
+    return [*JSON_HEADERS, *rejection.headers], body

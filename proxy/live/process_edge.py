@@ -1,0 +1,176 @@
+"""What every process of the proxy has: its logs, its signals, its descriptors, and its end."""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
+from balanceroute.proxy.live.telemetry.line_writer import LineWriter
+from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
+from balanceroute.proxy.live.telemetry.request_log import RequestLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+
+_log = logging.getLogger(__name__)
+_FLUSH_S = 2.0
+
+
+class _NoLog:
+    def request_ended(self, record: "RequestRecord") -> None:
+        del record
+
+
+class Logs:
+    """The logs of a process, behind threads of their own.
+
+    Args:
+        config: Where to log.
+        loads: Whether this process samples the ranks' loads, if that is asked for.
+
+    Attributes:
+        requests: The request log.
+        write_loads: Takes a line per sample of the ranks' loads; None for no samples.
+    """
+
+    def __init__(self, config: "ProxyConfig", *, loads: bool) -> None:
+        log = config.log
+        writer = _make_writer(log.log)
+        # Without a sink too: Python itself would write warnings to standard error.
+        write = _discard if writer is None else writer.write
+        set_up_process_log(write, level=log.log_level, secrets=config.credentials.secrets)
+        self.requests: Log = _NoLog() if writer is None else RequestLog(writer.write)
+        of_loads = None
+        if loads and log.load_log is not None:
+            of_loads = LineWriter(log.load_log, complain=_complain)
+        self.write_loads = None if of_loads is None else of_loads.write
+        self._writers = [one for one in (writer, of_loads) if one is not None]
+
+    def dropped(self) -> int:
+        """Return how many lines were dropped."""
+        return sum(one.dropped for one in self._writers)
+
+    def reopen(self) -> None:
+        """Open the files again after they were moved away."""
+        for one in self._writers:
+            one.reopen()
+
+    def close(self) -> None:
+        """Write what waits."""
+        for one in self._writers:
+            one.close(timeout_s=_FLUSH_S)
+
+
+class Serving(Protocol):
+    """What a process runs."""
+
+    async def watch(self) -> None:
+        """Raise if it cannot serve any more."""
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until everything that runs has ended or time is up."""
+
+    async def close(self) -> None:
+        """End what is left and close every socket."""
+
+
+class Signals:
+    """SIGINT and SIGTERM: the first one drains, a second one ends it at once. SIGHUP.
+
+    Attributes:
+        stop: Set by the first.
+        now: Set by the second.
+    """
+
+    def __init__(self, on_hangup: "Callable[[], None]") -> None:
+        self.stop, self.now = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal)
+        self.on_hangup(on_hangup)
+
+    def on_hangup(self, call: "Callable[[], None]") -> None:
+        """Call this on SIGHUP from now on."""
+        self._loop.add_signal_handler(signal.SIGHUP, call)
+
+    def ignore_interrupts(self) -> None:
+        """Leave a terminal's interrupts to the supervisor, which gets them too."""
+        self._loop.add_signal_handler(signal.SIGINT, lambda: None)
+
+    def _on_signal(self) -> None:
+        (self.now if self.stop.is_set() else self.stop).set()
+
+
+async def serve_until_told(serving: Serving, watch: DescriptorWatch, signals: Signals) -> None:
+    """Serve until a signal, drain until all is over or another one, and close."""
+    await until(signals.stop, (serving.watch(), watch.run()))
+    _log.info("draining")
+    await until(signals.now, (serving.drain(),))
+    await serving.close()
+
+
+async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None], ...]") -> None:
+    """Work until something happens or a work is over; raise what made it fail.
+
+    A proxy that no longer looks after its engines and listeners must not go on.
+    """
+    tasks = [asyncio.create_task(one) for one in (event.wait(), *works)]
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
+    """Get file descriptors; return the settings with connections for them, and their number."""
+    descriptors = raise_limit()
+    engines = len(config.prefillers) + sum(max(1, len(one.ranks)) for one in config.decoders)
+    enough = connections_for(descriptors, engines)
+    limit = config.limits.connection_limit
+    if limit is None:
+        limits = replace(config.limits, connection_limit=enough)
+        return replace(config, limits=limits), descriptors
+    if limit > enough:
+        fields = {"limit": limit, "descriptors": descriptors, "enough_for": enough}
+        _log.warning(
+            "the connection limit is beyond what the descriptors are enough for",
+            extra={"fields": fields},
+        )
+    return config, descriptors
+
+
+def settle_garbage_collector() -> None:
+    """Keep collections rare and short: what is there now stays, and requests leave few cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+def _make_writer(to: str) -> LineWriter | None:
+    if to == "none":
+        return None
+    if to == "-":
+        return LineWriter(sys.stderr.fileno())
+    return LineWriter(Path(to), complain=_complain)
+
+
+def _complain(message: str) -> None:
+    """Say on standard error what the log cannot say."""
+    with suppress(OSError):  # Standard error may be closed, and the log's thread must live on.
+        print(f"balanceroute: {message}", file=sys.stderr, flush=True)  # noqa: T201 - not to the log.
+
+
+def _discard(line: bytes) -> None:
+    """Write nothing."""
+    del line
