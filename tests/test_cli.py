@@ -309,7 +309,8 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
     command = (
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
-        "--prefill-us-per-token 4 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
+        "--prefill-us-per-token 4 --prefill-choice sticky --probe-limit none --prefix-cache 900 "
+        "--prefix-block-tokens 16 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
         "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 "
         "--rank-speeds 1,0.5 --speeds-unknown --rank-batches 5,4 --tokens-per-step 2.5 --speculation-seed 3 "
         "--pause-above 0.1 --policy fifo,br-h --predictor oracle "
@@ -324,7 +325,9 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         step_base_ns=12_500_000,
         step_ns_per_token=500.0,
         rank_kv_tokens=9_000,
-        prefill=PrefillModel(servers=2, base_ns=1_500_000, ns_per_token=4_000.0),
+        prefill=PrefillModel(2, 1_500_000, 4_000.0, cache_tokens=900, block_tokens=16),
+        prefill_choice="sticky",
+        probe_limit=None,
         transfer_base_ns=2_000_000,
         transfer_ns_per_token=250.0,
         pool_limit=9,

@@ -27,8 +27,8 @@ proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQu
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
-proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillView
-    Prefillers
+proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
+    PrefillRequest PrefillView Prefillers USING_BLOCKS
 proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs KvMeter
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
@@ -61,8 +61,8 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
     request_log request_metrics shadow snapshot
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
-proxy.sim: decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet recorder report
-    service_log workload
+proxy.sim: decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet
+    prefix_cache recorder report service_log workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
     turn_writes write_progress

@@ -19,6 +19,7 @@ from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix
 from balanceroute.proxy.core.admission import BoundedQueue
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -93,6 +94,23 @@ class Machines:
     )
     prefill_base_ms: float = number(20.0, "prefill = c + d x prompt", 0, 1e6, metavar="c")
     prefill_us_per_token: float = number(50.0, "see c", 0, 1e6, metavar="d")
+    prefill_choice: str = choice(
+        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+    )
+    probe_limit: int | None = integer(
+        1, "prefills at a time on one prefiller, where they wait in turn", 1, 10**6, word="none"
+    )
+    prefix_cache: int | None = integer(
+        None,
+        "tokens in a prefiller's prefix cache, for traces with hash_ids",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+    )
+    prefix_block_tokens: int = integer(
+        512, "tokens that one of the trace's hash_ids stands for", 1, 10**6, metavar="TOKENS"
+    )
     transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
     transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
     pool_limit: int | None = integer(
@@ -272,6 +290,8 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
             servers=machines.prefill_servers,
             base_ns=round(1e6 * machines.prefill_base_ms),
             ns_per_token=1e3 * machines.prefill_us_per_token,
+            cache_tokens=machines.prefix_cache,
+            block_tokens=machines.prefix_block_tokens,
         )
     return Deployment(
         ranks=machines.ranks,
@@ -280,6 +300,8 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         step_ns_per_token=1e3 * machines.step_us_per_token,
         rank_kv_tokens=machines.kv_capacity,
         prefill=prefill,
+        prefill_choice=machines.prefill_choice,
+        probe_limit=machines.probe_limit,
         transfer_base_ns=round(1e6 * machines.transfer_base_ms),
         transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),

@@ -56,6 +56,9 @@ class Ticket:
         deadline_ns: When its first token is due: if no rank has taken it by then, it expires. None
             for never.
         predicted_tokens: What a predictor expects of each sequence; 0 if none was asked.
+        blocks: Hashes of the prompt's blocks, below 2**63, each of all that comes before it too; empty
+            if unused.
+        block_tokens: Tokens of a block, possibly an estimate.
     """
 
     prompt_tokens: int
@@ -72,6 +75,8 @@ class Ticket:
     weight: float = 1.0
     deadline_ns: int | None = None
     predicted_tokens: int = 0
+    blocks: tuple[int, ...] = ()
+    block_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +176,14 @@ class RequestAdopted:
 class PrefillDone:
     """The prefiller holds the prompt's KV cache.
 
-    `lease_expires_ns` is when it may drop the KV cache; None if no lease is known.
+    `lease_expires_ns` is when it may drop the KV cache; None if no lease is known. `cached_tokens` of
+    the prompt were in its prefix cache; None if it does not say.
     """
 
     request: RequestId
     prompt_tokens: int
     lease_expires_ns: int | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
-from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.core.prefill import Prefillers, PrefillRequest
 from balanceroute.proxy.core.queueing import MakeStartOrder, StartOrder
 from balanceroute.proxy.core.time_limits import earliest
 from balanceroute.proxy.core.timers import Timers
@@ -88,21 +88,22 @@ class PrefillQueue:
         """Return the requests whose first token is due, once. The caller removes them."""
         return self._dues.take_due(now_ns)
 
-    def start(self, room: int) -> Iterator[tuple[Request, PrefillerId | None]]:
+    def start(self, room: int, now_ns: int) -> Iterator[tuple[Request, PrefillerId | None]]:
         """Yield the requests that the budgets allow to start, removed and charged, in order.
 
         With each its prefiller; None if it needs none.
 
         Args:
             room: How many requests may start. Direct requests have a limit of their own.
+            now_ns: The time.
         """
         if self._restricted:
-            yield from self._start_restricted(room)
+            yield from self._start_restricted(room, now_ns)
             return
         # Direct requests do not depend on `room`: they never enter the pool.
         while (first := self._direct.head()) is not None:
             request = self._requests[first]
-            prefiller = self._begin(request, self._direct)
+            prefiller = self._begin(request, self._direct, now_ns)
             if prefiller is not None:
                 yield request, prefiller
             elif self._prefillers.waits_for_memory(request.ticket.slots):
@@ -113,14 +114,16 @@ class PrefillQueue:
                 break
         while room > 0 and (first := self._queue.head()) is not None:
             request = self._requests[first]
-            prefiller = self._begin(request, self._queue)
+            prefiller = self._begin(request, self._queue, now_ns)
             # The rest waits with the first one: smaller prompts would overtake it for ever.
             if prefiller is None and request.ticket.prefill:
                 return
             room -= 1
             yield request, prefiller
 
-    def _start_restricted(self, room: int) -> Iterator[tuple[Request, PrefillerId | None]]:
+    def _start_restricted(
+        self, room: int, now_ns: int
+    ) -> Iterator[tuple[Request, PrefillerId | None]]:
         """Do the same as `start` if only some prefillers can serve some of the requests."""
         # The set of requests without restriction, which hold up later ones on every prefiller.
         everyone = frozenset(map(PrefillerId, range(len(self._prefillers.is_open))))
@@ -132,7 +135,7 @@ class PrefillQueue:
             withheld = set(starved)
             stuck: list[frozenset[PrefillerId] | None] = []
             while (direct or room > 0) and (head := self._head(stuck, direct=direct)) is not None:
-                prefiller = self._begin(head, self._queue_of(head), withheld)
+                prefiller = self._begin(head, self._queue_of(head), now_ns, withheld)
                 if prefiller is not None or not head.ticket.prefill:
                     self._drop_empty(head)
                     room -= not direct
@@ -164,7 +167,11 @@ class PrefillQueue:
             del self._restricted[request.ticket.eligible.prefillers]
 
     def _begin(
-        self, request: Request, queue: StartOrder, withheld: Collection[PrefillerId] = ()
+        self,
+        request: Request,
+        queue: StartOrder,
+        now_ns: int,
+        withheld: Collection[PrefillerId] = (),
     ) -> PrefillerId | None:
         """Take the first request of a queue out if it can start; return its prefiller, if any."""
         if not request.ticket.prefill:
@@ -174,8 +181,7 @@ class PrefillQueue:
         # No sequences mark a prefill.
         tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(
-            request.ticket,
-            tokens,
+            PrefillRequest(request.request, request.ticket, tokens, now_ns),
             request.lost_on_prefillers,
             sequences=sequences,
             among=None if request.ticket.eligible is None else request.ticket.eligible.prefillers,

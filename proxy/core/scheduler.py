@@ -107,13 +107,14 @@ class Scheduler:
         self.policy = policy
         self.pool = Pool(queue_order())
         self._on_failure = on_failure
-        self._observer = observer
+        choice = prefill_choice()
+        self._observers = [one for one in (choice.observer, observer) if one is not None]
         self.prefillers = Prefillers(
             config.prefillers,
             probe_limit=config.probe_limit,
             kv_capacity_tokens=config.prefiller_kv_tokens,
             direct_limit=config.direct_limit,
-            choice=prefill_choice(),
+            choice=choice,
         )
         self.requests: dict[RequestId, Request] = {}
         make_order, meter = (queue_order, None) if fair is None else fair
@@ -158,8 +159,8 @@ class Scheduler:
         self.intake.advance(now_ns, demand=bool(self.requests))
         actions = self._handle(event, now_ns)
         self.leases.observe(event, actions, self.ledger.loads, now_ns)
-        if self._observer is not None:
-            self._observer(event, actions, now_ns)
+        for observe in self._observers:
+            observe(event, actions, now_ns)
         return actions
 
     def _handle(self, event: Event, now_ns: int) -> list[Action]:
@@ -297,7 +298,7 @@ class Scheduler:
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         held = self.prefillers.prefilling + len(self.pool)
         room = self.intake.room(self.leases.room(held), held + len(self.ledger), self.ranks)
-        for request, prefiller in self.prefill_queue.start(room):
+        for request, prefiller in self.prefill_queue.start(room, now_ns):
             if prefiller is None:
                 self._to_pool(request, now_ns)
                 continue

@@ -11,7 +11,7 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
@@ -193,7 +193,10 @@ class Deployment:
                 self._make_policy(),
                 queue_order=order,
                 fair=None if cost == "none" else fair_queueing(cost, order),
-                prefill_choice=PREFILL_CHOICES[config.scheduling.prefill_choice],
+                prefill_choice=partial(
+                    PREFILL_CHOICES[config.scheduling.prefill_choice],
+                    PrefillInputs(random.Random(config.scheduling.seed)),
+                ),
                 on_failure=self._failures.report,
                 observer=environment.observer,
             ),

@@ -37,16 +37,20 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
+from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.sim.entrance import Entrance
 from balanceroute.proxy.sim.loop import EventLoop
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.prefill_fleet import PrefillFleet, PrefillJob, PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder
 from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload
+from balanceroute.traces import TraceRequest
+
+_HASH = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Deployment:
         step_ns_per_token: b.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
         prefill: The prefill servers; None prefills at once.
+        prefill_choice: A name of `PREFILL_CHOICES`: which server takes a request.
+        probe_limit: Prefills on a server at a time, also those that wait there; None for no limit.
         transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
             queue; 0 with f = 0 lets a request join at once.
         transfer_ns_per_token: f.
@@ -81,6 +87,8 @@ class Deployment:
     step_ns_per_token: float = 200.0
     rank_kv_tokens: int | None = None
     prefill: PrefillModel | None = None
+    prefill_choice: str = "fewest-tokens"
+    probe_limit: int | None = 1
     transfer_base_ns: int = 0
     transfer_ns_per_token: float = 0.0
     deadline_ns: int | None = None
@@ -125,6 +133,7 @@ class Simulation:
         policy: Decides admissions.
         predictor: Notified of every request.
         service: See `Recorder`.
+        prefill_choice: Makes the rule that chooses a request's prefill server.
         observer: See `Observer`; None for none.
         on_finished: Called after each step with the number of requests that finished in it.
         clock_ns: Real time, for the cost of decisions.
@@ -138,6 +147,7 @@ class Simulation:
         predictor: Predictor,
         *,
         service: ServiceLog | None = None,
+        prefill_choice: MakePrefillChoice = FewestTokens,
         observer: Observer | None = None,
         on_finished: Callable[[int], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
@@ -150,7 +160,7 @@ class Simulation:
                 batch_limit=deployment.batch_limit,
                 rank_kv_tokens=deployment.rank_kv_tokens,
                 prefillers=1 if prefill is None else prefill.servers,
-                probe_limit=None if prefill is None else 1,
+                probe_limit=None if prefill is None else deployment.probe_limit,
                 deadline_ns=deployment.deadline_ns,
                 pool_limit=deployment.pool_limit,
                 lease_ns=deployment.lease_ns,
@@ -161,9 +171,10 @@ class Simulation:
             policy,
             queue_order=order,
             fair=None if cost is None else fair_queueing(cost, order),
+            prefill_choice=prefill_choice,
             observer=observer,
         )
-        self.recorder = Recorder(len(workload.requests), service)
+        self.recorder = Recorder(len(workload.requests), service, self.scheduler.config.prefillers)
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
@@ -172,6 +183,7 @@ class Simulation:
         self._on_finished = on_finished
         self._clock_ns = clock_ns
         self._loop = EventLoop()
+        self._prefill = None if prefill is None else PrefillFleet(prefill, self._loop)
         self._fleet = DecodeFleet(
             ranks=deployment.ranks,
             batch_limit=deployment.batch_limit,
@@ -209,16 +221,17 @@ class Simulation:
     def _perform(self, action: Action) -> None:
         now_ns = self._loop.now_ns
         match action:
-            case StartPrefill(request, _, prompt_tokens):
+            case StartPrefill(request, prefiller, prompt_tokens):
                 self._entrance.began(request, now_ns)
-                prefill = self._deployment.prefill
-                service = 0 if prefill is None else prefill.service_ns(prompt_tokens)
                 lease_ns = self._deployment.lease_ns
                 lease_end_ns = None if lease_ns is None else now_ns + lease_ns
-                self._loop.call_at(
-                    now_ns + service,
-                    lambda: self._prefilled(request, prompt_tokens, lease_end_ns),
-                )
+                blocks = self._workload.requests[request].hash_ids
+                done = partial(self._prefilled, lease_end_ns)
+                job = PrefillJob(request, prefiller, prompt_tokens, blocks, done)
+                if self._prefill is None:
+                    self._loop.call_at(now_ns, partial(done, job))
+                else:
+                    self._prefill.submit(job)
             case Admit(request, rank):
                 self._transfer(request, rank)
             case ReleasePrefill(request):
@@ -252,13 +265,7 @@ class Simulation:
         self._arrived += 1
         traced, now_ns = self._workload.requests[request], self._loop.now_ns
         self.recorder.arrived(request, now_ns)
-        ticket = Ticket(
-            traced.prompt_tokens,
-            tenant=traced.tenant,
-            level=traced.level,
-            weight=traced.weight,
-            deadline_ns=None if traced.deadline_ns is None else now_ns + traced.deadline_ns,
-        )
+        ticket = self._ticket(traced, now_ns)
         refusal = self._entrance.offer(request, ticket, self.scheduler.waiting, now_ns)
         if refusal is None:
             self._predictor.begin(request, features_of(traced))
@@ -274,6 +281,22 @@ class Simulation:
                 self._loop.call_at(now_ns + retry_ns, self._arrive_next)
         if self._arrived == len(self._workload.requests):
             self.recorder.last_arrival(now_ns)
+
+    def _ticket(self, traced: TraceRequest, now_ns: int) -> Ticket:
+        ticket = Ticket(
+            traced.prompt_tokens,
+            tenant=traced.tenant,
+            level=traced.level,
+            weight=traced.weight,
+            deadline_ns=None if traced.deadline_ns is None else now_ns + traced.deadline_ns,
+        )
+        prefill = self._deployment.prefill
+        if prefill is None or not traced.hash_ids:
+            return ticket
+        # Only full blocks are cached. A trace's own hashes may have more bits than a ticket's.
+        full = traced.hash_ids[: traced.prompt_tokens // prefill.block_tokens]
+        blocks = tuple(one & _HASH for one in full)
+        return replace(ticket, blocks=blocks, block_tokens=prefill.block_tokens)
 
     def _fill(self) -> None:
         for _ in range(self._workload.backlog or self._workload.concurrency or 0):
@@ -291,9 +314,10 @@ class Simulation:
         if not self._workload.open_loop:
             self._loop.call_at(now_ns, self._arrive_next)
 
-    def _prefilled(self, request: RequestId, prompt_tokens: int, lease_end_ns: int | None) -> None:
-        self.recorder.prefilled(request, self._loop.now_ns)
-        self._feed(PrefillDone(request, prompt_tokens, lease_end_ns))
+    def _prefilled(self, lease_end_ns: int | None, job: PrefillJob) -> None:
+        self.recorder.prefilled(job.request, self._loop.now_ns)
+        self.recorder.computed(job.prefiller, job.computed_tokens, job.prompt_tokens)
+        self._feed(PrefillDone(job.request, job.prompt_tokens, lease_end_ns, job.cached_tokens))
         self._undecided = True
 
     def _wake(self) -> None:

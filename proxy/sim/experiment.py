@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
 from balanceroute.proxy.service_levels import ByGroup, Targets, mean_of
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import Forecast
@@ -126,6 +127,10 @@ def make_simulation(
         make_policy(policy, parts),
         predictor,
         service=service,
+        prefill_choice=partial(
+            PREFILL_CHOICES[deployment.prefill_choice],
+            PrefillInputs(random.Random(f"{seed}/prefill")),
+        ),
         on_finished=on_finished,
         clock_ns=clock_ns,
     )

@@ -5,13 +5,14 @@ all ages) and closes when the last request has arrived (from then on the backlog
 waits of requests that join a batch, and requests that finish are counted only inside it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
 from balanceroute.proxy.sim.service_log import ServiceLog
 
@@ -21,7 +22,13 @@ PICTURE_STEPS = 500
 
 @dataclass(slots=True)
 class RunMetrics:
-    """The figures of one run; the field names are those of the JSON report."""
+    """The figures of one run; the field names are those of the JSON report.
+
+    Attributes:
+        prefill_tokens: Prompt tokens that prefillers computed.
+        prefix_hit_fraction: Share of the prompt tokens that they had in their prefix caches.
+        prefiller_peak: What the busiest prefiller computed, over their mean; 0 if none did.
+    """
 
     mean_imbalance_tokens: float
     idle_fraction: float
@@ -43,6 +50,9 @@ class RunMetrics:
     mean_running: float
     refused: float
     expired: float
+    prefill_tokens: float
+    prefix_hit_fraction: float
+    prefiller_peak: float
 
 
 @dataclass(slots=True)
@@ -52,12 +62,14 @@ class Recorder:
     Attributes:
         num_requests: Requests of the run.
         service: Told of what concerns tenants and classes; None if nobody asks.
+        prefillers: P.
         picture: Loads by rank of the first `PICTURE_STEPS` steps of the window.
         ended: Requests that finished, were refused or expired.
     """
 
     num_requests: int
     service: ServiceLog | None = None
+    prefillers: int = 1
     picture: list[list[int]] = field(default_factory=list)
     ended: int = 0
     _open: bool = False
@@ -78,6 +90,8 @@ class Recorder:
     _waits_ns: list[int] = field(default_factory=list)
     _ttft_ns: list[int] = field(default_factory=list)
     _dispatch_ns: list[int] = field(default_factory=list)
+    _computed: Counter[PrefillerId] = field(default_factory=Counter)
+    _prompt_tokens: int = 0
     _arrived_ns: dict[RequestId, int] = field(default_factory=dict)
     _prefilled_ns: dict[RequestId, int] = field(default_factory=dict)
     _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
@@ -116,6 +130,12 @@ class Recorder:
     def prefilled(self, request: RequestId, now_ns: int) -> None:
         """Note that a request can be decoded from now on; if its lease lapses, from then on."""
         self._prefilled_ns.setdefault(request, now_ns)
+
+    def computed(self, prefiller: PrefillerId, tokens: int, prompt_tokens: int) -> None:
+        """Note what a prefiller computed of a prompt."""
+        if self._steady:
+            self._computed[prefiller] += tokens
+            self._prompt_tokens += prompt_tokens
 
     def joined(self, request: RequestId, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined a batch."""
@@ -201,6 +221,8 @@ class Recorder:
         tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
         waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9
         ttft = np.percentile(self._ttft_ns, [50, 99, 100]) / 1e9
+        loads = self._computed.values()
+        total = sum(loads)
         dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
         return RunMetrics(
             mean_imbalance_tokens=self._imbalance / self._steps,
@@ -223,6 +245,9 @@ class Recorder:
             mean_running=self._running / self._steps,
             refused=self._refused,
             expired=self._expired,
+            prefill_tokens=total,
+            prefix_hit_fraction=1.0 - total / self._prompt_tokens if self._prompt_tokens else 0.0,
+            prefiller_peak=max(loads) * self.prefillers / total if total else 0.0,
         )
 
     def _end(self, now_ns: int) -> None:

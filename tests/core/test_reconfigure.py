@@ -44,7 +44,7 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.prediction import Predictor
-from balanceroute.proxy.core.prefill import PrefillView
+from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.core.time_limits import pool_entry
 
@@ -271,14 +271,12 @@ class Rehearsed:
 class FirstWithRoom:
     """Takes the lowest candidate, so that a prefiller more does not matter at first."""
 
+    observer = None
+
     def choose(
-        self,
-        ticket: Ticket,
-        prompt_tokens: int,
-        candidates: Sequence[PrefillerId],
-        view: PrefillView,
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
-        del ticket, prompt_tokens, view
+        del request, view
         return candidates[0]
 
 

@@ -31,7 +31,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.pool import Pool
-from balanceroute.proxy.core.prefill import PrefillView
+from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.time_limits import pool_entry
 
@@ -225,14 +225,12 @@ def test_a_request_that_was_served_is_not_due_again(new_driver: "type[Driver]") 
 class TheLast:
     """Takes the candidate with the highest number."""
 
+    observer = None
+
     def choose(
-        self,
-        ticket: Ticket,
-        prompt_tokens: int,
-        candidates: Sequence[PrefillerId],
-        view: PrefillView,
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
-        del ticket, prompt_tokens, view
+        del request, view
         return candidates[-1]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.sim.recorder import PICTURE_STEPS, Recorder
 
 SECOND = 1_000_000_000
@@ -148,16 +148,19 @@ def test_a_recomputed_request_waits_twice_and_keeps_its_first_token() -> None:
 
 @pytest.mark.parametrize(("num_requests", "opening"), [(10, 1), (30, 3), (25, 3), (20, 2)])
 def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: int) -> None:
-    recorder = Recorder(num_requests)
+    recorder = Recorder(num_requests, prefillers=3)
     recorder.dispatched(1)
     for request in range(opening):
         recorder.step([9, 1], 1, SECOND, 0, {})
+        recorder.computed(PrefillerId(0), 900, 1_000)
         recorder.recomputed(RequestId(request), 1)
         recorder.lapsed()
         recorder.idle_time(SECOND)
         # Waits and gaps of 100 s must not be seen, those of 1 s must.
         serve(recorder, request, joined_s=100.0, first_s=100.0, end_s=200.0, tokens=2)
     recorder.step([5, 3], 4, SECOND, 0, {})
+    recorder.computed(PrefillerId(0), 10, 40)
+    recorder.computed(PrefillerId(1), 20, 80)
     serve(recorder, opening, joined_s=1.0, first_s=1.0, end_s=2.0, tokens=2)
     metrics = recorder.metrics()
     assert dataclasses.asdict(metrics) == {
@@ -181,6 +184,9 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "dispatch_us_p99": 0.001,
         "refused": 0,
         "expired": 0,
+        "prefill_tokens": 30,
+        "prefix_hit_fraction": 0.75,
+        "prefiller_peak": 2.0,
     }
 
 

@@ -30,6 +30,9 @@ FIGURES = {
     "mean_running": 50.0,
     "refused": 4.0,
     "expired": 5.0,
+    "prefill_tokens": 7_000.0,
+    "prefix_hit_fraction": 0.25,
+    "prefiller_peak": 1.125,
 }
 
 

@@ -3,19 +3,59 @@
 | name | rule |
 | --- | --- |
 | `fewest-tokens` | the prefiller that holds the fewest KV tokens; equal ones take turns |
+| `least-conn` | the prefiller that works on the fewest requests; equal ones take turns |
+| `round-robin` | the prefillers in turn |
+| `random` | a prefiller drawn at random, uniformly |
+| `power-of-two` | the less busy of two drawn prefillers |
+| `prefix-aware` | where its prefill delays all requests least, cached prefixes counted |
+| `sticky` | a conversation's own prefiller, by rendezvous hashing |
+| `cache-aware` | the longest cached prefix unless loads differ a lot (vllm-router) |
+| `lmetric` | the lowest product of uncached tokens and requests under way (LMetric) |
 """
 
-from balanceroute.proxy.core.prefill.base import MakePrefillChoice, PrefillChoice, PrefillView
+from collections.abc import Callable
+
+from balanceroute.proxy.core.prefill.base import (
+    MakePrefillChoice,
+    PrefillChoice,
+    PrefillInputs,
+    PrefillRequest,
+    PrefillView,
+)
 from balanceroute.proxy.core.prefill.budgets import Prefillers
+from balanceroute.proxy.core.prefill.cache_aware import CacheAware
 from balanceroute.proxy.core.prefill.fewest_tokens import FewestTokens
+from balanceroute.proxy.core.prefill.least_conn import LeastConn
+from balanceroute.proxy.core.prefill.lmetric import LMetric
+from balanceroute.proxy.core.prefill.power_of_two import PowerOfTwo
+from balanceroute.proxy.core.prefill.prefix_aware import PrefixAware
+from balanceroute.proxy.core.prefill.random_one import RandomOne
+from balanceroute.proxy.core.prefill.round_robin import RoundRobin
+from balanceroute.proxy.core.prefill.sticky import Sticky
 
 __all__ = [
     "PREFILL_CHOICES",
+    "USING_BLOCKS",
     "FewestTokens",
     "MakePrefillChoice",
     "PrefillChoice",
+    "PrefillInputs",
+    "PrefillRequest",
     "PrefillView",
     "Prefillers",
 ]
 
-PREFILL_CHOICES: dict[str, MakePrefillChoice] = {"fewest-tokens": FewestTokens}
+PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
+    "fewest-tokens": lambda _: FewestTokens(),
+    "least-conn": lambda _: LeastConn(),
+    "round-robin": lambda _: RoundRobin(),
+    "random": lambda inputs: RandomOne(inputs.rng),
+    "power-of-two": lambda inputs: PowerOfTwo(inputs.rng),
+    "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks),
+    "sticky": lambda _: Sticky(),
+    "cache-aware": lambda inputs: CacheAware(inputs.index_blocks),
+    "lmetric": lambda inputs: LMetric(inputs.index_blocks),
+}
+
+# The choices that use the blocks of prompts.
+USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})

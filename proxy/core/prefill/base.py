@@ -1,12 +1,33 @@
-"""Which of the prefillers with room takes a request: the interface for scores and prefix affinity.
+"""Which of the prefillers with room takes a request.
 
 A prefill choice is one new file here and a line in the registry.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.core.events import PrefillerId, Ticket
+from balanceroute.proxy.core.events import Observer, PrefillerId, RequestId, Ticket
+
+if TYPE_CHECKING:
+    import random
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """A request that needs a prefiller.
+
+    Attributes:
+        request: Its id.
+        ticket: Its ticket.
+        tokens: Tokens that it is charged; more than in the ticket if it was recomputed.
+        now_ns: The time.
+    """
+
+    request: RequestId
+    ticket: Ticket
+    tokens: int
+    now_ns: int
 
 
 class PrefillView(Protocol):
@@ -31,22 +52,58 @@ class PrefillView(Protocol):
 class PrefillChoice(Protocol):
     """Chooses the prefiller of a request."""
 
+    @property
+    def observer(self) -> Observer | None:
+        """What the choice learns from: called with every event of the scheduler; None for nothing."""
+        ...
+
     def choose(
-        self,
-        ticket: Ticket,
-        prompt_tokens: int,
-        candidates: Sequence[PrefillerId],
-        view: PrefillView,
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
-        """Return one of the candidates.
+        """Return one of the candidates, which then takes the request.
 
         Args:
-            ticket: The ticket of the request.
-            prompt_tokens: Tokens that it is charged; more than in the ticket if it was recomputed.
+            request: The request.
             candidates: The open prefillers with room for it, ascending; at least one.
             view: All prefillers.
         """
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillInputs:
+    """What a prefill choice is made from.
+
+    Attributes:
+        rng: Seeded generator for the randomised ones.
+        index_blocks: Blocks of prompts that are remembered of each prefiller.
+    """
+
+    rng: "random.Random"
+    index_blocks: int = 1 << 20
+
+
 MakePrefillChoice = Callable[[], PrefillChoice]
+
+
+class Turns:
+    """Chooses the least of several prefillers; equal ones take turns.
+
+    So no one of several idle ones gets every request.
+    """
+
+    def __init__(self) -> None:
+        self._choices = 0
+        self._last_choice: dict[PrefillerId, int] = {}
+
+    def least(
+        self, candidates: Sequence[PrefillerId], cost: Callable[[PrefillerId], float]
+    ) -> PrefillerId:
+        """Return the candidate of the lowest cost; of equal ones that chosen least recently."""
+        costs = [cost(prefiller) for prefiller in candidates]
+        lowest = min(costs)
+        equals = [one for one, its in zip(candidates, costs, strict=True) if its == lowest]
+        chosen = min(equals, key=lambda prefiller: self._last_choice.get(prefiller, 0))
+        self._choices += 1
+        self._last_choice[chosen] = self._choices
+        return chosen

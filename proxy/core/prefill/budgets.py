@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 
 from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import PrefillerId, Ticket
-from balanceroute.proxy.core.prefill.base import PrefillChoice
+from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.prefill.base import PrefillChoice, PrefillRequest
 
 
 class Prefillers:
@@ -94,8 +94,7 @@ class Prefillers:
 
     def choose(
         self,
-        ticket: Ticket,
-        prompt_tokens: int,
+        request: PrefillRequest,
         lost_on: Sequence[PrefillerId] = (),
         *,
         sequences: int = 0,
@@ -105,8 +104,7 @@ class Prefillers:
         """Return the prefiller that takes a request, or None if the request has to wait.
 
         Args:
-            ticket: The ticket of the request.
-            prompt_tokens: Tokens that it is charged.
+            request: The request.
             lost_on: Prefillers to avoid while others are open, the earliest loss first.
             sequences: Sequences of a direct request; 0 for a prefill.
             among: The only prefillers that can serve it; None for all.
@@ -126,11 +124,11 @@ class Prefillers:
             for prefiller, able in enumerate(is_open)
             if able
             and (limit is None or self._has_place(prefiller, sequences))
-            and (self._kv_capacity_tokens is None or self._has_memory(prefiller, prompt_tokens))
+            and (self._kv_capacity_tokens is None or self._has_memory(prefiller, request.tokens))
         ]
         if not candidates:
             return None
-        chosen = self._choice.choose(ticket, prompt_tokens, candidates, self)
+        chosen = self._choice.choose(request, candidates, self)
         # A prefiller outside of them would be overfilled without notice.
         assert chosen in candidates, f"prefiller {chosen} has no room or is closed"
         return chosen

@@ -30,6 +30,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "batch": 16,
     "rank_kv_tokens": 100_000,
     "rank_speeds": "1,1.5",
+    "prefill_choice": "least-conn",
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
@@ -115,7 +116,7 @@ AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
 # There is one of each so far: another value cannot be asked for.
-THE_ONLY_ONE = {"admission", "prefill_choice"}
+THE_ONLY_ONE = {"admission"}
 
 
 def test_no_setting_is_forgotten_here() -> None:

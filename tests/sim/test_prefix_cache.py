@@ -1,0 +1,146 @@
+"""Prefix caches of simulated prefillers, and the choices that use them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.experiment import make_simulation
+from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.sim.prefill_fleet import PrefillFleet, PrefillJob, PrefillModel
+from balanceroute.proxy.sim.prefix_cache import PrefixCache
+from balanceroute.proxy.sim.recorder import RunMetrics
+from balanceroute.proxy.sim.workload import Workload
+from balanceroute.traces import TraceRequest
+
+SECOND = 10**9
+BLOCK = 512
+
+
+def test_the_beginning_that_is_held_is_found() -> None:
+    cache = PrefixCache(None, 10)
+    assert cache.use((1, 2, 3), 35) == 0
+    assert cache.use((1, 2, 3, 4), 45) == 30
+    assert cache.use((1, 9, 3, 4), 45) == 10
+    assert cache.use((8, 2, 3), 35) == 0
+
+
+def test_only_full_blocks_are_held_and_the_last_token_is_computed() -> None:
+    cache = PrefixCache(None, 10)
+    cache.use((1, 2, 3), 29)
+    assert cache.use((1, 2, 3), 31) == 20
+    assert cache.use((1, 2, 3), 30) == 20
+    assert cache.use((1, 2, 3), 31) == 30
+
+
+def test_the_least_recently_used_go_first_of_a_prompt_its_end() -> None:
+    cache = PrefixCache(4, 10)
+    cache.use((1, 2, 3), 30)
+    cache.use((7, 8), 20)
+    assert cache.use((1, 2, 3), 31) == 20
+    assert cache.use((7, 8), 21) == 10
+
+
+def fleet(cache_tokens: int | None) -> list[tuple[int, int, int | None]]:
+    """Return when each of four prompts was computed, in us, and what was cached of it."""
+    loop = EventLoop()
+    model = PrefillModel(2, 1_000, 1.0, cache_tokens, BLOCK)
+    servers = PrefillFleet(model, loop)
+    done: list[tuple[int, int, int | None]] = []
+    for number, prefiller in enumerate((0, 0, 1, 0)):
+        job = PrefillJob(
+            RequestId(number),
+            PrefillerId(prefiller),
+            10 * BLOCK + 1,
+            tuple(range(10)),
+            lambda job: done.append((job.request, loop.now_ns, job.cached_tokens)),
+        )
+        servers.submit(job)
+    loop.run(lambda: None)
+    return done
+
+
+def test_a_server_computes_in_turn_and_only_what_is_not_cached() -> None:
+    assert fleet(None) == [
+        (0, 6_121, None), (2, 6_121, None), (1, 12_242, None), (3, 18_363, None)
+    ]  # fmt: skip
+    # The second server has a cache of its own.
+    assert fleet(10**6) == [(0, 6_121, 0), (2, 6_121, 0), (1, 7_122, 5_120), (3, 8_123, 5_120)]
+    assert fleet(9 * BLOCK)[2:] == [(1, 7_634, 4_608), (3, 9_147, 4_608)]
+
+
+def conversations(count: int, turns: int) -> list[TraceRequest]:
+    """Return conversations whose turns come in any order of conversation."""
+    rng = random.Random(3)
+    requests = []
+    for number in range(count):
+        at = rng.uniform(0, 60)
+        blocks = [0, *(1_000 * (number + 1) + place for place in range(60))]
+        for turn in range(turns):
+            length = 8 + 4 * turn
+            requests.append(
+                TraceRequest(
+                    round(at * SECOND), length * BLOCK + 7, 20, tuple(blocks[: length + 1])
+                )
+            )
+            at += rng.uniform(5, 15)
+    return sorted(requests, key=lambda request: request.arrival_ns)
+
+
+def played(choice: str, requests: list[TraceRequest], prefillers: int = 4) -> RunMetrics:
+    deployment = Deployment(
+        8,
+        64,
+        step_base_ns=10_000_000,
+        step_ns_per_token=20.0,
+        prefill=PrefillModel(prefillers, 20_000_000, 50_000.0, 10**7, BLOCK),
+        probe_limit=None,
+        prefill_choice=choice,
+    )
+    workload = Workload(requests, [], rate=1.0)
+    forecast = lambda *_: NoPrediction()  # noqa: E731
+    return (
+        make_simulation(deployment, workload, "br-0", PolicySettings(), forecast, seed="0")
+        .run()
+        .metrics()
+    )
+
+
+def test_prefix_aware_hits_as_often_as_one_prefiller_would_and_waits_less() -> None:
+    requests = conversations(300, 5)
+    alone = played("random", requests, prefillers=1).prefix_hit_fraction
+    ours, blind, sticky = (
+        played(choice, requests) for choice in ("prefix-aware", "fewest-tokens", "sticky")
+    )
+    assert alone > 0.6
+    assert ours.prefix_hit_fraction > 0.95 * alone > 1.5 * blind.prefix_hit_fraction
+    assert ours.ttft_s_p99 < 0.8 * min(blind.ttft_s_p99, sticky.ttft_s_p99)
+
+
+def test_a_hot_prefix_overloads_no_prefiller_and_may_change() -> None:
+    """Half of the traffic shares a prefix of 20k tokens; in the middle it is another one."""
+    rng = random.Random(5)
+    requests = []
+    for number in range(2_400):
+        hot = 1 if number < 1_200 else 2
+        own = tuple(10**6 * (number + 1) + place for place in range(40))
+        shared = tuple(10**5 * hot + place for place in range(40))
+        blocks = (*shared, *own[:4]) if rng.random() < 0.5 else own[: rng.randint(4, 16)]
+        requests.append(TraceRequest(number * SECOND // 16, BLOCK * len(blocks) + 9, 20, blocks))
+    for part in (requests[:1_200], requests):
+        metrics = played("prefix-aware", part)
+        assert metrics.prefiller_peak < 1.3
+        # Half of the prompts have 40 of their 44 blocks in common: most tokens of the trace.
+        assert metrics.prefix_hit_fraction > 0.6
+
+
+@pytest.mark.parametrize("choice", ["prefix-aware", "cache-aware", "lmetric", "sticky"])
+def test_without_blocks_the_choices_still_work(choice: str) -> None:
+    requests = [replace(request, hash_ids=()) for request in conversations(20, 3)]
+    metrics = played(choice, requests)
+    assert metrics.prefix_hit_fraction == 0.0
+    assert metrics.prefill_tokens > 0
