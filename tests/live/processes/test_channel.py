@@ -28,13 +28,13 @@ class End:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.channel = Channel(
             for_scheduler(),
-            on_message=self._message,
-            on_close=lambda _, reason: self.ended.set_result(reason),
+            on_messages=self._messages,
+            on_close=self.ended.set_result,
             max_unread_bytes=max_unread_bytes,
         )
 
-    def _message(self, _: "Channel[FromRelay]", message: FromRelay) -> None:
-        self.heard.append(message)
+    def _messages(self, messages: list[FromRelay]) -> None:
+        self.heard += messages
         self.came.set()
 
     async def until(self, count: int) -> list[FromRelay]:
@@ -65,50 +65,42 @@ def test_messages_go_both_ways_in_order() -> None:
         near, far = socket.socketpair()
         end = End()
         heard: list[ToRelay] = []
-        ended = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        def on_message(channel: "Channel[ToRelay]", message: ToRelay) -> None:
-            heard.append(message)
-            channel.close("enough")
+        def on_messages(messages: list[ToRelay]) -> None:
+            heard.extend(messages)
+            relay.close("enough")
 
-        relay = Channel(
-            for_relay(), on_message=on_message, on_close=lambda _, reason: ended.set_result(reason)
-        )
+        relay = Channel(for_relay(), on_messages=on_messages, on_close=ended.set_result)
+        assert relay.closed
+        relay.write([HELLO])  # Nothing is sent yet.
         await connect(end.channel, near)
         await connect(relay, far)
-        told: list[FromRelay] = [
-            HELLO,
-            *(Failure("arrival", str(number), "") for number in range(100)),
-        ]
-        for message in told:
-            relay.send(message)
+        told: list[FromRelay] = [HELLO, *(Failure("x", str(n), "") for n in range(100))]
+        relay.write(told[:50])
+        relay.write(told[50:])
         assert await end.until(101) == told
-        end.channel.send(Readiness(ready=True))
-        end.channel.send(Readiness(ready=False))
+        end.channel.write([Readiness(ready=True)])
         assert await ended == "enough"
         assert await end.ended == "the peer is gone"
-        assert heard == [Readiness(ready=True)]  # Nothing is heard on a closed channel.
+        assert heard == [Readiness(ready=True)]
         assert relay.closed
-        relay.send(HELLO)  # Nor sent.
+        relay.write([HELLO])  # Nor any more.
 
     play(main())
 
 
-def test_what_one_turn_says_is_one_frame() -> None:
+def test_what_is_sent_before_a_close_arrives() -> None:
     async def main() -> None:
         near, far = socket.socketpair()
         far.setblocking(False)
         end = End()
         await connect(end.channel, near)
         both = [Readiness(ready=True), Readiness(ready=False)]
-        for message in both:
-            end.channel.send(message)
+        end.channel.write(both)
+        end.channel.close("the end")
         loop = asyncio.get_running_loop()
         assert await loop.sock_recv(far, 1000) == encode(both)
-        # What is said before a close is still sent.
-        end.channel.send(both[0])
-        end.channel.close("the end")
-        assert await loop.sock_recv(far, 1000) == encode(both[:1])
         assert await loop.sock_recv(far, 1000) == b""
         assert await end.ended == "the end"
         far.close()
@@ -146,7 +138,7 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_is_given_up_in_the_end() 
         sent = 0
         behind_at = None
         while not end.channel.closed:
-            end.channel.send(page)
+            end.channel.write([page])
             sent += 1
             await asyncio.sleep(0)
             if end.channel.behind and behind_at is None:
@@ -169,7 +161,7 @@ def test_a_peer_that_catches_up_is_behind_no_more() -> None:
         end = End(max_unread_bytes=8 << 20)
         await connect(end.channel, near)
         while not is_behind(end):
-            end.channel.send(Failure("x", "y" * 100_000, ""))
+            end.channel.write([Failure("x", "y" * 100_000, "")])
             await asyncio.sleep(0)
         while is_behind(end):
             await loop.sock_recv(far, 1 << 20)
