@@ -52,7 +52,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress session_table
+proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission checks config configure declared engines policy_options reader scheduling setting

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
 # After these a slot may be free for a request that waits.
@@ -57,6 +58,7 @@ class Decisions:
     Args:
         settle_s: How long a tick waits for further requests to end with the same step.
         stopwatch: Real seconds, for the cost of decisions.
+        counts: How far streams are; None to ask the sessions.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Decisions:
         metrics: "Metrics",
         settle_s: float,
         stopwatch: Callable[[], float],
+        counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.progress = Progress(scheduler, self._handle, loop.time)
+        self.progress = Progress(scheduler, self._handle, loop.time, counts)
         self._scheduler = scheduler
         self._sessions = sessions
         self._instances = instances

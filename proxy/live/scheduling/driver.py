@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
@@ -87,6 +88,7 @@ class Driver:
         admission: Asked before a request is let in.
         rng: Makes tokens that name transfers.
         stopwatch: Real seconds, for the cost of decisions.
+        counts: How far streams are; None to ask the sessions.
 
     Attributes:
         context: What the sessions share.
@@ -114,12 +116,11 @@ class Driver:
         settings: DriverSettings,
         rng: random.Random,
         stopwatch: Callable[[], float],
+        counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.instances = instances
+        self.scheduler, self.instances = scheduler, instances
         self.context = _context(connector, settings, metrics, rng)
-        self.uses_keys = predictors.uses_keys
-        self.draining = False
+        self.uses_keys, self.draining = predictors.uses_keys, False
         self._predictors, self._expects_output = predictors, settings.expects_output
         self._admission = admission
         self.table = SessionTable(rng)
@@ -135,6 +136,7 @@ class Driver:
             metrics=metrics,
             settle_s=settings.settle_s,
             stopwatch=stopwatch,
+            counts=counts,
         )
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(

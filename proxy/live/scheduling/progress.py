@@ -15,6 +15,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.ranks import loads_at_mean_speed
+from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.scheduling.step_clock import Counts
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
@@ -36,6 +38,7 @@ class Progress:
         scheduler: Its ledger is updated.
         feed: Tells it that one has joined its rank's batch, and performs what follows.
         clock: The loop's time.
+        counts: How far streams are; None to ask the sessions.
 
     Attributes:
         started: The requests in their rank's batch.
@@ -45,10 +48,15 @@ class Progress:
     """
 
     def __init__(
-        self, scheduler: "Scheduler", feed: Callable[[Event], None], clock: Callable[[], float]
+        self,
+        scheduler: "Scheduler",
+        feed: Callable[[Event], None],
+        clock: Callable[[], float],
+        counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.started: dict[RequestId, LiveRequest] = {}
         self.steps = StepClock()
+        self._counts = PulledCounts(self.started) if counts is None else counts
         self.idle_tokens = self.capacity_tokens = 0
         self._scheduler = scheduler
         self._feed = feed
@@ -83,7 +91,7 @@ class Progress:
         """
         number = event.request
         self._unheard.pop(number, None)
-        session = self.started.pop(number, None)
+        session = self._leave(number)
         if session is None or isinstance(event, RequestRecomputed):
             return event
         emitted = self._scheduler.emitted(number)
@@ -95,7 +103,7 @@ class Progress:
     def ended(self, session: "LiveRequest") -> None:
         """Forget a request that is over, and learn from a whole answer how long a step is."""
         number, record = session.number, session.record
-        self.started.pop(number, None)
+        self._leave(number)
         self._unheard.pop(number, None)
         if session.shape.stream or record.outcome is not Outcome.OK or record.admitted_ns is None:
             return
@@ -110,7 +118,7 @@ class Progress:
             if now_s - since_s >= self._transfer_s:
                 self._join(session)
                 self._feed(DecodeStarted(number))
-        advance = self.steps.advance(self.started.values(), now_s)
+        advance = self.steps.advance(self._counts, now_s)
         if advance.steps:
             step_s, scheduler = advance.step_s, self._scheduler
             step = StepCompleted(None if step_s is None else round(1e9 * step_s))
@@ -133,7 +141,13 @@ class Progress:
     def _join(self, session: "LiveRequest") -> None:
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
-        self.steps.start(session)
+        self._counts.start(session, self.steps.steps)
+
+    def _leave(self, number: RequestId) -> "LiveRequest | None":
+        session = self.started.pop(number, None)
+        if session is not None:
+            self._counts.stop(session)
+        return session
 
     def _tell(self, event: Event) -> None:
         """Tell what nothing follows from."""

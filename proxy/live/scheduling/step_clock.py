@@ -10,7 +10,6 @@ clock is a token of the median request, of which the engine's step has several.
 While no stream runs, answers that are not streamed progress by the running mean of the step time.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -28,22 +27,38 @@ _SHORTEST_STEP_S = 1e-4
 _MOST_SILENT_STEPS = 1_000
 
 
-class Started(Protocol):
-    """One started request, as the clock sees it.
+_Request = TypeVar("_Request")
 
-    `rounds` is the number of tokens each of its sequences has emitted, by the stream; None if the
-    answer is not streamed. `offset` is the clock's own: what to add to compare it with the clock.
-    """
 
-    offset: int
+class Counts(Protocol[_Request]):
+    """How far the started requests are. The **lead** of a stream is its place on the clock."""
 
     @property
-    def rounds(self) -> int | None:
-        """Tokens that each sequence has emitted; None if unknown."""
+    def silent(self) -> bool:
+        """Whether there is a request without a stream to tell how far it is."""
         ...
 
+    def start(self, request: _Request, place: int) -> None:
+        """Note that a request has started; a stream without a token has the lead `place`."""
+        ...
 
-_Request = TypeVar("_Request", bound=Started)
+    def stop(self, request: _Request) -> None:
+        """Note that a request which had started is over, or on no rank any more."""
+        ...
+
+    def passed(self, steps: int) -> int | None:
+        """Return by how much the median lead, of two the larger, exceeds `steps`; 0 if it is less.
+
+        None if there is no stream.
+        """
+        ...
+
+    def corrected(self, steps: int, tolerance: int) -> list[tuple[_Request, int]]:
+        """Put streams whose lead is more than `tolerance` off at `steps`; return each and by how much.
+
+        The leads are those that `passed` has just looked at.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -75,36 +90,18 @@ class StepClock:
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
         self._heard = False  # Whether streams told the progress the last time.
 
-    def start(self, request: Started) -> None:
-        """Note that `request` is in its rank's batch; the tokens it has emitted are yet to count."""
-        request.offset = self.steps
-
-    def advance(self, requests: Iterable[_Request], now_s: float) -> Advance[_Request]:
+    def advance(self, counts: Counts[_Request], now_s: float) -> Advance[_Request]:
         """Compare every started request with the clock and move the clock on."""
-        leads: list[tuple[int, _Request]] = []
-        silent = False
-        for request in requests:
-            rounds = request.rounds
-            if rounds is None:
-                silent = True
-            else:
-                leads.append((rounds + request.offset, request))
-        self._heard = bool(leads)
-        if not leads:
-            return Advance(self._advance_silently(now_s) if silent else self._rest(), None, [])
-        places = sorted(lead for lead, _ in leads)
-        steps = max(0, places[len(places) // 2] - self.steps)
+        steps = counts.passed(self.steps)
+        self._heard = steps is not None
+        if steps is None:
+            steps = self._advance_silently(now_s) if counts.silent else self._rest()
+            return Advance(steps, None, [])
         step_s = None
         if steps:
             self.steps += steps
             step_s = self._measure(steps, now_s)
-        corrections: list[tuple[_Request, int]] = []
-        for lead, request in leads:
-            off = lead - self.steps
-            if abs(off) > _TOLERANCE:
-                request.offset -= off
-                corrections.append((request, off))
-        return Advance(steps, step_s, corrections)
+        return Advance(steps, step_s, counts.corrected(self.steps, _TOLERANCE))
 
     def observe_answer(self, step_s: float) -> None:
         """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""

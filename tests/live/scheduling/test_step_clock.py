@@ -1,12 +1,17 @@
 """Steps inferred from streams: right in lock step, bounded when not, and proof against nonsense."""
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.live.scheduling.step_clock import Advance, StepClock
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
+from balanceroute.proxy.live.scheduling.pushed_counts import PushedCounts, UnknownRowError
+from balanceroute.proxy.live.scheduling.step_clock import Advance, Counts, StepClock
 
 TOLERANCE = 4
 
@@ -18,46 +23,86 @@ class Answer:
     rounds: int | None = 0
     offset: int = 0
     mirror: int = 0
+    row: int = 0
+    emitted_before: int = 0
+
+    @property
+    def streamed(self) -> bool:
+        return self.rounds is not None
 
 
 class Fleet:
-    """Answers, and a mirror of them that is brought forward as the driver does it."""
+    """Answers, and a mirror of them that is brought forward as the driver does it.
 
-    def __init__(self) -> None:
+    Args:
+        pushed: Whether arrays tell how far the answers are, two sequences each; else they are asked.
+    """
+
+    def __init__(self, *, pushed: bool) -> None:
         self.clock = StepClock()
-        self.answers: list[Answer] = []
+        self.answers: dict[RequestId, Answer] = {}
         self.now_s = 0.0
+        self._started = 0
+        self._rows = PushedCounts[Answer]()
+        self._counts: Counts[Answer] = self._rows if pushed else PulledCounts(self.answers)
 
     def start(self, rounds: int | None = 0) -> Answer:
-        answer = Answer(rounds)
-        self.answers.append(answer)
-        self.clock.start(answer)
+        answer = Answer(rounds, row=self._rows.take(sequences=2))
+        self._started += 1
+        self.answers[RequestId(self._started)] = answer
+        self._push(answer)
+        self._counts.start(answer, self.clock.steps)
         return answer
+
+    def leave(self, answer: Answer) -> None:
+        self._counts.stop(answer)
+        self._rows.release(answer.row)
+        self.answers = {number: one for number, one in self.answers.items() if one is not answer}
+        if isinstance(self._counts, PulledCounts):
+            self._counts = PulledCounts(self.answers)
+
+    def restart(self, answer: Answer) -> None:
+        self._counts.stop(answer)
+        assert answer.rounds is not None
+        answer.emitted_before += 2 * answer.rounds
+        answer.rounds = answer.mirror = 0
+        self._counts.start(answer, self.clock.steps)
 
     def advance(self, after_s: float = 0.02) -> "Advance[Answer]":
         self.now_s += after_s
-        advance = self.clock.advance(self.answers, self.now_s)
-        for answer in self.answers:
+        for answer in self.answers.values():
+            self._push(answer)
+        advance = self.clock.advance(self._counts, self.now_s)
+        for answer in self.answers.values():
             answer.mirror += advance.steps
         for request, rounds in advance.corrections:
             assert isinstance(request, Answer)
             request.mirror += rounds
         return advance
 
+    def _push(self, answer: Answer) -> None:
+        if answer.rounds is not None:
+            emitted = answer.emitted_before + 2 * answer.rounds
+            self._rows.update(np.array([answer.row]), np.array([emitted]))
+
     def emit(self, rounds: int = 1) -> None:
-        for answer in self.answers:
+        for answer in self.answers.values():
             if answer.rounds is not None:
                 answer.rounds += rounds
 
     def check(self) -> None:
         """Every stream is followed to within the tolerance."""
-        for answer in self.answers:
+        for answer in self.answers.values():
             if answer.rounds is not None:
                 assert abs(answer.mirror - answer.rounds) <= TOLERANCE
 
 
-def test_a_step_is_timed_unless_the_fleet_paused() -> None:
-    fleet = Fleet()
+@pytest.fixture(params=[False, True], ids=["pulled", "pushed"])
+def fleet(request: pytest.FixtureRequest) -> Fleet:
+    return Fleet(pushed=request.param)
+
+
+def test_a_step_is_timed_unless_the_fleet_paused(fleet: Fleet) -> None:
     fleet.start()
 
     def step_s(steps: int, after_s: float) -> float | None:
@@ -72,21 +117,19 @@ def test_a_step_is_timed_unless_the_fleet_paused() -> None:
     assert step_s(0, 0.02) is None
 
 
-def test_streams_in_lock_step_move_the_clock_and_need_no_correction() -> None:
-    fleet = Fleet()
+def test_streams_in_lock_step_move_the_clock_and_need_no_correction(fleet: Fleet) -> None:
     for _ in range(5):
         fleet.start()
     for _ in range(100):
         fleet.emit()
         advance = fleet.advance()
         assert (advance.steps, advance.corrections) == (1, [])
-        assert all(answer.mirror == answer.rounds for answer in fleet.answers)
+        assert all(answer.mirror == answer.rounds for answer in fleet.answers.values())
     assert fleet.clock.steps == 100
     assert fleet.clock.step_s == pytest.approx(0.02)
 
 
-def test_several_steps_between_two_looks_all_count() -> None:
-    fleet = Fleet()
+def test_several_steps_between_two_looks_all_count(fleet: Fleet) -> None:
     fleet.start()
     fleet.advance()
     fleet.emit(7)
@@ -96,16 +139,14 @@ def test_several_steps_between_two_looks_all_count() -> None:
     assert fleet.clock.step_s == pytest.approx(0.02)
 
 
-def test_a_look_without_progress_moves_nothing() -> None:
-    fleet = Fleet()
+def test_a_look_without_progress_moves_nothing(fleet: Fleet) -> None:
     fleet.start()
     fleet.emit()
     fleet.advance()
     assert fleet.advance() == Advance(0, None, [])
 
 
-def test_a_request_that_starts_later_is_counted_from_its_start() -> None:
-    fleet = Fleet()
+def test_a_request_that_starts_later_is_counted_from_its_start(fleet: Fleet) -> None:
     fleet.start()
     fleet.emit(50)
     fleet.advance()
@@ -117,8 +158,7 @@ def test_a_request_that_starts_later_is_counted_from_its_start() -> None:
     assert late.rounds == 21
 
 
-def test_a_laggard_is_corrected_down_and_the_others_are_left_alone() -> None:
-    fleet = Fleet()
+def test_a_laggard_is_corrected_down_and_the_others_are_left_alone(fleet: Fleet) -> None:
     for _ in range(3):
         fleet.start()
     laggard = fleet.start()
@@ -132,11 +172,10 @@ def test_a_laggard_is_corrected_down_and_the_others_are_left_alone() -> None:
     assert laggard.mirror <= TOLERANCE
 
 
-def test_a_runaway_is_corrected_up() -> None:
-    fleet = Fleet()
+def test_a_runaway_is_corrected_up(fleet: Fleet) -> None:
     for _ in range(4):
         fleet.start()
-    runaway = fleet.answers[0]
+    runaway = next(iter(fleet.answers.values()))
     for _ in range(30):
         fleet.emit()
         assert runaway.rounds is not None
@@ -147,36 +186,35 @@ def test_a_runaway_is_corrected_up() -> None:
     assert fleet.clock.steps == 30
 
 
-def test_a_rank_that_is_half_as_fast_is_followed() -> None:
-    fleet = Fleet()
+def test_a_rank_that_is_half_as_fast_is_followed(fleet: Fleet) -> None:
     for _ in range(6):
         fleet.start()
     for step in range(60):
-        for place, answer in enumerate(fleet.answers):
+        for place, answer in enumerate(fleet.answers.values()):
             assert answer.rounds is not None
             answer.rounds += 1 if place >= 3 or step % 2 else 0
         fleet.advance()
         fleet.check()
 
 
-def test_the_fast_half_may_leave_at_any_time() -> None:
-    fleet = Fleet()
+def test_the_fast_half_may_leave_at_any_time(fleet: Fleet) -> None:
     for _ in range(2):
         fleet.start()
     for step in range(60):
-        for place, answer in enumerate(fleet.answers):
+        for place, answer in enumerate(fleet.answers.values()):
             assert answer.rounds is not None
             answer.rounds += 1 if place or step % 2 else 0
         fleet.advance()
-    fleet.answers.pop()
+    fleet.leave(next(reversed(fleet.answers.values())))
     for _ in range(30):
         fleet.emit()
         fleet.advance()
         fleet.check()
 
 
+@pytest.mark.parametrize("pushed", [False, True])
 @given(
-    st.lists(
+    history=st.lists(
         st.tuples(
             st.lists(st.integers(0, 12), min_size=6, max_size=6),
             st.sampled_from(["start", "leave", "restart", ""]),
@@ -186,27 +224,24 @@ def test_the_fast_half_may_leave_at_any_time() -> None:
     )
 )
 def test_whatever_streams_do_the_mirror_stays_within_the_tolerance(
-    history: list[tuple[list[int], str, float]],
+    pushed: bool, history: list[tuple[list[int], str, float]]
 ) -> None:
-    fleet = Fleet()
+    fleet = Fleet(pushed=pushed)
     for emitted, change, after_s in history:
         if change == "start" and len(fleet.answers) < 6:
             fleet.start()
         elif change == "leave" and fleet.answers:
-            fleet.answers.pop(0)
+            fleet.leave(next(iter(fleet.answers.values())))
         elif change == "restart" and fleet.answers:
-            answer = fleet.answers[-1]
-            answer.rounds = answer.mirror = 0
-            fleet.clock.start(answer)
-        for answer, rounds in zip(fleet.answers, emitted, strict=False):
+            fleet.restart(next(reversed(fleet.answers.values())))
+        for answer, rounds in zip(fleet.answers.values(), emitted, strict=False):
             assert answer.rounds is not None
             answer.rounds += rounds
         assert fleet.advance(after_s).steps >= 0
         fleet.check()
 
 
-def test_answers_without_a_stream_move_with_those_that_have_one() -> None:
-    fleet = Fleet()
+def test_answers_without_a_stream_move_with_those_that_have_one(fleet: Fleet) -> None:
     fleet.start()
     silent = fleet.start(None)
     for _ in range(10):
@@ -215,35 +250,31 @@ def test_answers_without_a_stream_move_with_those_that_have_one() -> None:
     assert silent.mirror == 10
 
 
-def test_answers_without_a_stream_move_by_the_time_a_step_took() -> None:
-    fleet = Fleet()
+def test_answers_without_a_stream_move_by_the_time_a_step_took(fleet: Fleet) -> None:
     stream = fleet.start()
     for _ in range(10):
         fleet.emit()
         fleet.advance()
-    fleet.answers.remove(stream)
+    fleet.leave(stream)
     silent = fleet.start(None)
     total = sum(fleet.advance(0.25).steps for _ in range(8))
     assert total in (99, 100)  # Two seconds of steps of 20 ms.
     assert silent.mirror == total
 
 
-def test_without_any_measurement_nothing_is_guessed() -> None:
-    fleet = Fleet()
+def test_without_any_measurement_nothing_is_guessed(fleet: Fleet) -> None:
     fleet.start(None)
     assert [fleet.advance(1.0).steps for _ in range(3)] == [0, 0, 0]
 
 
-def test_a_whole_answer_tells_the_step_time_if_nothing_else_does() -> None:
-    fleet = Fleet()
+def test_a_whole_answer_tells_the_step_time_if_nothing_else_does(fleet: Fleet) -> None:
     fleet.start(None)
     fleet.clock.observe_answer(0.05)
     fleet.advance()
     assert fleet.advance(1.0).steps in (19, 20)
 
 
-def test_a_whole_answer_tells_nothing_while_streams_do() -> None:
-    fleet = Fleet()
+def test_a_whole_answer_tells_nothing_while_streams_do(fleet: Fleet) -> None:
     fleet.start()
     for _ in range(10):
         fleet.emit()
@@ -259,25 +290,21 @@ def test_an_answer_that_took_no_time_tells_nothing() -> None:
     assert clock.step_s == 0.0
 
 
-def test_an_idle_fleet_is_not_a_slow_one() -> None:
-    fleet = Fleet()
+def test_an_idle_fleet_is_not_a_slow_one(fleet: Fleet) -> None:
     stream = fleet.start()
     for _ in range(10):
         fleet.emit()
         fleet.advance()
-    fleet.answers.clear()
+    fleet.leave(stream)
     fleet.advance(3_600.0)
-    fleet.answers.append(stream)
-    fleet.clock.start(stream)
-    stream.rounds = 0
+    fleet.start()
     for _ in range(3):
         fleet.emit()
         fleet.advance()
     assert fleet.clock.step_s == pytest.approx(0.02)
 
 
-def test_a_pause_of_all_streams_hardly_counts() -> None:
-    fleet = Fleet()
+def test_a_pause_of_all_streams_hardly_counts(fleet: Fleet) -> None:
     fleet.start()
     for _ in range(20):
         fleet.emit()
@@ -287,8 +314,7 @@ def test_a_pause_of_all_streams_hardly_counts() -> None:
     assert fleet.clock.step_s < 0.03
 
 
-def test_a_first_measurement_that_was_far_too_short_is_outgrown() -> None:
-    fleet = Fleet()
+def test_a_first_measurement_that_was_far_too_short_is_outgrown(fleet: Fleet) -> None:
     fleet.start()
     fleet.emit()
     fleet.advance()
@@ -300,8 +326,7 @@ def test_a_first_measurement_that_was_far_too_short_is_outgrown() -> None:
     assert fleet.clock.step_s == pytest.approx(0.02, rel=0.1)
 
 
-def test_steps_that_are_seen_at_one_instant_count_as_any_others() -> None:
-    fleet = Fleet()
+def test_steps_that_are_seen_at_one_instant_count_as_any_others(fleet: Fleet) -> None:
     fleet.start()
     fleet.advance()
     for _ in range(20):
@@ -312,16 +337,14 @@ def test_steps_that_are_seen_at_one_instant_count_as_any_others() -> None:
     assert fleet.clock.step_s == pytest.approx(0.02, rel=0.15)
 
 
-def test_an_answer_that_lies_about_its_length_does_not_make_the_clock_race() -> None:
-    fleet = Fleet()
+def test_an_answer_that_lies_about_its_length_does_not_make_the_clock_race(fleet: Fleet) -> None:
     fleet.start(None)
     fleet.clock.observe_answer(1e-12)
     fleet.advance()
     assert fleet.advance(0.05).steps in (499, 500)
 
 
-def test_time_spent_suspended_is_no_progress() -> None:
-    fleet = Fleet()
+def test_time_spent_suspended_is_no_progress(fleet: Fleet) -> None:
     fleet.start(None)
     fleet.clock.observe_answer(0.02)
     fleet.advance()
@@ -329,9 +352,8 @@ def test_time_spent_suspended_is_no_progress() -> None:
     assert fleet.advance(0.25).steps in (12, 13)
 
 
-def test_a_round_of_several_sequences_is_one_step() -> None:
+def test_a_round_of_several_sequences_is_one_step(fleet: Fleet) -> None:
     # Two sequences emit in turn; the round is over when both have.
-    fleet = Fleet()
     answer = fleet.start()
     for tokens in range(1, 41):
         answer.rounds = tokens // 2
@@ -339,3 +361,56 @@ def test_a_round_of_several_sequences_is_one_step() -> None:
         fleet.check()
     assert fleet.clock.steps == 20
     assert fleet.clock.step_s == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
+    rng = random.Random(seed)
+    fleets = [Fleet(pushed=False), Fleet(pushed=True)]
+    # More than there are rows at first, so that the arrays grow.
+    for rounds in [rng.choice([None, 0, 3]) for _ in range(1_500)]:
+        for fleet in fleets:
+            fleet.start(rounds)
+    for _ in range(60):
+        emitted = [rng.choices([0, 1, 2, 9], [1, 20, 1, 0.1])[0] for _ in fleets[0].answers]
+        changed, after_s = rng.randrange(len(fleets[0].answers)), rng.uniform(0, 0.1)
+        looks = []
+        for fleet in fleets:
+            streams = [one for one in fleet.answers.values() if one.rounds is not None]
+            for answer, rounds in zip(streams, emitted, strict=False):
+                assert answer.rounds is not None
+                answer.rounds += rounds
+            match changed % 3:
+                case 0:
+                    fleet.leave(list(fleet.answers.values())[changed])
+                case 1:
+                    fleet.restart(streams[changed % len(streams)])
+                case _:
+                    fleet.start(changed % 2)
+            look = fleet.advance(after_s)
+            off = sorted((answer.row, by) for answer, by in look.corrections)
+            looks.append((look.steps, look.step_s, off, fleet.clock.step_s))
+        assert looks[0] == looks[1]
+    assert fleets[0].clock.steps > 40
+
+
+def test_rows_are_free_again_when_their_request_is_over() -> None:
+    counts = PushedCounts[Answer]()
+    rows = [counts.take(sequences=1) for _ in range(3_000)]
+    assert sorted(rows) == list(range(3_000))
+    counts.update(np.array([rows[0]]), np.array([7]))
+    for row in rows:
+        counts.release(row)
+    again = [counts.take(sequences=3) for _ in range(3_000)]
+    assert set(again) <= set(range(4_096))
+    assert counts.emitted(rows[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [9], [1_024]])
+def test_progress_of_a_row_that_nobody_has_is_refused(rows: list[int]) -> None:
+    counts = PushedCounts[Answer]()
+    row = counts.take(sequences=1)
+    counts.update(np.array([row]), np.array([3]))
+    with pytest.raises(UnknownRowError):
+        counts.update(np.array([row, *rows]), np.array([8, 8]))
+    assert counts.emitted(row) == 3
