@@ -137,4 +137,5 @@ def _between(start_ns: int | None, end_ns: int | None) -> float | None:
 
 
 def _seconds(duration_ns: int) -> float:
-    return round(duration_ns / _NS_PER_S, 6)
+    # As `round` to six digits, which takes three times as long.
+    return (duration_ns + 500) // 1_000 / 1e6
