@@ -42,6 +42,7 @@ proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health ins
 proxy.live.frontend: body_queue cors gateway intake model_routes own_pages pass_through refusals
     request_head single_exchange
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
+    json_value
     leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage

@@ -1,16 +1,17 @@
 """What a prefiller answers."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.openai.body import BodyError, is_deep, may_be_deep, read_object
+from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
+from balanceroute.proxy.live.openai.json_value import decode
 
 # No context is this long; a larger count is wrong, and would spoil the ledger of the loads.
 _MAX_TOKENS = 1 << 30
-# The ids of the blocks grow with the prompt.
-_LONG_BYTES = 4_096
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class BadPrefillAnswerError(BalanceRouteError):
@@ -26,7 +27,7 @@ class PrefillAnswer:
         cached_tokens: Of these, found in the prefix cache; None if the engine does not say.
         complete: Whether the one token ended the answer, by a stop condition.
         kv_transfer_params: For the decoder, as returned; None if absent.
-        params_text: The same as JSON, if the answer is long: else encoding them again is quicker.
+        params_text: The same as it was written; empty if the answer is no strict JSON.
     """
 
     prompt_tokens: int
@@ -72,16 +73,13 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
 
 
 def _parse(body: bytes) -> tuple[Any, bytes]:
-    """Return the answer decoded, and the text of its parameters if it is long."""
-    if len(body) >= _LONG_BYTES:
-        try:
-            message, places = read_object(body)
-        except BodyError:
-            pass  # Stricter than engines are: NaN, for example.
-        else:
-            _, begin, end = places.get("kv_transfer_params", (0, 0, 0))
-            return message, body[begin:end]
+    """Return the answer decoded, and the text of its parameters if it is strict JSON."""
     try:
-        return json.loads(body), b""
+        message = decode(body)
     except (ValueError, RecursionError):
         raise BadPrefillAnswerError("the prefill answer is not JSON") from None
+    try:
+        params = _decode_members(body).get("kv_transfer_params")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        params = None
+    return message, b"" if params is None else bytes(params)
