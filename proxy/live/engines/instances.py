@@ -1,6 +1,6 @@
 """The engines behind the proxy: prefillers and decode ranks, with their addresses and their state."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -137,7 +137,7 @@ class Instances:
     @property
     def ready(self) -> bool:
         """Whether a request could be served now: one instance of each role is up."""
-        return not self.missing
+        return _any_up(self.prefillers) and _any_up(self.ranks)
 
     @property
     def missing(self) -> set[Role]:
@@ -158,3 +158,10 @@ class Instances:
         ):
             missing.add(Role.DECODE)
         return missing
+
+
+def _any_up(engines: Sequence[Prefiller | Rank]) -> bool:
+    for one in engines:  # noqa: SIM110 - every request asks, and a generator costs three times this.
+        if one.status is Status.UP:
+            return True
+    return False

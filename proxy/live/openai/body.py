@@ -111,10 +111,10 @@ class RequestBody:
         Args:
             overrides: Members with these names are left out.
             drop: Names of members that are left out.
-            last: One more member as JSON, of a name that is in `drop`; empty for none.
+            last: More members as JSON, of names that are in `drop`; empty for none.
         """
-        # Pieces of the body itself, so that a prompt of megabytes is copied once.
-        data = memoryview(self._data)
+        # Pieces of a large body itself, so that a prompt of megabytes is copied once.
+        data = self._data if len(self._data) <= SMALL_BYTES else memoryview(self._data)
         parts: list[bytes | memoryview] = []
         for key, (begin, _, end) in self._places.items():
             if key not in overrides and key not in drop:

@@ -9,18 +9,33 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, refuse_internal
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.token_counts import CountsAsked
 
-_PREFILL_ALONE = frozenset({"stream_options", "best_of"})
+# A text: to encode the members costs more than all the rest of the body.
+_ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": 1, "n": 1, '
+_NEWER_LIMIT = b'"max_completion_tokens": 1, '
+# None of these is the client's on the prefill leg.
+_REPLACED = frozenset(
+    {
+        "best_of",
+        "max_completion_tokens",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "stream",
+        "stream_options",
+    }
+)
 
 
 @cache
 def _prefill_drop(drop: frozenset[str]) -> frozenset[str]:
-    return drop | _PREFILL_ALONE
+    return drop | _REPLACED
 
 
 def prefill_body(
@@ -38,17 +53,10 @@ def prefill_body(
         params: The connector's.
         drop: Members of the client's that no engine gets.
     """
-    overrides: dict[str, object] = {
-        **members,
-        "stream": False,
-        "max_tokens": 1,
-        "min_tokens": 1,
-        "n": 1,
-        "kv_transfer_params": params,
-    }
-    if "max_completion_tokens" in body.values:
-        overrides["max_completion_tokens"] = 1
-    return body.encode(overrides, drop=_prefill_drop(drop))
+    limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
+    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN, limit, dump(params))
+    kept = {name: value for name, value in members.items() if name not in _REPLACED}
+    return body.encode(kept, drop=_prefill_drop(drop), last=last)
 
 
 def decode_body(
