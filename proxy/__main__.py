@@ -12,7 +12,8 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
 
-# Each is a module of `balanceroute.proxy.cli` with an `add_parser`; in the order of the help.
+# Each is a module of `balanceroute.proxy.cli` with an `add_parser`, with _ for -; in the order of the
+# help.
 COMMANDS = (
     "simulate",
     "replay",
@@ -23,6 +24,7 @@ COMMANDS = (
     "train",
     "evaluate",
     "validate",
+    "hash-key",
 )
 
 
@@ -35,7 +37,7 @@ def make_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     choices = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands:
-        import_module(f"balanceroute.proxy.cli.{command}").add_parser(choices)
+        import_module(f"balanceroute.proxy.cli.{command.replace('-', '_')}").add_parser(choices)
     return parser
 
 

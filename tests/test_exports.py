@@ -17,7 +17,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay service_levels sim validate wire
-proxy.cli: emulate engine_flags evaluate evaluation_plots judgement_report outputs parser past_flags replay serve
+proxy.cli: emulate engine_flags evaluate evaluation_plots hash_key judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection queueing
@@ -39,8 +39,9 @@ proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
     scrape served_models
-proxy.live.frontend: body_queue cors gateway intake model_routes own_pages pass_through refusals
-    request_head single_exchange
+proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
+    pass_through refusals
+    request_head single_exchange tenancy
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
     json_value
     leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
@@ -57,9 +58,10 @@ proxy.live.scheduling: arrival decisions driver feedback isolation open_instance
     step_clock stranded sweep tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission checks config configure declared engines policy_options reader scheduling setting
+    tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log record registry
-    request_log request_metrics shadow snapshot
+    request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
 proxy.sim: decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet

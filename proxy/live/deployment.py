@@ -27,6 +27,7 @@ from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
+from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
@@ -53,6 +54,7 @@ class Deployment:
 
     Attributes:
         fetcher: For health probes, scrapes and discovery.
+        tenancy: The limits of its tenants.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -109,6 +111,11 @@ class Deployment:
         self.served_models = ServedModels(
             self.instances, fetch=self._page, clock=clock, changed=self.model_routes.update
         )
+        self.tenancy = Tenancy(
+            ADMISSIONS[config.admission.admission](config.admission.queue_limit),
+            config.credentials.tenants,
+            lambda: round(clock() * 1e9),
+        )
         self._silent: list[DecodeServer] = []  # Their ranks are not known yet.
         self.driver: Driver
         self.pass_through: PassThrough
@@ -129,6 +136,7 @@ class Deployment:
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
+            tenancy=self.tenancy,
             metrics=self._metrics.requests,
             retried=self._metrics.legs.retry,
             log=self._environment.log,
@@ -207,7 +215,7 @@ class Deployment:
             metrics=self._metrics,
             failures=self._failures,
             log=environment.log,
-            admission=ADMISSIONS[admission.admission](admission.queue_limit),
+            admission=self.tenancy.admission,
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,

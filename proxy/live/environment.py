@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.prediction.predictors import InThread
+from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.telemetry.record import Log
 
 
@@ -28,6 +29,8 @@ class Environment:
         in_thread: Runs what may wait for a disk.
         observer: Called with every event of a scheduler and what came of it, if there is one.
         policy: Returns what decides in place of a policy that was made.
+        read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
+            None where there are none.
     """
 
     log: Log
@@ -40,3 +43,4 @@ class Environment:
     in_thread: InThread = asyncio.to_thread
     observer: Observer | None = None
     policy: Callable[[Policy], Policy] = lambda policy: policy
+    read_credentials: Callable[[], Credentials] | None = None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin, Control, Orders
+from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.wire.http1.server import Server
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
+    from balanceroute.proxy.live.frontend.tenancy import Tenancy
+    from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
@@ -45,6 +49,7 @@ class PublicListener:
         metrics: "RequestCounts",
         pages: "Pages",
         log: "Log",
+        tenancy: "Tenancy",
         unix_s: Callable[[], float],
     ) -> None:
         self._listening = listening = config.listening
@@ -57,6 +62,8 @@ class PublicListener:
             pages=pages,
             log=log,
             settings=_gateway_settings(config),
+            clients=clients_of(config, config.credentials),
+            tenancy=tenancy,
             unix_s=unix_s,
         )
         origins = listening.cors_origin
@@ -135,15 +142,23 @@ def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"{place.format(host, port)}: {reason}")
 
 
+def clients_of(config: "ProxyConfig", credentials: "Credentials") -> Clients:
+    """Return what tells clients apart by keys, which may be newer than the configuration's."""
+    admission = config.admission
+    everybody = Tenant(
+        "",
+        client_priority=admission.client_priority,
+        client_deadline=admission.client_deadline,
+    )
+    return Clients(credentials.api_keys, credentials.tenants, everybody=everybody)
+
+
 def _gateway_settings(config: "ProxyConfig") -> GatewaySettings:
     return GatewaySettings(
-        api_keys=config.credentials.api_keys,
         engine_key=config.credentials.engine_key,
         pass_authorization=config.pass_authorization,
         public_metrics=config.listening.public_metrics,
         models=config.engines.model,
-        client_priority=config.admission.client_priority,
-        client_deadline=config.admission.client_deadline,
         key_is_tenant=config.admission.fair_queue != "none",
     )
 

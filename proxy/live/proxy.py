@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control.load_log import LoadLog
 from balanceroute.proxy.live.control.state import instance_rows, take_snapshot
@@ -12,16 +13,19 @@ from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
-from balanceroute.proxy.live.listeners import AdminListener, PublicListener
+from balanceroute.proxy.live.listeners import AdminListener, PublicListener, clients_of
 from balanceroute.proxy.live.prediction.predictors import predictor_name
+from balanceroute.proxy.live.security.tls import load_certificate
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
+from balanceroute.proxy.live.telemetry.process_log import redact_too
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
+    from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Snapshot
     from balanceroute.proxy.wire.http1.server import Server
@@ -146,6 +150,7 @@ class Proxy:
             policy=deployment.policy,
             predictor=predictor_name(self.config.scheduling.predictor),
             predictors=deployment.predictors.scores(),
+            tenants=deployment.tenancy.states(),
             rows_judged=deployment.predictors.judged,
             server=self.server,
             engine_connections=sum(e.connections for e in deployment.roster.endpoints.values()),
@@ -164,6 +169,41 @@ class Proxy:
             ConfigError: No policy has that name.
         """
         self.deployment.set_policy(name)
+
+    def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
+        """Read keys, certificates and tenants again and use them; return how many there are.
+
+        All files are read and checked before any of them takes effect. Connections that are open, and
+        requests that run, are not touched.
+
+        Raises:
+            ConfigError: One of them is bad; then everything stays.
+        """
+        credentials = read()
+        if self.tls is not None:
+            listening = self.config.listening
+            assert listening.tls_cert is not None
+            assert listening.tls_key is not None
+            load_certificate(self.tls, listening.tls_cert, listening.tls_key)
+        redact_too(credentials.secrets)
+        self._use_tenants(credentials)
+        self.gateway.use_keys(clients_of(self.config, credentials), credentials.engine_key)
+        if self.pages is not None:
+            self.pages.token = credentials.admin_token
+        if credentials.engine_key is not None:
+            self.deployment.fetcher.use_key(credentials.engine_key.value)
+        return {"api_keys": len(credentials.api_keys), "tenants": len(credentials.tenants)}
+
+    def reload(self) -> dict[str, object]:
+        """Do so by an administrator's order; see `renew`."""
+        read = self._environment.read_credentials
+        if read is None:
+            raise ConfigError("no file has keys, certificates or tenants")
+        return self.renew(read)
+
+    def _use_tenants(self, credentials: "Credentials") -> None:
+        self.deployment.tenancy.change(credentials.tenants)
+        self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
     @property
     def ready(self) -> bool:
@@ -189,8 +229,10 @@ class Proxy:
             metrics=self.metrics.requests,
             pages=OwnPages(page_of_metrics, deployment.driver.sessions),
             log=self._environment.log,
+            tenancy=deployment.tenancy,
             unix_s=self._environment.unix_s,
         )
+        self._use_tenants(config.credentials)
         self.gateway, self.server, self.tls = public.gateway, public.server, public.tls
         await public.start()
         if not config.engines.metaserver_url:

@@ -1,8 +1,4 @@
-"""Certificates and keys that are read again while the proxy serves.
-
-All files are read and checked before any of them takes effect: if one is bad, everything stays.
-Connections that are open, and requests that run, are not touched.
-"""
+"""Certificates, keys and tenants that are read again on a signal while the proxy serves."""
 
 import logging
 from collections.abc import Callable
@@ -10,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.credentials import Credentials
-from balanceroute.proxy.live.security.tls import load_certificate
-from balanceroute.proxy.live.telemetry.process_log import redact_too
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.proxy import Proxy
@@ -20,22 +14,11 @@ _log = logging.getLogger(__name__)
 
 
 def renew(proxy: "Proxy", read: Callable[[], Credentials]) -> None:
-    """Read certificates and keys again, and use them unless `read` raises ConfigError."""
+    """Read them again, and use them unless one of them is bad; see `Proxy.renew`."""
     try:
-        credentials = read()
-        if proxy.tls is not None:
-            listening = proxy.config.listening
-            assert listening.tls_cert is not None
-            assert listening.tls_key is not None
-            load_certificate(proxy.tls, listening.tls_cert, listening.tls_key)
+        fields = proxy.renew(read)
     except ConfigError as error:
-        _log.error("certificates and keys stay as they are", extra={"fields": {"reason": error}})
+        fields = {"reason": error}
+        _log.error("certificates, keys and tenants stay as they are", extra={"fields": fields})
         return
-    redact_too(credentials.secrets)
-    proxy.gateway.use_keys(credentials.api_keys, credentials.engine_key)
-    if proxy.pages is not None:
-        proxy.pages.token = credentials.admin_token
-    if credentials.engine_key is not None:
-        proxy.deployment.fetcher.use_key(credentials.engine_key.value)
-    fields = {"api_keys": len(credentials.api_keys)}
-    _log.info("certificates and keys were read again", extra={"fields": fields})
+    _log.info("certificates, keys and tenants were read again", extra={"fields": fields})

@@ -32,11 +32,11 @@ def serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") 
     """Serve until SIGINT or SIGTERM; return the exit status.
 
     The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
-    SIGHUP opens the logs again, and reads keys and certificates again.
+    SIGHUP opens the logs again, and reads keys, certificates and tenants again.
 
     Args:
         config: All settings.
-        read_credentials: Reads its files of keys and certificates again. Raises ConfigError.
+        read_credentials: Reads its files of keys, certificates and tenants again. Raises ConfigError.
     """
     return uvloop.run(_serve(config, read_credentials))
 
@@ -53,6 +53,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
         log_lines_dropped=logs.dropped,
         descriptor_shortages=lambda: watch.shortages,
         write_loads=logs.write_loads,
+        read_credentials=read_credentials,
     )
     proxy = Proxy(config, environment)
 

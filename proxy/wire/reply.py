@@ -18,6 +18,7 @@ class Reply(Protocol):
         on_closed: Called once if the client leaves before the answer is complete.
         on_pause: Called when the write buffer exceeds its limit, possibly within `write`.
         on_resume: Called when a paused reply may be written again.
+        more_headers: Of the answer, behind those that it is given.
     """
 
     closed: bool
@@ -26,6 +27,7 @@ class Reply(Protocol):
     on_closed: Callable[[], None] | None
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None
+    more_headers: Headers
 
     @property
     def paused(self) -> bool:

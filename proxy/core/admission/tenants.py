@@ -108,10 +108,11 @@ class Account:
                 return Refusal(429, reason, _ceiling(wait_ns), cause=name)
         return None
 
-    def accept(self, tokens: int, now_ns: int) -> None:
-        """Count a request of so many tokens that was not refused."""
+    def accept(self, tokens: int, now_ns: int, *, waits: bool) -> None:
+        """Count a request of so many tokens that was not refused, and that may have to wait."""
         self.in_flight.enter(now_ns)
-        self.waiting.enter(now_ns)
+        if waits:
+            self.waiting.enter(now_ns)
         if self.requests is not None:
             self.requests.take(1, now_ns)
         if self.tokens is not None:
@@ -139,59 +140,76 @@ class Tenants:
             the status is then 503.
         limits: By tenant.
         now_ns: The present.
+
+    Attributes:
+        accounts: Of all tenants with limits, and of those that are gone but for their requests in
+            flight.
     """
 
     def __init__(self, within: Admission, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
         self._within = within
-        self._accounts: dict[str, Account] = {}
+        self.accounts: dict[str, Account] = {}
         self._known = limits
         self.change(limits, now_ns)
 
     def change(self, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
         """Take other limits. Requests in flight go on, also those of tenants that are gone."""
         self._known = limits
-        for tenant, account in list(self._accounts.items()):
+        for tenant, account in list(self.accounts.items()):
             if tenant not in limits and not account.in_flight.count:
-                del self._accounts[tenant]
+                del self.accounts[tenant]
         for tenant, one in limits.items():
-            if tenant in self._accounts:
-                self._accounts[tenant].change(one, now_ns)
+            if tenant in self.accounts:
+                self.accounts[tenant].change(one, now_ns)
             else:
-                self._accounts[tenant] = Account(one, now_ns)
-
-    def account(self, tenant: str) -> Account:
-        """Return the account of a tenant that has limits, or requests in flight."""
-        return self._accounts[tenant]
+                self.accounts[tenant] = Account(one, now_ns)
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Reject a request beyond its tenant's limits, or the deployment's."""
-        account = self._accounts[ticket.tenant]
+        account = self.accounts[ticket.tenant]
         tokens = stated_tokens(ticket)
         refusal = account.refuse(tokens, now_ns)
         if refusal is None:
             refusal = self._within.offer(ticket, load, now_ns)
             if refusal is not None:
                 return replace(refusal, status=503)
-            account.accept(tokens, now_ns)
+            account.accept(tokens, now_ns, waits=True)
         return refusal
 
     def began(self, ticket: Ticket, now_ns: int) -> None:
         """Note that an engine has begun an accepted request."""
-        self._accounts[ticket.tenant].waiting.leave(now_ns)
+        self.accounts[ticket.tenant].waiting.leave(now_ns)
         self._within.began(ticket, now_ns)
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Take the tokens that the request really had, and forget it."""
-        tenant = ticket.tenant
-        account = self._accounts[tenant]
-        account.in_flight.leave(now_ns)
         if not ending.began:
-            account.waiting.leave(now_ns)
-        if account.tokens is not None:
-            account.tokens.take(_real_tokens(ticket, ending) - stated_tokens(ticket), now_ns)
-        if tenant not in self._known and not account.in_flight.count:
-            del self._accounts[tenant]
+            self.accounts[ticket.tenant].waiting.leave(now_ns)
+        self._left(ticket.tenant, _real_tokens(ticket, ending) - stated_tokens(ticket), now_ns)
         self._within.ended(ticket, ending, now_ns)
+
+    def offer_alone(self, tenant: str, now_ns: int) -> Refusal | None:
+        """Reject a request beyond its tenant's limits that the scheduler never knows.
+
+        Nothing is said of its tokens before it ends, so it needs a bucket that is not in debt.
+        """
+        account = self.accounts[tenant]
+        refusal = account.refuse(0, now_ns)
+        if refusal is None:
+            account.accept(0, now_ns, waits=False)
+        return refusal
+
+    def ended_alone(self, tenant: str, tokens: int, now_ns: int) -> None:
+        """Take the tokens of such a request, and forget it."""
+        self._left(tenant, tokens, now_ns)
+
+    def _left(self, tenant: str, tokens: int, now_ns: int) -> None:
+        account = self.accounts[tenant]
+        account.in_flight.leave(now_ns)
+        if account.tokens is not None:
+            account.tokens.take(tokens, now_ns)
+        if tenant not in self._known and not account.in_flight.count:
+            del self.accounts[tenant]
 
 
 def stated_tokens(ticket: Ticket) -> int:

@@ -10,6 +10,7 @@
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
     POST /admin/policy            {"policy"}
     POST /admin/log-level         {"level"}
+    POST /admin/reload            {}: read keys, certificates and tenants again
 
 Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
 give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
@@ -67,6 +68,10 @@ class Control(Protocol):
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on."""
+        ...
+
+    def reload(self) -> dict[str, object]:
+        """Read keys, certificates and tenants again; return how many there are."""
         ...
 
 
@@ -149,6 +154,7 @@ class Admin:
             b"/admin/instances/remove": {b"POST": self._remove},
             b"/admin/policy": {b"POST": self._set_policy},
             b"/admin/log-level": {b"POST": self._set_log_level},
+            b"/admin/reload": {b"POST": self._reload},
         }
 
     def __call__(self, request: Request, reply: Reply) -> None:
@@ -260,6 +266,12 @@ class Admin:
         set_log_level(_text(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
         _send_json(reply, 200, order)
+
+    def _reload(self, request: Request, reply: Reply) -> None:
+        _order(request, required=set())
+        counts = self._control.reload()
+        _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
+        _send_json(reply, 200, counts)
 
 
 @contextmanager

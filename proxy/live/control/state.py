@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+    from balanceroute.proxy.live.telemetry.snapshot import TenantState
     from balanceroute.proxy.wire.http1.server import Server
 
 
@@ -36,6 +37,7 @@ def take_snapshot(
     server: "Server",
     engine_connections: int,
     quarantines: "Mapping[Target, Quarantine]",
+    tenants: "list[TenantState]",
     requests: bool,
 ) -> Snapshot:
     """Return the state of everything; with each live request if asked."""
@@ -69,6 +71,7 @@ def take_snapshot(
         draining=driver.draining,
         rows_judged=rows_judged,
         predictors=predictors,
+        tenants=tenants,
         requests=_requests(driver, now_s) if requests else [],
     )
 

@@ -3,16 +3,25 @@
 What the head of a request rules out is rejected before its body is read.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote_to_bytes
+from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
+from balanceroute.proxy.live.frontend.clients import (
+    EVERYBODY,
+    KEY_IS_GONE,
+    Clients,
+    allowance_headers,
+    refuse_model,
+    refuse_route,
+    urgency_of,
+)
+from balanceroute.proxy.live.frontend.hand_offs import HandOffs
+from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, model_page
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes, refuse_unlisted
 from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
 from balanceroute.proxy.live.frontend.request_head import (
@@ -23,19 +32,18 @@ from balanceroute.proxy.live.frontend.request_head import (
     client_request_id,
     engine_headers,
     expected_output_tokens,
-    is_authorised,
     user_agent,
 )
+from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.body import BodyError, RequestBody, is_deep
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
-from balanceroute.proxy.live.openai.shape import Api, read_shape, refuse_state
-from balanceroute.proxy.live.openai.urgency import Urgency, read_deadline_ns, read_level
+from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
 from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.scheduling.arrival import Arrival
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.messages import Rejection
@@ -53,12 +61,7 @@ if TYPE_CHECKING:
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
-# Of a hand-off: ids and addresses of the blocks of one prompt.
-_HAND_OFF_BYTES = 1 << 20
 _NOT_FOUND = Rejection(404, "Not Found")
-_MODELS = b"/v1/models"
-_MODEL = b"/v1/models/"
-_BAD_HAND_OFF = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 _UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 
@@ -73,19 +76,14 @@ class GatewaySettings:
         max_sequences: The most answers that one request may ask for.
         public_metrics: Whether clients may read the metrics.
         models: The names that are served; empty to leave names and adapters to the engines.
-        client_priority: Whether a request may choose its level.
-        client_deadline: Whether a request may have a deadline.
         key_is_tenant: Whether each API key is a tenant of the queue.
     """
 
-    api_keys: tuple[Secret, ...] = ()
     engine_key: Secret | None = None
     pass_authorization: bool = True
     max_sequences: int = 128
     public_metrics: bool = True
     models: tuple[str, ...] = ()
-    client_priority: bool = False
-    client_deadline: bool = False
     key_is_tenant: bool = False
 
 
@@ -103,6 +101,8 @@ class Gateway:
         pages: "Pages",
         log: "Log",
         settings: GatewaySettings,
+        clients: Clients,
+        tenancy: Tenancy,
         unix_s: Callable[[], float],
     ) -> None:
         self._intake = intake
@@ -112,26 +112,31 @@ class Gateway:
         self._pages = pages
         self._log = log
         self._settings = settings
+        self._clients = clients
+        self._tenancy = tenancy
         self._unix_s = unix_s
         self.refusals = Refusals(
             metrics=metrics,
             log=log,
+            tenant_of=lambda headers: self._tenant_of(headers).name,
             unique=intake.context.unique,
             clock=intake.context.clock,
             unix_s=unix_s,
         )
+        self._hand_offs = HandOffs(intake)
         self._bodies = BodyQueue()
         self.pass_through = pass_through
 
-    def use_keys(self, api_keys: tuple[Secret, ...], engine_key: Secret | None) -> None:
-        """Take these keys, and send this one to the engines, from the next request on."""
-        self._settings = replace(self._settings, api_keys=api_keys, engine_key=engine_key)
+    def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
+        """Tell clients so, and send this key to the engines, from the next request on."""
+        self._clients = clients
+        self._settings = replace(self._settings, engine_key=engine_key)
 
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         del peer
         if head.path.startswith(METASERVER_PATH):
-            return self._admit_hand_off(head)
+            return self._hand_offs.admit(head)
         route = find(head.path)
         if route is None:
             return _NOT_FOUND
@@ -139,19 +144,22 @@ class Gateway:
             return Rejection(404, f"Not Found: {route.reason}")
         if head.method not in route.methods:
             return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
-        keys = self._settings.api_keys
-        if route.keyed and keys and not is_authorised(head.headers, keys):
+        if route.keyed and self._clients.find(head.headers) is None:
             return _UNAUTHORISED
         return check_json_body(head.headers) if route.media is Media.JSON else None
 
     def __call__(self, request: "Request", reply: "Reply") -> None:
         """Answer a request that was admitted."""
         if request.path.startswith(METASERVER_PATH):
-            self._hand_off(request, reply)
+            refused = self._hand_offs.take(request, reply)
+            if refused is not None:
+                self._reject(request, reply, refused)
             return
         route = find(request.path)
         assert route is not None, "it was not admitted"
-        lists = self._routes.differ and request.path == _MODELS
+        lists = request.path == MODELS and (
+            self._routes.differ or bool(self._tenant_of(request.headers).models)
+        )
         if lists or route.handling is Handling.OWN:
             self._answer_itself(request, reply)
         else:
@@ -163,20 +171,23 @@ class Gateway:
         except BadRequestIdError:
             self._reject(request, reply, _BAD_REQUEST_ID)
             return
+        tenant = self._tenant_of(request.headers)
         record = RequestRecord(
             given_id or self._intake.context.unique(),
             route.path,
             round(self._intake.context.clock() * 1e9),
             self._unix_s(),
             peer=request.peer,
-            api_key_id=api_key_id(request.headers) if self._settings.api_keys else "",
+            api_key_id=api_key_id(request.headers) if self._clients.has_keys else "",
             user_agent=user_agent(request.headers),
+            tenant=tenant.name,
         )
         if route.handling is Handling.GENERATION:
             self._generate(request, reply, record)
             return
         go_on = partial(self._pass_through, route, request, reply, record)
-        if route.generates or (self._routes.differ and route.media is Media.JSON):
+        by_model = self._routes.differ or bool(tenant.models)
+        if route.generates or (by_model and route.media is Media.JSON):
             self._bodies.read(request.body, reply, partial(self._go_on, go_on, reply, record))
         else:
             go_on(None)
@@ -204,11 +215,20 @@ class Gateway:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
         model = model if isinstance(model, str) else ""
+        refused = refuse_route(self._clients.find(request.headers), route, model)
+        if refused is not None:
+            self._refuse(reply, record, *refused)
+            return
         eligible = self._routes.eligible(model)
         if self._refuse_model(reply, record, model, eligible, decode=False):
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
+        refusal = self._tenancy.offer_alone(record.tenant)
+        if refusal is not None:
+            self._refuse_at_last(reply, record, refusal)
+            return
+        self._tell_allowances(reply, record)
         self.pass_through(replace(request, body=body), reply, headers, record, among)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
@@ -244,23 +264,23 @@ class Gateway:
         body: RequestBody | BodyError,
     ) -> None:
         """Submit a request whose body was read, or refuse it."""
+        tenant = self._clients.find(headers)
+        if tenant is None:
+            self._refuse(reply, record, *KEY_IS_GONE)
+            return
         try:
             if isinstance(body, BodyError):
                 raise body
-            refuse_state(api, body)
-            shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
-            check_direct(shape, self._intake.context.legs.direct)
-            urgency = self._urgency(api, headers, body, record.arrived_ns)
+            shape = self._shape(api, body, record)
+            urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        record.model = shape.model[:128]
-        record.stream = shape.stream
-        record.choices = shape.sequences
-        record.max_tokens = shape.max_tokens
-        no_model = refuse_unlisted(shape.model, self._settings.models)
-        if no_model is not None:
-            self._refuse(reply, record, 404, no_model, param="model")
+        unknown = refuse_model(tenant, shape.model) or refuse_unlisted(
+            shape.model, self._settings.models
+        )
+        if unknown is not None:
+            self._refuse(reply, record, *unknown, param="model")
             return
         eligible = self._routes.eligible(shape.model)
         if self._refuse_model(reply, record, shape.model, eligible):
@@ -275,14 +295,14 @@ class Gateway:
         except BodyError as error:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
-        tenant = record.api_key_id if self._settings.key_is_tenant else ""
+        name = tenant.name or (record.api_key_id if self._settings.key_is_tenant else "")
         self._intake.submit(
             Arrival(
                 shape,
                 eligible,
                 expected_tokens,
                 urgency,
-                tenant,
+                name,
                 body,
                 partial(self._headers, headers),
                 reply,
@@ -290,18 +310,28 @@ class Gateway:
                 partial(self._refuse_at_last, reply, record),
             )
         )
+        self._tell_allowances(reply, record)
         body.forget_values()
 
+    def _shape(self, api: Api, body: RequestBody, record: RequestRecord) -> Shape:
+        """Return what a request asks for, and note it. Raises BodyError."""
+        refuse_state(api, body)
+        shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
+        check_direct(shape, self._intake.context.legs.direct)
+        record.model = shape.model[:128]
+        record.stream = shape.stream
+        record.choices = shape.sequences
+        record.max_tokens = shape.max_tokens
+        return shape
+
+    def _tell_allowances(self, reply: "Reply", record: RequestRecord) -> None:
+        reply.more_headers = allowance_headers(self._tenancy.allowances(record.tenant))
+
     def _refuse_at_last(self, reply: "Reply", record: RequestRecord, refusal: "Refusal") -> None:
+        self._tell_allowances(reply, record)
+        record.refused_for = refusal.cause
         retry_s = refusal.retry_after_s
         self._refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
-
-    def _urgency(self, api: Api, headers: "Headers", body: RequestBody, arrived_ns: int) -> Urgency:
-        settings = self._settings
-        return Urgency(
-            read_level(api, headers, body) if settings.client_priority else 0,
-            read_deadline_ns(headers, arrived_ns) if settings.client_deadline else None,
-        )
 
     def _refuse_model(
         self,
@@ -323,36 +353,8 @@ class Gateway:
             self._refuse(reply, record, status, reason, retry_s=1)
         return True
 
-    def _admit_hand_off(self, head: "RequestHead") -> Rejection | None:
-        """Judge a decode engine's call for a prefill. The path is the secret that authorises it."""
-        if head.method != b"POST" or self._awaited(head.path) is None:
-            return _NOT_FOUND
-        if head.content_length is None:
-            return Rejection(411, "the hand-off needs a Content-Length")
-        if head.content_length > _HAND_OFF_BYTES:
-            return Rejection(413, f"the hand-off is over {_HAND_OFF_BYTES} bytes")
-        return None
-
-    def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
-        """Return who takes what a decode rank posts there."""
-        return self._intake.context.hand_offs.get(
-            path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
-        )
-
-    def _hand_off(self, request: "Request", reply: "Reply") -> None:
-        awaited = self._awaited(request.path)
-        if awaited is None:  # It was given up while the body came.
-            self._reject(request, reply, _NOT_FOUND)
-            return
-        try:
-            params = json.loads(request.body)
-        except (ValueError, RecursionError):
-            params = None
-        if not isinstance(params, dict) or is_deep(params):
-            self._reject(request, reply, _BAD_HAND_OFF)
-        else:
-            awaited(params)
-            reply.send(200, JSON_HEADERS, b"{}")
+    def _tenant_of(self, headers: "Headers") -> Tenant:
+        return self._clients.find(headers) or EVERYBODY
 
     def _headers(self, headers: "Headers", request_id: str, media: Media = Media.JSON) -> "Headers":
         return engine_headers(
@@ -388,26 +390,15 @@ class Gateway:
         self._metrics.ended(record)
         self._log.request_ended(record)
 
-    def _answer_model(self, request: "Request", reply: "Reply") -> None:
-        """Tell of one model what an engine's list of them tells; vLLM has no such route."""
-        name = unquote_to_bytes(request.path.removeprefix(_MODEL)).decode("utf-8", "replace")
-        model = self._served.find(name)
-        if model is None:
-            message = f"The model `{name[:128]}` does not exist."
-            self._reject(request, reply, Rejection(404, message, param="model"))
-            return
-        headers = [*JSON_HEADERS, (b"x-request-id", self._intake.context.unique().encode())]
-        reply.send(200, headers, json.dumps(model.card, separators=(",", ":")).encode())
-
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
-        if request.path.startswith(_MODEL):
-            self._answer_model(request, reply)
-            return
         request_id = (b"x-request-id", self._intake.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
-        if request.path == _MODELS:
-            page = {"object": "list", "data": self._served.cards()}
-            reply.send(200, json_headers, json.dumps(page, separators=(",", ":")).encode())
+        if is_of_models(request.path):
+            page = model_page(request.path, self._served, self._tenant_of(request.headers))
+            if isinstance(page, Rejection):
+                self._reject(request, reply, page)
+            else:
+                reply.send(200, json_headers, page)
             return
         if request.path in (b"/health", b"/ping"):
             reply.send(200, [request_id], b"")

@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 _Models = tuple[ServedModel, ...]
 
 
-def refuse_unlisted(model: str, listed: Collection[str]) -> str | None:
-    """Return why a model is not served, in vLLM's words; None if it is, or is left to the engine."""
+def refuse_unlisted(model: str, listed: Collection[str]) -> tuple[int, str] | None:
+    """Return status and reason, in vLLM's words, if a model is not served and no engine says so."""
     if not model or not listed or model in listed:
         return None
-    return f"The model `{model[:128]}` does not exist. Valid aliases: {', '.join(listed)}."
+    return 404, f"The model `{model[:128]}` does not exist. Valid aliases: {', '.join(listed)}."
 
 
 class ModelRoutes:

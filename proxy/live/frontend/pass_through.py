@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
+from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -53,6 +54,7 @@ class PassThrough:
         instances: Instances,
         intake: "Intake",
         *,
+        tenancy: Tenancy,
         metrics: "RequestCounts",
         retried: Callable[[str, str], None],
         log: "Log",
@@ -63,6 +65,7 @@ class PassThrough:
         self.legs = intake.context.legs
         self._instances = instances
         self._intake = intake
+        self._tenancy = tenancy
         self._metrics = metrics
         self._retried = retried
         self._log = log
@@ -86,7 +89,10 @@ class PassThrough:
         record: "RequestRecord",
         among: "frozenset[PrefillerId] | None" = None,
     ) -> None:
-        """Answer one request; `among` are the only prefillers that can, None for all."""
+        """Answer one request that `Tenancy.offer_alone` let in.
+
+        `among` are the only prefillers that can; None for all.
+        """
         self._retries.earn()
         exchange = SingleExchange(self, request, reply, headers, record, among=among)
         prefiller = self._free(None, among)
@@ -149,6 +155,7 @@ class PassThrough:
             self._stop(exchange)
         else:
             self._waiting.pop(exchange, None)
+        self._tenancy.ended_alone(record)
         self._metrics.passed_through(record)
         self._log.request_ended(record)
         if ran:

@@ -80,12 +80,14 @@ class Refusals:
         *,
         metrics: "RequestCounts",
         log: "Log",
+        tenant_of: "Callable[[Headers], str]",
         unique: Callable[[], str],
         clock: Callable[[], float],
         unix_s: Callable[[], float],
     ) -> None:
         self.log = RefusedLog(log.request_ended)
         self._metrics = metrics
+        self._tenant_of = tenant_of
         self._unique = unique
         self._clock = clock
         self._unix_s = unix_s
@@ -112,7 +114,7 @@ class Refusals:
 
     def _record(self, head: "RequestHead | Request | None", peer: str) -> RequestRecord:
         now_ns = round(self._clock() * 1e9)
-        request_id, endpoint, agent = None, "", ""
+        request_id, endpoint, agent, tenant = None, "", "", ""
         if head is not None:
             try:
                 request_id = client_request_id(head.headers)
@@ -122,6 +124,7 @@ class Refusals:
             known = METASERVER_PATH if head.path.startswith(METASERVER_PATH) else head.path
             endpoint = known.decode("latin-1")
             agent = user_agent(head.headers)
+            tenant = self._tenant_of(head.headers)
         return RequestRecord(
             request_id or self._unique(),
             endpoint,
@@ -130,6 +133,7 @@ class Refusals:
             ended_ns=now_ns,
             peer=peer,
             user_agent=agent,
+            tenant=tenant,
         )
 
 

@@ -5,15 +5,16 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 """
 
 import re
-from collections.abc import Collection, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import Media
-from balanceroute.proxy.live.security.credentials import Secret, matches_any
+from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from balanceroute.proxy.wire.messages import Headers
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -69,16 +70,15 @@ def expected_output_tokens(headers: "Headers") -> int | None:
     return int(values[0])
 
 
-def is_authorised(headers: "Headers", keys: Collection[Secret]) -> bool:
-    """Return whether one of `keys` is given, as the bearer token or as Anthropic's X-Api-Key.
+def given_keys(headers: "Headers") -> list[bytes]:
+    """Return the keys that are given, as the bearer token and as Anthropic's X-Api-Key.
 
-    Each of the two may be given once, and what is given must be right.
+    Each of the two may be given once: else none of them is a key.
     """
     given = [(name, value) for name, value in headers if name in _KEYS]
-    names = {name for name, _ in given}
-    return len(names) == len(given) > 0 and all(
-        matches_any(keys, _token(name, value)) for name, value in given
-    )
+    if len({name for name, _ in given}) < len(given):
+        return [b""]
+    return [_token(name, value) for name, value in given]
 
 
 def _token(name: bytes, value: bytes) -> bytes:

@@ -172,7 +172,7 @@ class SingleExchange:
         ):
             return
         self.record.status = status
-        self.record.prompt_tokens, _ = counts_of(body)
+        self.record.prompt_tokens, self.record.output_tokens = counts_of(body)
         self._reply.send(status, self._own_headers(self._answer_headers), body)
         self._answered(error_words(body) if status >= 400 else "")
 

@@ -36,10 +36,11 @@ _URGENCY = re.compile(rb"[0-7]")
 
 
 class Urgency(NamedTuple):
-    """What a client asks for. None is no deadline."""
+    """How urgent a request is, and its share; see `Ticket`."""
 
     level: int = 0
     deadline_ns: int | None = None
+    weight: float = 1.0
 
 
 def read_level(api: Api, headers: "Headers", body: RequestBody) -> int:

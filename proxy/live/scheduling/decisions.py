@@ -57,6 +57,7 @@ class Decisions:
 
     Args:
         settle_s: How long a tick waits for further requests to end with the same step.
+        began: Told of a request whenever it is given to an engine.
         stopwatch: Real seconds, for the cost of decisions.
         counts: How far streams are; None to ask the sessions.
     """
@@ -71,6 +72,7 @@ class Decisions:
         *,
         metrics: "Metrics",
         settle_s: float,
+        began: "Callable[[LiveRequest], None]",
         stopwatch: Callable[[], float],
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
@@ -83,6 +85,7 @@ class Decisions:
         self._isolation = isolation
         self._metrics = metrics
         self._settle_s = settle_s
+        self._began = began
         self._clock = loop.time
         self._stopwatch = stopwatch
         self._stage_start_s = 0.0
@@ -178,6 +181,7 @@ class Decisions:
     def _act(self, session: "LiveRequest", action: Action) -> None:
         match action:
             case StartPrefill(_, prefiller, _):
+                self._began(session)
                 session.start_prefill(self._instances.prefillers[prefiller])
             case AbortPrefill() | AbortDecode():
                 session.drop_leg()
@@ -188,6 +192,7 @@ class Decisions:
                 else:
                     self._metrics.legs.abandoned_lease("ended")
             case Admit(_, rank):
+                self._began(session)
                 self.progress.admitted(session)
                 session.start_decode(self._instances.ranks[rank])
             case Expire():

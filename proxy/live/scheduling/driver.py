@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import Admission, Load, Refusal
+from balanceroute.proxy.core.admission import Admission, Ending, Load, Refusal
 from balanceroute.proxy.core.events import (
     Eligible,
     Event,
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+
+
+_NEVER_BEGUN = Ending(served=False, first_token_ns=None, output_tokens=0, began=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +123,8 @@ class Driver:
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         self.context = _context(connector, settings, metrics, rng)
-        self.uses_keys, self.draining = predictors.uses_keys, False
-        self._predictors, self._expects_output = predictors, settings.expects_output
-        self._admission = admission
+        self.uses_keys, self._expects_output = predictors.uses_keys, settings.expects_output
+        self.draining, self._predictors, self._admission = False, predictors, admission
         self.table = SessionTable(rng)
         self.sessions = self.table.live
         self.isolation = Isolation(self, scheduler.requests, self.sessions, failures)
@@ -135,6 +137,7 @@ class Driver:
             self.isolation,
             metrics=metrics,
             settle_s=settings.settle_s,
+            began=self._began,
             stopwatch=stopwatch,
             counts=counts,
         )
@@ -200,6 +203,7 @@ class Driver:
             model=shape.model,
             tenant=tenant,
             level=urgency.level,
+            weight=urgency.weight,
             deadline_ns=urgency.deadline_ns,
         )
 
@@ -207,10 +211,9 @@ class Driver:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
-        refusal = self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
-        if refusal is None and not self.instances.ready:
+        if not self.instances.ready:
             return Refusal(503, "no engine of each role is up", 1)
-        return refusal
+        return self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request, or refuse it."""
@@ -224,7 +227,11 @@ class Driver:
             return
         headers = arrival.headers(self.table.engine_id(record.request_id))
         if self.uses_keys:  # Not before: hashing a prompt is wasted on a request that is refused.
-            ticket = replace(ticket, keys=prompt_keys(shape.api, arrival.body))
+            try:
+                ticket = replace(ticket, keys=prompt_keys(shape.api, arrival.body))
+            except Exception:
+                self._admission.ended(ticket, _NEVER_BEGUN, self._now_ns())
+                raise
         record.prompt_estimate = ticket.prompt_tokens
         record.keys = ticket.keys
         self.take(
@@ -246,6 +253,10 @@ class Driver:
         self.table.add(session)
         self._sweep.begin()
         self.isolation.run_for(session, "arrival", self._take, session)
+
+    def _began(self, session: LiveRequest) -> None:
+        if self.table.begin(session.number):
+            self._admission.began(session.ticket, self._now_ns())
 
     def _take(self, session: LiveRequest) -> None:
         number, ticket = session.number, session.ticket

@@ -141,22 +141,24 @@ class Feedback:
         """Forget a session that is over, and count it."""
         number, record = report.request, report.record
         session = self._table.live[number]
-        self._table.remove(number, record)
+        began = self._table.remove(number, record)
         self._progress.ended(session)
         rounds = record.output_tokens / record.choices
         if record.outcome is Outcome.OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
-        self._admission.ended(session.ticket, _ending(record), self._now_ns())
+        self._admission.ended(session.ticket, _ending(record, began=began), self._now_ns())
         self._metrics.requests.ended(record)
         self._log.request_ended(record)
 
 
-def _ending(record: RequestRecord) -> Ending:
+def _ending(record: RequestRecord, *, began: bool) -> Ending:
     first_ns = record.first_token_ns
     return Ending(
         served=record.outcome is Outcome.OK,
         first_token_ns=None if first_ns is None else first_ns - record.arrived_ns,
         output_tokens=record.output_tokens,
+        prompt_tokens=record.prompt_tokens,
+        began=began,
     )

@@ -20,6 +20,7 @@ class SessionTable:
         self._rng = rng
         self._arrived = 0
         self._ids: Counter[str] = Counter()  # Client request ids in use.
+        self._waiting: set[RequestId] = set()  # Those that no engine was given yet.
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -32,17 +33,25 @@ class SessionTable:
     def add(self, session: "LiveRequest") -> None:
         """Take in a request."""
         self.live[session.number] = session
+        self._waiting.add(session.number)
         self._ids[session.record.request_id] += 1
         self._empty.clear()
 
-    def remove(self, number: RequestId, record: "RequestRecord") -> None:
-        """Forget a request that is over."""
+    def begin(self, number: RequestId) -> bool:
+        """Note that an engine is given a request; return whether that is the first time."""
+        waited = number in self._waiting
+        self._waiting.discard(number)
+        return waited
+
+    def remove(self, number: RequestId, record: "RequestRecord") -> bool:
+        """Forget a request that is over; return whether an engine was given it."""
         del self.live[number]
         self._ids[record.request_id] -= 1
         if not self._ids[record.request_id]:
             del self._ids[record.request_id]
         if not self.live:
             self._empty.set()
+        return not self.begin(number)
 
     def engine_id(self, request_id: str) -> str:
         """Return what a request is called at the engines: its id, unless that is in use.
@@ -56,7 +65,7 @@ class SessionTable:
     @property
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
-        return not self.live and not self._ids
+        return not (self.live or self._ids or self._waiting)
 
     async def drained(self) -> None:
         """Wait until no request is left."""

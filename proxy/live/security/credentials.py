@@ -1,4 +1,4 @@
-"""Keys and tokens: read from files, and kept out of everything that is shown.
+"""Keys and tokens: read from files, and kept out of everything that is shown; and whose they are.
 
 A key never stands on the command line, where every user of the machine can read it.
 """
@@ -9,8 +9,10 @@ import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
+from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.core.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -30,6 +32,40 @@ class Secret:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant.
+
+    Attributes:
+        name: In logs and metrics.
+        digests: SHA-256 of each of its keys.
+        weight: Its share, see `Ticket.weight`.
+        level: What the levels of its requests begin from; lower goes first.
+        deadline_s: When the first token of its requests is due, unless they say; None for never.
+        models: Those that it may use; empty for all.
+        client_priority: Whether its requests may choose their level.
+        client_deadline: Whether they may choose their deadline.
+        default: Whether it has the requests of clients whose key is no tenant's.
+        limits: What it may ask for.
+    """
+
+    name: str
+    digests: tuple[Secret, ...] = ()
+    weight: float = 1.0
+    level: int = 0
+    deadline_s: float | None = None
+    models: tuple[str, ...] = ()
+    client_priority: bool = False
+    client_deadline: bool = False
+    default: bool = False
+    limits: TenantLimits = TenantLimits()
+
+
+def digest_of(key: bytes) -> Secret:
+    """Return what a file has of a key. It tells nothing of a key that nobody can guess."""
+    return Secret(sha256(key).hexdigest().encode())
+
+
+@dataclass(frozen=True, slots=True)
 class Credentials:
     """The keys in use. They are read again while the proxy serves.
 
@@ -37,11 +73,13 @@ class Credentials:
         api_keys: The keys that clients may present; empty if all may come.
         engine_key: Sent to the engines as their API key.
         admin_token: What administrators present; None if they need no token.
+        tenants: Empty if there are none.
     """
 
     api_keys: tuple[Secret, ...]
     engine_key: Secret | None
     admin_token: Secret | None
+    tenants: tuple[Tenant, ...] = ()
 
     @property
     def secrets(self) -> list[Secret]:

@@ -70,7 +70,8 @@ class ProxyConfig:
     @property
     def pass_authorization(self) -> bool:
         """Whether an engine gets the client's own key: only if the proxy has no key to check."""
-        return self.credentials.engine_key is None and not self.credentials.api_keys
+        ours = self.credentials
+        return ours.engine_key is None and not (ours.api_keys or ours.tenants)
 
     @property
     def server_limits(self) -> ServerLimits:

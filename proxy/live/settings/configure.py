@@ -5,6 +5,7 @@ key, and the reason; none shows a key, a token or a password.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
     Credentials,
     Secret,
+    Tenant,
     as_secret,
     read_secret,
     read_secrets,
@@ -39,6 +41,7 @@ from balanceroute.proxy.live.settings.engines import decode_servers, prefill_ser
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
+from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
@@ -110,7 +113,7 @@ def read_credentials(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Credentials:
-    """Read the files of keys and certificates again; see `make_config`.
+    """Read the files of keys, certificates and tenants again; see `make_config`.
 
     Raises:
         ConfigError: One of them cannot be used.
@@ -181,7 +184,29 @@ def _credentials(
     if listening.admin and listening.admin_token_file is not None:
         with given.blamed("admin_token_file"):
             admin_token = read_secret(listening.admin_token_file)
-    return Credentials(api_keys, engine_key, admin_token)
+    return Credentials(
+        api_keys, engine_key, admin_token, _tenants(given, given.read(AdmissionSettings), api_keys)
+    )
+
+
+def _tenants(
+    given: Given, admission: AdmissionSettings, api_keys: tuple[Secret, ...]
+) -> tuple[Tenant, ...]:
+    if admission.tenants is None:
+        return ()
+    tenants = read_tenants(admission.tenants)
+    if api_keys and not any(one.default for one in tenants):
+        reason = f"means nothing with {given.where('tenants')} if no tenant there is the default"
+        raise ConfigError(f"{given.where('api_key_file')}: {reason}")
+    # What all may, each of them may.
+    return tuple(
+        replace(
+            one,
+            client_priority=one.client_priority or admission.client_priority,
+            client_deadline=one.client_deadline or admission.client_deadline,
+        )
+        for one in tenants
+    )
 
 
 def _check_certificate(given: Given, listening: ListeningSettings) -> None:

@@ -21,6 +21,7 @@ from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.registry import Registry
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
+from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
 """The `content-type` of the page."""
@@ -48,7 +49,9 @@ class Metrics:
             process: Whether to export the process's own CPU time, memory and open files too.
         """
         self._registry = registry = Registry()
-        self.requests = RequestMetrics(registry)
+        self.tenants = TenantMetrics()
+        registry.collect_from(self.tenants)
+        self.requests = RequestMetrics(registry, self.tenants)
         self.legs = LegMetrics(registry)
         self.engines = EngineMetrics(registry)
         self.predictors = PredictorMetrics(registry)

@@ -10,7 +10,12 @@ from prometheus_client.samples import Sample
 
 from balanceroute import __version__
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
-from balanceroute.proxy.live.telemetry.snapshot import PrefillerState, RankState, Snapshot
+from balanceroute.proxy.live.telemetry.snapshot import (
+    PrefillerState,
+    RankState,
+    Snapshot,
+    TenantState,
+)
 
 # Name, meaning, and the field of the snapshot.
 _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
@@ -38,6 +43,10 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
         attrgetter("utilisation"),
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
+)
+_TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
+    ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
+    ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),
@@ -160,6 +169,11 @@ class StateCollector(Collector):
             [state.queued, state.prefilling, state.pooled, state.decoding],
         )
         yield from _predictor_families(state.predictors)
+        if state.tenants:
+            tenants = [{"tenant": one.name} for one in state.tenants]
+            for name, documentation, of_tenant in _TENANT_GAUGES:
+                values = [of_tenant(one) for one in state.tenants]
+                yield _family("gauge", name, documentation, tenants, values)
         for name, documentation, state_value in _GAUGES:
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS:

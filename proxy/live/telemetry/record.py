@@ -13,7 +13,7 @@ class Outcome(Enum):
 
     OK = "ok"
     CLIENT_ERROR = "client_error"  # An answer of 4xx, the engine's or ours, or 501 or 505.
-    REJECTED = "rejected"  # Refused before any work: the queue is full, or the proxy drains.
+    REJECTED = "rejected"  # Refused before any work: a limit is reached, or the proxy drains.
     EXPIRED = "expired"  # Waited longer than it may.
     UPSTREAM_ERROR = "upstream_error"  # The engines failed and no retry was left.
     INTERNAL_ERROR = "internal_error"  # The proxy failed.
@@ -60,6 +60,8 @@ class RequestRecord:
         api_key_id: Names the API key that the client gave (`request_head.api_key_id`); empty if none
             was asked for.
         user_agent: The client's own word, cut to 128 characters.
+        tenant: Whose request it is; empty without tenants.
+        refused_for: See `Refusal.cause`; empty unless admission refused it.
     """
 
     request_id: str
@@ -94,6 +96,13 @@ class RequestRecord:
     peer: str = ""
     api_key_id: str = ""
     user_agent: str = ""
+    tenant: str = ""
+    refused_for: str = ""
+
+    @property
+    def begun_ns(self) -> int | None:
+        """When an engine was first given it; None if none was."""
+        return self.admitted_ns if self.prefill_started_ns is None else self.prefill_started_ns
 
     @property
     def transfer_ns(self) -> int | None:

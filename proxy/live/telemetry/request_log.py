@@ -36,6 +36,8 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     time            When it ended, UTC, ISO 8601: as in the lines of the process log.
     level           info; warning if the outcome is rejected, expired, upstream_error or internal_error.
     message         request ended.
+    tenant          Whose request it was; empty without tenants, and if its key is nobody's.
+    refused_for     The limit that refused it, see docs/tenants.md; empty if none did.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -116,6 +118,8 @@ def line_of(record: RequestRecord) -> bytes:
             "time": _utc(ended_s),
             "level": "warning" if record.outcome in _WARNINGS else "info",
             "message": "request ended",
+            "tenant": record.tenant,
+            "refused_for": record.refused_for,
         }
     )
 

@@ -13,6 +13,7 @@ from balanceroute.proxy.live.telemetry.registry import (
     CappedLabel,
     Registry,
 )
+from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -27,9 +28,9 @@ MAX_STATUSES = 32
 class RequestMetrics:
     """Counts requests when they have ended."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._model_label = CappedLabel(MAX_MODELS)
-        self._status_label = CappedLabel(MAX_STATUSES)
+    def __init__(self, registry: Registry, tenants: TenantMetrics) -> None:
+        self._tenants = tenants
+        self._model_label, self._status_label = CappedLabel(MAX_MODELS), CappedLabel(MAX_STATUSES)
         self._requests = registry.counter(
             "requests",
             "Requests ended or refused, by how; status 0 if no answer was begun.",
@@ -140,6 +141,8 @@ class RequestMetrics:
         if counter is None:
             counter = self._counter(key)
         counter.inc()
+        if record.tenant:
+            self._tenants.ended(record)
 
     def _counter(self, key: tuple[str, str, Outcome, int]) -> "Counter":
         endpoint, model, outcome, status = key

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 
@@ -51,6 +52,17 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantState:
+    """One tenant."""
+
+    name: str
+    in_flight: int
+    waiting: int  # Of these, those that no engine was given yet.
+    remaining: dict[str, int]  # Requests and tokens that it may have now, where it has a rate.
+    limits: TenantLimits
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything. Counters are since start."""
 
@@ -79,3 +91,4 @@ class Snapshot:
     body_bytes: int = 0  # Of requests that are being received or not answered yet.
     rejected_bodies: int = 0  # For want of room for them.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
+    tenants: list[TenantState] = field(default_factory=list)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from balanceroute.proxy.core.scheduler import Scheduler
@@ -10,7 +11,7 @@ from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
-from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.live.settings.configure import make_config, read_credentials
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.decision_faults import (
     DecisionFaults,
@@ -97,6 +98,7 @@ class World:
             in_thread=_at_once,
             observer=self.observer,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
+            read_credentials=partial(read_credentials, None, flags),
         )
         self.proxy = Proxy(make_config(None, flags), environment)
         active = self.proxy.deployment.predictors.active

@@ -49,6 +49,7 @@ class Http1Reply:
         "_http_1_0",
         "_write",
         "closed",
+        "more_headers",
         "on_closed",
         "on_pause",
         "on_resume",
@@ -71,6 +72,7 @@ class Http1Reply:
         self.on_resume: Callable[[], None] | None = None
         self.started = False
         self.written = 0
+        self.more_headers: Headers = []
         self._connection = connection
         self._common = common  # Header lines, in addition to the application's.
         self._write = write
@@ -160,7 +162,7 @@ class Http1Reply:
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        fields = encode_fields(headers) + self._common
+        fields = encode_fields([*headers, *self.more_headers]) + self._common
         if self._connection.closes_after_answer:
             framing += b"connection: close\r\n"
         elif self._http_1_0:

@@ -42,7 +42,7 @@ def accept(admission: Tenants, count: int = 1, ticket: Ticket = A, now_ns: int =
 def test_a_tenant_without_limits_is_never_rejected() -> None:
     admission = tenants(TenantLimits())
     accept(admission, 1000)
-    account = admission.account("a")
+    account = admission.accounts["a"]
     assert (account.in_flight.count, account.waiting.count) == (1000, 1000)
     assert account.allowances(0) == {}
 
@@ -102,14 +102,14 @@ def test_a_request_that_can_never_pass_is_told_so() -> None:
 def test_the_end_settles_what_was_charged(ending: Ending, left: int) -> None:
     admission = tenants(TenantLimits(tokens=Rate(60, 100)))
     accept(admission)
-    bucket = admission.account("a").tokens
+    bucket = admission.accounts["a"].tokens
     assert bucket is not None
     assert bucket.available(0) == 70
     if ending.began:
         admission.began(A, 0)
     admission.ended(A, ending, 0)
     assert bucket.available(0) == left
-    assert admission.account("a").allowances(0)["tokens"].remaining == max(0, left)
+    assert admission.accounts["a"].allowances(0)["tokens"].remaining == max(0, left)
 
 
 def test_requests_in_flight_are_counted_until_they_end() -> None:
@@ -155,7 +155,7 @@ def test_tenants_do_not_share_their_limits() -> None:
 def test_allowances_tell_limit_rest_and_time_until_all_is_there() -> None:
     admission = tenants(TenantLimits(requests=Rate(60, 5), tokens=Rate(600, 100)))
     accept(admission)
-    allowances = admission.account("a").allowances(0)
+    allowances = admission.accounts["a"].allowances(0)
     assert allowances == {"requests": (5, 4, S), "tokens": (100, 70, 3 * S)}
 
 
@@ -181,7 +181,7 @@ def test_requests_of_a_tenant_that_is_gone_go_on() -> None:
     admission.change({}, 4)
     admission.ended(A, replace(SERVED, began=False), 5)
     with pytest.raises(KeyError):
-        admission.account("a")
+        admission.accounts["a"]
 
 
 LIMITS = st.builds(
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         if refusal is not None:
             if refusal.retry_after_s is not None and refusal.cause in ("requests", "tokens"):
                 # Honest: with nothing else in the way, that is soon enough.
-                account = self.admission.account(tenant)
+                account = self.admission.accounts[tenant]
                 then_ns = self.now_ns + refusal.retry_after_s * S
                 bucket = account.requests if refusal.cause == "requests" else account.tokens
                 amount = 1 if refusal.cause == "requests" else stated_tokens(ticket)
@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
             prompt_tokens=prompt,
             began=began,
         )
-        account = self.admission.account(ticket.tenant)
+        account = self.admission.accounts[ticket.tenant]
         bucket = account.tokens
         before = 0 if bucket is None else bucket.available(self.now_ns)
         self.admission.ended(ticket, ending, self.now_ns)
@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_are_those_of_the_requests(self) -> None:
         for tenant in self.limits:
-            account = self.admission.account(tenant)
+            account = self.admission.accounts[tenant]
             assert account.in_flight.count == self.count(tenant)
             assert account.waiting.count == self.count(tenant, waiting=True)
             for allowance in account.allowances(self.now_ns).values():

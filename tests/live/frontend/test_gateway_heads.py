@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error, keys
 
+from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.security.credentials import Secret
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def test_new_keys_are_used_from_the_next_request_on(play: "Play", tmp_path: Path
     async def scenario(site: "Site") -> None:
         given = with_key("Bearer first")
         assert (await site.post(COMPLETIONS, BODY, given)).status == 200
-        site.world.proxy.gateway.use_keys((Secret(b"second"),), Secret(b"newer"))
+        site.world.proxy.gateway.use_keys(Clients((Secret(b"second"),)), Secret(b"newer"))
         assert (await site.post(COMPLETIONS, BODY, given)).status == 401
         assert (await site.post(COMPLETIONS, BODY, with_key("Bearer second"))).status == 200
         sent = [seen.header(b"authorization") for seen in site.seen]

@@ -35,14 +35,15 @@ def test_a_model_is_left_to_the_engines_unless_models_are_listed() -> None:
 def test_a_listed_model_is_served_and_no_other() -> None:
     assert refuse_unlisted("lora-a", ("tiny", "lora-a")) is None
     assert refuse_unlisted("Tiny", ("tiny", "lora-a")) == (
-        "The model `Tiny` does not exist. Valid aliases: tiny, lora-a."
+        404,
+        "The model `Tiny` does not exist. Valid aliases: tiny, lora-a.",
     )
 
 
 def test_a_long_name_is_not_repeated_whole() -> None:
     refusal = refuse_unlisted("x" * 10_000, ("tiny",))
     assert refusal is not None
-    assert len(refusal) < 300
+    assert len(refusal[1]) < 300
 
 
 async def known(site: "Site") -> None:

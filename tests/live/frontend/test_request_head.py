@@ -6,7 +6,6 @@ from balanceroute.proxy.live.frontend.request_head import (
     BadRequestIdError,
     client_request_id,
     engine_headers,
-    is_authorised,
 )
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.wire.messages import Headers
@@ -47,37 +46,6 @@ def test_a_request_id_that_is_no_plain_word_is_refused(value: bytes) -> None:
 def test_two_request_ids_are_refused_even_if_they_agree() -> None:
     with pytest.raises(BadRequestIdError):
         client_request_id(fields((b"x-request-id", b"a"), (b"x-request-id", b"a")))
-
-
-@pytest.mark.parametrize("value", [b"Bearer sk-client", b"bearer sk-client", b"BEARER  sk-client"])
-def test_the_key_authorises_whatever_the_case_of_its_scheme(value: bytes) -> None:
-    assert is_authorised(fields((b"authorization", value)), [Secret(b"other"), KEY])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"",
-        b"Bearer",
-        b"Bearer ",
-        b"sk-client",
-        b"Basic sk-client",
-        b"Bearer sk-clien",
-        b"Bearer sk-clientt",
-        b"Bearer SK-CLIENT",
-        b"Bearer sk-client sk-client",
-        b"Bearer " + b"x" * 1_000_000,
-    ],
-)
-def test_nothing_but_the_key_authorises(value: bytes) -> None:
-    assert not is_authorised(fields((b"authorization", value)), [KEY])
-
-
-def test_a_missing_or_a_second_authorization_does_not_authorise() -> None:
-    good = (b"authorization", b"Bearer sk-client")
-    assert not is_authorised(fields(), [KEY])
-    assert not is_authorised(fields(good, good), [KEY])
-    assert not is_authorised(fields(good), [])
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> Non
         "api_keys": ["***", "***"],
         "engine_key": "***",
         "admin_token": "***",
+        "tenants": [],
     }
     listening = config["listening"]
     assert isinstance(listening, dict)

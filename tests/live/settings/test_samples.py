@@ -111,6 +111,7 @@ FILES = {
     "predictor_state",
     "shadow_predictor",
     "load_log",
+    "tenants",
 }
 AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.

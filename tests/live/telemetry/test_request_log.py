@@ -42,6 +42,8 @@ RECORD = RequestRecord(
     peer="10.0.0.1:5000",
     api_key_id="0a1b2c3d",
     user_agent="curl/8",
+    tenant="acme",
+    refused_for="queue",
 )
 
 
@@ -94,6 +96,8 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "time": "2026-11-21T03:03:23.723457+00:00",
         "level": "info",
         "message": "request ended",
+        "tenant": "acme",
+        "refused_for": "queue",
     }
 
 

@@ -1,0 +1,41 @@
+"""The pages about models that the proxy answers itself."""
+
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
+
+from balanceroute.proxy.live.frontend.clients import refuse_model
+from balanceroute.proxy.wire.messages import Rejection
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.security.credentials import Tenant
+
+MODELS = b"/v1/models"
+"""The path of the list; those of single models are below it."""
+
+_MODEL = b"/v1/models/"
+
+
+def is_of_models(path: bytes) -> bool:
+    """Return whether a page is one of these."""
+    return path == MODELS or path.startswith(_MODEL)
+
+
+def model_page(path: bytes, served: "ServedModels", tenant: "Tenant") -> bytes | Rejection:
+    """Return the list of the models that a tenant may use, or what it tells of one of them.
+
+    The latter is what an engine's list tells; vLLM has no such route.
+    """
+    if path == MODELS:
+        cards = [one for one in served.cards() if refuse_model(tenant, one["id"]) is None]
+        return _dump({"object": "list", "data": cards})
+    name = unquote_to_bytes(path.removeprefix(_MODEL)).decode("utf-8", "replace")
+    model = served.find(name)
+    if model is None or refuse_model(tenant, name) is not None:
+        return Rejection(404, f"The model `{name[:128]}` does not exist.", param="model")
+    return _dump(model.card)
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
