@@ -57,8 +57,8 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
 proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission checks config configure declared engines policy_options reader scheduling setting
-    tenant_file
+proxy.live.settings: admission aimd_options checks config configure declared engines policy_options reader scheduling
+    setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log record registry
     request_log request_metrics shadow snapshot tenant_metrics

@@ -183,3 +183,21 @@ def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -
     assert row["idle_fraction"] == pytest.approx(fmean(together))
     expected = stdev(together) / len(together) ** 0.5
     assert row["stderr"]["idle_fraction"] == pytest.approx(expected)
+
+
+def test_a_short_timeout_cures_the_death_spiral() -> None:
+    module = script("admission_table")
+    spiral = module.overload(module.CONTROLLERS[0][1], 0, since_s=100, until_s=160)
+    assert spiral.high_cap <= 2
+    assert spiral.p99_s > 25
+    cured = module.overload(module.CONTROLLERS[-1][1], 0, since_s=100, until_s=160)
+    assert cured.low_cap > 20
+    assert cured.p99_s < 2.5
+    assert cured.tokens_per_s > 10 * spiral.tokens_per_s
+
+
+def test_orders_protect_whom_they_should() -> None:
+    module = script("admission_table")
+    fcfs, edf, levels = (module.in_time(order, 12.0, 0) for order in ("fcfs", "edf", "abs"))
+    assert fcfs["real-time"] < edf["real-time"] < levels["real-time"]
+    assert levels["long"] < edf["long"] < fcfs["long"]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.predictors import NoPrediction
-from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.admission import ADMISSIONS, Budget
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
@@ -132,6 +132,10 @@ class Deployment:
         self._silent = [one for one in decode if not await self.roster.enlist_decoder(one)]
         if not self.instances.ranks:
             self.roster.reserve_rank(self._silent[0])
+        if (reason := self.config.too_long_waits) is not None:
+            _log.warning(
+                "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
+            )
         self.driver = self._make_driver()
         self.pass_through = PassThrough(
             self.instances,
@@ -193,6 +197,7 @@ class Deployment:
         config, environment = self.config, self._environment
         admission = config.admission
         order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
+        limit = config.aimd.settings
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
@@ -201,6 +206,7 @@ class Deployment:
                 self._make_policy(),
                 queue_order=order,
                 fair=None if cost == "none" else fair_queueing(cost, order),
+                budget=None if limit is None else Budget(limit),
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(random.Random(config.scheduling.seed)),

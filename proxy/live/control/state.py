@@ -3,12 +3,14 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
     PrefillerState,
     RankState,
     RequestState,
@@ -56,6 +58,7 @@ def take_snapshot(
         pooled=len(scheduler.pool),
         decoding=states.count(State.DECODING),
         pool_limit=scheduler.leases.pool_limit,
+        budget=_budget(driver),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
         imbalance_tokens=imbalance_tokens(loads[serving]) if serving else 0,
         steps=driver.decisions.progress.steps.steps,
@@ -155,6 +158,21 @@ def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
             )
         )
     return rows
+
+
+def _budget(driver: "Driver") -> BudgetState | None:
+    scheduler = driver.scheduler
+    budget = scheduler.intake.budget
+    if budget is None:
+        return None
+    ttft_ns, step_ns = budget.ttft_ns, budget.tpot_ns
+    return BudgetState(
+        limit_per_rank=budget.cap,
+        in_flight=scheduler.prefillers.prefilling + len(scheduler.pool) + len(scheduler.ledger),
+        ttft_p99_s=None if ttft_ns is None else ttft_ns / 1e9,
+        step_p95_s=None if step_ns is None else step_ns / 1e9,
+        decisions={decision.value: budget.decisions[decision] for decision in Decision},
+    )
 
 
 def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:

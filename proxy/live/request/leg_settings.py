@@ -28,6 +28,7 @@ class LegSettings:
             asked for in every event; else an event counts as one.
         lease_margin_s: How long before the end of its lease a KV cache counts as lost.
         pass_priority: Whether engines get the priority that a client gives its request.
+        expired_status: Of the answer to a request that waited longer than it may.
     """
 
     prefill_timeout_s: float
@@ -43,6 +44,7 @@ class LegSettings:
     count_tokens: str
     lease_margin_s: float
     pass_priority: bool
+    expired_status: int = 503
 
     @property
     def drop(self) -> frozenset[str]:

@@ -204,7 +204,7 @@ class Session:
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
         self._enter(Phase.ENDED)
-        self.answer.fail(503, reason, retry_after_s=1)
+        self.answer.fail(self.context.legs.expired_status, reason, retry_after_s=1)
         self._end(None, Outcome.EXPIRED, reason)
 
     def fail(self, status: int, reason: str, *, retry_after_s: int | None = None) -> None:

@@ -18,6 +18,7 @@ from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
+from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.declared import (
     EngineSettings,
     ExchangeLimits,
@@ -58,6 +59,7 @@ class ProxyConfig:
     scheduling: SchedulingSettings
     policies: PolicySettings
     times: TimeLimits
+    aimd: AimdOptions
     failures: FailureSettings
     limits: ExchangeLimits
     log: LogSettings
@@ -93,6 +95,12 @@ class ProxyConfig:
     def scrape(self) -> ScrapeSettings:
         """How their metrics are read."""
         return part(ScrapeSettings, self.failures)
+
+    @property
+    def too_long_waits(self) -> str | None:
+        """Why the target of --aimd cannot be kept with these time limits; None if it can."""
+        assert self.times.queue_ttl_s is not None, "make_config replaces it"
+        return self.aimd.too_long(self.times.queue_ttl_s, self.times.pool_ttl_s)
 
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks and P prefillers."""

@@ -25,6 +25,7 @@ from balanceroute.proxy.live.security.credentials import (
 from balanceroute.proxy.live.security.host_check import is_loopback
 from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
+from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.declared import (
     LOG_WORDS,
@@ -47,6 +48,7 @@ from balanceroute.topologies import CONNECTORS
 if TYPE_CHECKING:
     from balanceroute.topologies import Topology
 
+_QUEUE_TTL_S = 600.0
 ENGINE_KEY_VARIABLE = "BALANCEROUTE_ENGINE_KEY"
 
 
@@ -84,7 +86,10 @@ def make_config(
     _check_backoff(given, failures)
     log = given.read(LogSettings)
     _check_logs(given, log)
+    aimd = given.read(AimdOptions)
+    _check_aimd(given, aimd)
     times = given.read(TimeLimits)
+    times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
     lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
     if lease_s is not None:
         _check_margin(given, scheduling, times)
@@ -96,6 +101,7 @@ def make_config(
         scheduling=scheduling,
         policies=given.read(PolicyOptions).settings,
         times=times,
+        aimd=aimd,
         failures=failures,
         limits=limits,
         log=log,
@@ -267,6 +273,12 @@ def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
     if Path(predictor) == path:
         raise ConfigError(f"{place}: the trained predictor is never written to")
     _check_place(place, path)
+
+
+def _check_aimd(given: Given, aimd: AimdOptions) -> None:
+    low, high = aimd.aimd_min, aimd.aimd_max
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{given.where('aimd_min')} is {low}, beyond --aimd-max ({high})")
 
 
 def _direct(connector: str) -> Direct:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
+from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
@@ -134,13 +135,24 @@ class ListeningSettings:
 class TimeLimits:
     """How long things may take, from the queue to the end."""
 
-    queue_ttl_s: float = seconds(600.0, "wait before prefill after which a request gets 503")
+    queue_ttl_s: float | None = number(
+        None,
+        "wait before prefill after which a request expires",
+        0.001,
+        1e6,
+        shown_default="600; with --aimd half of --aimd-ttft-s, or 30 with post4",
+        word="auto",
+        metavar="S",
+    )
     pool_ttl_s: float = number(
         600.0,
-        "wait after prefill after which a request gets 503; inf for never",
+        "wait after prefill after which a request expires; inf for never",
         0.001,
         inf,
         metavar="S",
+    )
+    expired_status: int = integer(
+        503, "status of the answer to a request that expired", 400, 599, metavar="STATUS"
     )
     pool_deadline_s: float | None = number(
         None,
@@ -263,7 +275,7 @@ class LogSettings:
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "listening": (ListeningSettings,),
-    "admission": (AdmissionSettings,),
+    "admission": (AdmissionSettings, AimdOptions),
     "scheduling": (SchedulingSettings,),
     "policies": (PolicyOptions,),
     "time limits": (TimeLimits,),

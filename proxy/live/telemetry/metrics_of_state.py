@@ -11,6 +11,7 @@ from prometheus_client.samples import Sample
 from balanceroute import __version__
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
     PrefillerState,
     RankState,
     Snapshot,
@@ -184,6 +185,8 @@ class StateCollector(Collector):
             [{}],
             [state.pool_limit],
         )
+        if state.budget is not None:
+            yield from _budget_families(state.budget)
         rejected = state.rejected_connections
         yield _family(
             "counter",
@@ -201,6 +204,24 @@ class StateCollector(Collector):
             "predictor": state.predictor,
         }
         yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _budget_families(budget: BudgetState) -> Iterator[Metric]:
+    """Yield the limit on requests in flight, and what moves it."""
+    for name, documentation, value in (
+        ("inflight_limit", "Requests that may be in flight per open rank.", budget.limit_per_rank),
+        ("inflight_requests", "Requests in prefill, in the pool or in decode.", budget.in_flight),
+        ("inflight_ttft_p99_seconds", "Time to first token that moves it.", budget.ttft_p99_s),
+        ("inflight_step_p95_seconds", "Time of a step that moves it.", budget.step_p95_s),
+    ):
+        yield _known(name, documentation, [{}], [value])
+    yield _family(
+        "counter",
+        "inflight_limit_decisions",
+        "Decisions on the limit, by what they were.",
+        [{"decision": name} for name in budget.decisions],
+        list(budget.decisions.values()),
+    )
 
 
 def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:

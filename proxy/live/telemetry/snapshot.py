@@ -63,6 +63,17 @@ class TenantState:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetState:
+    """The limit on requests in flight."""
+
+    limit_per_rank: int
+    in_flight: int
+    ttft_p99_s: float | None  # At the last decision; None if it was not known.
+    step_p95_s: float | None  # Likewise; None without a target for it.
+    decisions: dict[str, int]  # How often each was taken.
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything. Counters are since start."""
 
@@ -86,6 +97,7 @@ class Snapshot:
     draining: bool
     rows_judged: int  # Predictions that came true or not.
     predictors: list[PredictorScores]  # The one in use first, then its shadows.
+    budget: BudgetState | None = None  # None without one.
     rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
     evicted_connections: int = 0  # Idle ones, for a newcomer.
     body_bytes: int = 0  # Of requests that are being received or not answered yet.

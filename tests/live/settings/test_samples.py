@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.live.settings.configs import SETTINGS, of_file, toml
 
+from balanceroute.proxy.core.admission import AimdSettings
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
@@ -44,6 +45,12 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "on_missing_kv": "fail",
     "queue_order": "edf",
     "fair_queue": "request",
+    "aimd": "post4",
+    "aimd_ttft_s": 3.0,
+    "aimd_tpot_ms": 90.0,
+    "aimd_min": 5,
+    "aimd_max": 50,
+    "expired_status": 504,
     "count_tokens": "events",
     "projection": "point",
     "horizon": 7,
@@ -100,6 +107,7 @@ WORDS = {
     "rank_kv_tokens": "none",
     "probe_limit": "none",
     "prefiller_kv_tokens": "none",
+    "aimd_tpot_ms": "none",
 }
 FILES = {
     "tls_cert",
@@ -240,7 +248,21 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         count_tokens="events",
         lease_margin_s=4.75,
         pass_priority=True,
+        expired_status=504,
     )
     assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
     assert config.scrape.scrape_interval_s == 4.0
     assert config.scrape.scrape_timeout_s == 4.25
+
+
+def test_the_samples_of_the_limit_are_in_its_settings(tmp_path: Path) -> None:
+    assert of_samples(tmp_path).aimd.settings == AimdSettings(
+        target_ns=3_000_000_000,
+        tpot_target_ns=90_000_000,
+        window_ns=30_000_000_000,
+        cap_min=5,
+        cap_max=50,
+        cap_initial=50,
+        factor=1.0,
+        step_down=4,
+    )

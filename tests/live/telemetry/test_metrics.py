@@ -20,7 +20,12 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import MAX_REASONS, Histogram
 from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
-from balanceroute.proxy.live.telemetry.snapshot import PrefillerState, RankState, Snapshot
+from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
+    PrefillerState,
+    RankState,
+    Snapshot,
+)
 
 MS = 1_000_000
 SCORES = PredictorScores(
@@ -73,6 +78,13 @@ SNAPSHOT = Snapshot(
     draining=False,
     rows_judged=50,
     predictors=[SCORES, NOT_YET],
+    budget=BudgetState(
+        limit_per_rank=12,
+        in_flight=17,
+        ttft_p99_s=1.5,
+        step_p95_s=None,
+        decisions={"increase": 3, "decrease": 1},
+    ),
 )
 RECORD = RequestRecord(
     request_id="r1",
@@ -347,6 +359,10 @@ def test_state_is_read_from_the_snapshot() -> None:
         assert value(subject, "live_requests", state=state) == count
     assert value(subject, "oldest_pooled_seconds") == 0.5
     assert value(subject, "pool_limit") == 24
+    assert value(subject, "inflight_limit") == 12
+    assert value(subject, "inflight_requests") == 17
+    assert value(subject, "inflight_ttft_p99_seconds") == 1.5
+    assert value(subject, "inflight_limit_decisions_total", decision="increase") == 3
     assert value(subject, "imbalance_tokens") == 3000
     assert value(subject, "decode_steps_total") == 7
     assert value(subject, "decode_step_seconds") == 0.03
@@ -449,7 +465,7 @@ def test_units_end_the_names() -> None:
         "_info",
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
-    plain |= {"prefiller_direct_sequences", "pool_limit"}
+    plain |= {"prefiller_direct_sequences", "pool_limit", "inflight_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
     for family in text_string_to_metric_families(metrics().render().decode()):
         name = family.name.removeprefix("balanceroute_")
