@@ -86,6 +86,7 @@ MAY_IMPORT = {
     "proxy.emulate": {
         *("proxy.core", "proxy.wire", "topologies", "__version__"),
         *("proxy.sim.decode_fleet", "proxy.sim.engine_options", "proxy.sim.prefill_fleet"),
+        "proxy.sim.prefix_cache",
     },
     "proxy.replay": {
         *("proxy.core.errors", "proxy.service_levels", "proxy.wire"),

@@ -43,8 +43,8 @@ proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_page
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer api_error body completion_stream context_limit held_end json_scan json_text
-    json_value
-    leg_body named_events numeric_members prefill_answer prompt_keys prompt_summary resume routes shape
+    json_value leg_body named_events numeric_members prefill_answer prompt_blocks prompt_keys
+    prompt_summary resume routes shape
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors

@@ -47,6 +47,14 @@ class Fleet:
     prefill_kv_capacity: int | None = integer(
         None, "the same, per prefiller", 1, 10**12, shown_default="no limit", metavar="TOKENS"
     )
+    prefix_cache: int | None = integer(
+        None,
+        "tokens in the prefix cache of each engine and rank",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+    )
     connector: str = choice(
         _DEFAULTS.connector, "how KV caches travel", words(CONNECTORS), at_top=True
     )
@@ -198,6 +206,7 @@ def emulation_settings(given: Given) -> EmulationSettings:
         batch_limit=fleet.batch,
         rank_kv_tokens=fleet.kv_capacity,
         prefiller_kv_tokens=fleet.prefill_kv_capacity,
+        prefix_cache_tokens=fleet.prefix_cache,
         step_base_ns=round(1e6 * speed.step_base_ms),
         step_ns_per_token=1e3 * speed.step_us_per_token,
         prefill_base_ns=round(1e6 * speed.prefill_base_ms),

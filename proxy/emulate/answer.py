@@ -126,7 +126,7 @@ def continuous_usage(request: GenerationRequest, choice: Choice) -> str:
 
 def final_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached: bool) -> str:
     """Return the usage object of the event at the end of a stream."""
-    details = f',"prompt_tokens_details":{_cached(request)}' if cached else ""
+    details = f',"prompt_tokens_details":{_cached(request, choices)}' if cached else ""
     if request.reasoning_parser:
         details += f',"completion_tokens_details":{_reasoning(request, choices)}'
     return f"{{{_counts(request, choices)}{details}}}"
@@ -136,7 +136,7 @@ def whole_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached
     """Return the usage object of an answer that is not streamed."""
     return (
         f'{{{_counts(request, choices)},"prompt_tokens_details":'
-        f"{_cached(request) if cached else 'null'},"
+        f"{_cached(request, choices) if cached else 'null'},"
         f'"completion_tokens_details":{_reasoning(request, choices)}}}'
     )
 
@@ -191,7 +191,9 @@ def _reasoning(request: GenerationRequest, choices: Sequence[Choice]) -> str:
     return f'{{"reasoning_tokens":{sum(choice.reasoning_tokens for choice in choices)}}}'
 
 
-def _cached(request: GenerationRequest) -> str:
+def _cached(request: GenerationRequest, choices: Sequence[Choice]) -> str:
     # With a remote KV cache all but the last prompt token count as cached.
     remote = request.kv is not None and request.kv.get("do_remote_prefill") is True
-    return f'{{"cached_tokens":{request.prompt_tokens - 1 if remote else 0}}}'
+    # Each prompt once, not for each of its choices.
+    cached = sum(choice.cached_tokens for choice in choices[:: request.n])
+    return f'{{"cached_tokens":{request.prompt_tokens - 1 if remote else cached}}}'

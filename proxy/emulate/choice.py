@@ -55,6 +55,7 @@ class Choice:
             its limit; None for the model to decide.
         partial_utf8: Probability that a token's text is sent with the next one's.
         merged_outputs: Probability that a token is sent in one event with the next.
+        cached_tokens: Tokens of the prompt that its engine had in its prefix cache.
         emitted: Tokens so far, including the one that ends it.
         text: Its text, unless it is plain.
         reasoning: The reasoning before the text.
@@ -74,6 +75,7 @@ class Choice:
     length: int | None = None
     partial_utf8: float = 0.0
     merged_outputs: float = 0.0
+    cached_tokens: int = 0
     emitted: int = 0
     text: str = ""
     reasoning: str = ""

@@ -24,6 +24,7 @@ from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd, Misread
 from balanceroute.proxy.emulate.poster import HttpPoster
+from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
 from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
 
@@ -56,6 +57,7 @@ class Decoder:
         die: Callable[[], None],
     ) -> None:
         self._counters = counters
+        self._caches = PrefixCaches(settings, counters)
         self._settings = settings
         self._barrier = barrier
         self._ranks = ranks
@@ -99,7 +101,10 @@ class Decoder:
             if call.remote_prefill:
                 self._claim(call, number)
                 continue
-            service_ns = self._settings.prefill.service_ns(len(prompt.tokens))
+            cached = self._caches.compute(call.rank, prompt.tokens)
+            for sequence in exchange.sequences_of(number):
+                sequence.choice.cached_tokens = cached
+            service_ns = self._settings.prefill.service_ns(len(prompt.tokens) - cached)
             arrival = self._arrive(call, number)
             self._wait(arrival, service_ns, partial(self._join, arrival))
 
@@ -190,6 +195,7 @@ class Decoder:
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
         self._counters[arrival.call.rank].pulled_tokens += len(prompt.tokens)
+        self._caches.keep(arrival.call.rank, prompt.tokens)
         if exchange.faults.after_pull is None:
             self._join(arrival)
         else:

@@ -16,12 +16,16 @@ class RankCounters:
     """Counters of one rank of an engine.
 
     Attributes:
+        prefix_queries: Prompt tokens that were looked up in the prefix cache.
+        prefix_hits: Those that were found.
         finished: Sequences by their finish reason, or "abort".
     """
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     pulled_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
@@ -148,6 +152,16 @@ _COUNTERS = (
         "generation_tokens_total",
         "Number of generation tokens processed.",
         lambda state: float(state.counters.generation_tokens),
+    ),
+    (
+        "prefix_cache_queries_total",
+        "Prefix cache queries, in terms of number of queried tokens.",
+        lambda state: float(state.counters.prefix_queries),
+    ),
+    (
+        "prefix_cache_hits_total",
+        "Prefix cache hits, in terms of number of cached tokens.",
+        lambda state: float(state.counters.prefix_hits),
     ),
     (
         "external_prefix_cache_hits_total",

@@ -244,7 +244,9 @@ class EmulatedFleet:
         """Return the executor behind an engine's server."""
         hub = self._hub
         if engine.name.startswith("prefill/"):
-            prefiller = self._prefillers[engine] = Prefiller(self.settings, engine, hub.book)
+            prefiller = self._prefillers[engine] = Prefiller(
+                self.settings, engine, hub.book, engine.counters
+            )
             return prefiller
         return Decoder(
             self.settings,

@@ -17,15 +17,19 @@ class PrefillJob:
     """One prompt to compute.
 
     Attributes:
+        begin: Called when its computation begins; returns the tokens that need none.
         num_blocks: KV blocks that its computation takes.
         done: Called when it is computed; the caller then owns the blocks.
         blocks: Its blocks, once the computation has begun.
+        cached_tokens: The tokens that need none.
     """
 
     prompt_tokens: int
     num_blocks: int
+    begin: "Callable[[], int]"
     done: "Callable[[PrefillJob], None]"
     blocks: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 class PrefillQueue:
@@ -74,7 +78,8 @@ class PrefillQueue:
             return
         job = self._current = self._waiting.popleft()
         job.blocks = blocks
-        service_ns = self._settings.prefill.service_ns(job.prompt_tokens)
+        job.cached_tokens = job.begin()
+        service_ns = self._settings.prefill.service_ns(job.prompt_tokens - job.cached_tokens)
         self._timer = self._loop.call_later(self._settings.seconds(service_ns), self._finish, job)
 
     def _finish(self, job: PrefillJob) -> None:

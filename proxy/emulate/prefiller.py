@@ -5,14 +5,17 @@ does. The prefiller has its own batch.
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 from balanceroute.proxy.emulate.barrier import Barrier
 from balanceroute.proxy.emulate.connectors import KvSource, alien_params, lease_key, prefill_answer
 from balanceroute.proxy.emulate.engine_call import EngineCall
+from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd
 from balanceroute.proxy.emulate.prefill_queue import PrefillJob, PrefillQueue
+from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.topologies import CONNECTORS
 
@@ -20,7 +23,14 @@ from balanceroute.topologies import CONNECTORS
 class Prefiller:
     """One prefiller."""
 
-    def __init__(self, settings: EmulationSettings, source: KvSource, book: LeaseBook) -> None:
+    def __init__(
+        self,
+        settings: EmulationSettings,
+        source: KvSource,
+        book: LeaseBook,
+        counters: Sequence[RankCounters],
+    ) -> None:
+        self._caches = PrefixCaches(settings, counters)
         tokens = settings.prefiller_kv_tokens
         self.pool = BlockPool(None if tokens is None else settings.blocks(tokens))
         self._settings = settings
@@ -59,6 +69,7 @@ class Prefiller:
             job = PrefillJob(
                 len(prompt.tokens),
                 self._settings.blocks(len(prompt.tokens)) * exchange.request.n,
+                partial(self._caches.compute, 0, prompt.tokens),
                 partial(self._prefilled, call, number),
             )
             exchange.stages[number] = partial(self._cancel, job)
@@ -74,6 +85,7 @@ class Prefiller:
         sequences = exchange.sequences_of(number)
         share = len(job.blocks) // len(sequences)
         for place, sequence in enumerate(sequences):
+            sequence.choice.cached_tokens = job.cached_tokens
             blocks = job.blocks[place * share : (place + 1) * share]
             exchange.stages[sequence] = partial(self._drop, sequence, blocks)
             sequence.on_end = partial(self._ended, call, number, blocks)

@@ -43,6 +43,7 @@ class EmulationSettings:
         rank_kv_tokens: KV tokens that fit on a decode rank; None for no limit.
         prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
         block_tokens: Tokens of a KV block.
+        prefix_cache_tokens: Size of each engine's prefix cache (of each rank's); None for none.
         lease_s: How long a prefiller keeps blocks that no decode rank pulls.
         time_scale: How many emulated seconds pass in one second of the event loop.
         engine_models: The names of the model and its adapters, for engines that serve another model, by
@@ -76,6 +77,7 @@ class EmulationSettings:
     rank_kv_tokens: int | None = None
     prefiller_kv_tokens: int | None = None
     block_tokens: int = 32
+    prefix_cache_tokens: int | None = None
     lease_s: float = 30.0
     connector: str = "nixl"
     dp_mode: DpMode = DpMode.PORTS
@@ -107,6 +109,7 @@ class EmulationSettings:
             ("rank_kv_tokens", 1, 10**12),
             ("prefiller_kv_tokens", 1, 10**12),
             ("block_tokens", 1, 10**6),
+            ("prefix_cache_tokens", 0, 10**12),
             ("lease_s", 1e-6, 1e9),
             ("time_scale", 1e-3, 1e6),
             ("max_model_len", 2, 10**9),

@@ -11,7 +11,7 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS, Budget
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, USING_BLOCKS, PrefillInputs
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
@@ -225,6 +225,7 @@ class Deployment:
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,
+                uses_blocks=config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=not PREDICTING_ORDERS.isdisjoint((admission.queue_order, cost)),
             ),
             rng=environment.rng,

@@ -134,6 +134,11 @@ class RequestBody:
         begin, _, end = self._places.get(key, (0, 0, 0))
         return memoryview(self._data)[begin:end]
 
+    def value_text(self, key: str) -> memoryview:
+        """Return the text of a value as it stands in the body; empty if the member is absent."""
+        _, begin, end = self._places.get(key, (0, 0, 0))
+        return memoryview(self._data)[begin:end]
+
     def is_given(self, key: str) -> bool:
         """Return whether a member is there and not null."""
         _, begin, end = self._places.get(key, (0, 0, 0))

@@ -51,7 +51,7 @@ _IRRELEVANT = INTERNAL_FIELDS | {
 }
 # What a chat template puts before the messages, or what makes another kind of answer of the same
 # messages, thinking aloud for example. Sorted.
-_FRONT = (
+FRONT = (
     "chat_template",
     "chat_template_kwargs",
     "functions",
@@ -85,7 +85,7 @@ def prompt_keys(api: Api, body: RequestBody) -> tuple[int, ...]:
             whole.update(body.fingerprint(name))
     keys = [whole.digest()]
     beginning = blake2b(api.value.encode(), digest_size=_BYTES)
-    for name in _FRONT:
+    for name in FRONT:
         if body.is_given(name):
             beginning.update(b"\0")
             beginning.update(body.fingerprint(name))

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.core.events import PrefillDone, RequestId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -97,7 +97,7 @@ class AttemptOwner(Protocol):
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
 
-    def prefilled(self, kv: "KvHandle", prompt_tokens: int, lease_ns: int | None) -> None:
+    def prefilled(self, kv: "KvHandle", done: "PrefillDone") -> None:
         """Go on to a rank."""
 
     def left_to_prefillers(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.body import dump
@@ -79,7 +80,7 @@ class PrefillAttempt(Attempt):
         except MissingKvError as error:
             self._go_on_without_kv(answer, str(error))
         else:
-            session.prefilled(kv, answer.prompt_tokens, lease_ns)
+            session.prefilled(kv, self._done(answer, lease_ns))
 
     def _params(self, answer: PrefillAnswer) -> bytes:
         """Return how a rank pulls the KV cache that this leg left behind, as JSON.
@@ -100,6 +101,10 @@ class PrefillAttempt(Attempt):
         if params is answer.kv_transfer_params and answer.params_text:
             return answer.params_text
         return dump(params)
+
+    def _done(self, answer: PrefillAnswer, lease_ns: int | None) -> PrefillDone:
+        number, cached_tokens = self._session.number, answer.cached_tokens
+        return PrefillDone(number, answer.prompt_tokens, lease_ns, cached_tokens)
 
     def _lease_ns(self) -> int | None:
         context = self._session.context
@@ -124,7 +129,7 @@ class PrefillAttempt(Attempt):
             session.record.first_token_ns = session.record.prefilled_ns
             session.prefill_was_all(answer.message)
         elif recompute and legs.direct is Direct.DECODE:
-            session.prefilled(KvHandle(self.prefiller, None), answer.prompt_tokens, None)
+            session.prefilled(KvHandle(self.prefiller, None), self._done(answer, None))
         elif recompute and legs.direct is Direct.PREFILL:
             session.left_to_prefillers()
         else:

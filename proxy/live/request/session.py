@@ -282,13 +282,13 @@ class Session:
 
     # What a prefiller answers.
 
-    def prefilled(self, kv: KvHandle, prompt_tokens: int, lease_ns: int | None) -> None:
+    def prefilled(self, kv: KvHandle, done: events.PrefillDone) -> None:
         """Go on to a rank."""
         self._kv = kv
         self.pooled()
         if self.emitted.tokens == 0:
-            self.host.report(PromptCounted(self.number, prompt_tokens))
-        self.host.feed(events.PrefillDone(self.number, prompt_tokens, lease_ns))
+            self.host.report(PromptCounted(self.number, done.prompt_tokens))
+        self.host.feed(done)
 
     def left_to_prefillers(self) -> None:
         """Have a prefiller do the whole request, as no rank can do its part."""

@@ -22,6 +22,7 @@ from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
+from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.openai.urgency import Urgency
@@ -67,6 +68,7 @@ class DriverSettings:
         lease_s: How long a prefiller keeps a KV cache; None for ever.
         settle_s: How long a tick waits for further requests to end with the same step.
         expects_output: Whether the queue order uses the expected output of requests.
+        uses_blocks: Whether the prefill choice uses the blocks of prompts.
         stranded_s: How long requests wait for a role of which no instance is up. Less than that is
             an engine that restarts; who comes meanwhile is refused at once.
     """
@@ -75,6 +77,7 @@ class DriverSettings:
     lease_s: float | None
     settle_s: float = 0.002
     expects_output: bool = False
+    uses_blocks: bool = False
     stranded_s: float = 10.0
 
 
@@ -123,7 +126,7 @@ class Driver:
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         self.context = _context(connector, settings, metrics, rng)
-        self.uses_keys, self._expects_output = predictors.uses_keys, settings.expects_output
+        self.uses_keys, self._settings = predictors.uses_keys, settings
         self.draining, self._predictors, self._admission = False, predictors, admission
         self.table = SessionTable(rng)
         self.sessions = self.table.live
@@ -226,12 +229,11 @@ class Driver:
             arrival.refuse(refusal)
             return
         headers = arrival.headers(self.table.engine_id(record.request_id))
-        if self.uses_keys:  # Not before: hashing a prompt is wasted on a request that is refused.
-            try:
-                ticket = replace(ticket, keys=prompt_keys(shape.api, arrival.body))
-            except Exception:
-                self._admission.ended(ticket, _NEVER_BEGUN, self._now_ns())
-                raise
+        try:  # Not before: hashing a prompt is wasted on a request that is refused.
+            ticket = self._hashed(ticket, arrival)
+        except Exception:
+            self._admission.ended(ticket, _NEVER_BEGUN, self._now_ns())
+            raise
         record.prompt_estimate = ticket.prompt_tokens
         record.keys = ticket.keys
         self.take(
@@ -246,6 +248,16 @@ class Driver:
                 record=record,
             )
         )
+
+    def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
+        """Return a ticket with the hashes of its prompt that somebody asks for."""
+        api, body = arrival.shape.api, arrival.body
+        if self.uses_keys:
+            ticket = replace(ticket, keys=prompt_keys(api, body))
+        if self._settings.uses_blocks:
+            blocks, share = prompt_blocks(api, body)
+            ticket = replace(ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens)
+        return ticket
 
     def take(self, session: LiveRequest) -> None:
         """Take a request that was not refused."""
@@ -262,7 +274,7 @@ class Driver:
         number, ticket = session.number, session.ticket
         features = ticket_features(ticket, ticket.prompt_tokens)
         self._predictors.begin(number, features)
-        if self._expects_output:
+        if self._settings.expects_output:
             tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
             ticket = session.ticket = replace(ticket, predicted_tokens=tokens)
         if not ticket.prefill:

@@ -60,7 +60,7 @@ class Expectation:
         answer: The right answer.
         spoilt: In which ways engines may have spoilt a stream.
         reworded: Whether only what is said counts, not how it is written or cut into events.
-        cached_known: Whether the proxy knows how many prompt tokens the prefiller had cached.
+        cached_known: Whether it is known how many prompt tokens the prefiller had cached.
     """
 
     def __init__(

@@ -69,9 +69,10 @@ class Judge:
             "eos_first" in one.changes and one.role is Role.PREFILL for one in plan.injections
         )
         # A decode rank that called for its prefill may answer although the prefiller's answer is
-        # lost.
-        self._cached_known = (
-            not CONNECTORS[plan.world.engines.connector].decode_first or not plan.injections
+        # lost. And what an engine has in its prefix cache depends on what it was sent before.
+        engines = plan.world.engines
+        self._cached_known = engines.prefix_cache_tokens is None and (
+            not CONNECTORS[engines.connector].decode_first or not plan.injections
         )
 
     async def judge(

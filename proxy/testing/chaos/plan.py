@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
 from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.faults import (
@@ -75,6 +76,9 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
+    prefixes = random.Random(f"prefixes {seed}")
+    engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
+    flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)

@@ -47,7 +47,7 @@ def test_a_streamed_request_goes_through_its_phases_and_leaves_nothing() -> None
     assert (probe.values["max_tokens"], probe.values["stream"]) == (1, False)
     probe.answer(200, prefill_answer())
     assert site.is_in(Phase.POOLED)
-    assert site.fed == [events.PrefillDone(NUMBER, 7, 130_000_000_000)]
+    assert site.fed == [events.PrefillDone(NUMBER, 7, 130_000_000_000, cached_tokens=4)]
     site.now_s += 2.0
     leg = site.decode(1)
     assert site.is_in(Phase.DECODING)
@@ -543,7 +543,9 @@ def test_a_lease_began_when_its_answer_may_have_come_but_not_before_it_was_asked
     site.now_s += 4.0
     site.stalled_since_s = stalled_since_s
     probe.answer(200, prefill_answer())
-    assert site.fed == [events.PrefillDone(NUMBER, 7, round((begins_s + 30.0) * 1e9))]
+    assert site.fed == [
+        events.PrefillDone(NUMBER, 7, round((begins_s + 30.0) * 1e9), cached_tokens=4)
+    ]
 
 
 @pytest.mark.parametrize(("flags", "expires_s"), [({}, 27.5), ({"lease_margin_s": 20.0}, 22.5)])
