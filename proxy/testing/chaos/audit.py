@@ -85,6 +85,11 @@ def audit_proxy(world: World) -> list[str]:
             prefiller.hand_offs for prefiller in world.proxy.deployment.instances.prefillers
         ],
         "passed on": world.proxy.gateway.pass_through.in_flight,
+        "tenants": [
+            one.name
+            for one in world.proxy.deployment.tenancy.states()
+            if one.in_flight or one.waiting
+        ],
     }
     for name, value in held.items():
         if any(value) if isinstance(value, list) else value:
@@ -226,9 +231,13 @@ async def audit_answers(
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
             if names[request.request_id] == 1:
                 departure = client.visit.departure
-                if told and departure is not None and departure.phase is Phase.SENDING:
+                sent_in_part = departure is not None and departure.phase is Phase.SENDING
+                # A bad key is refused before the body is read.
+                if told and sent_in_part and told[0].status != 401:
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
                 wrongs = contradictions(told, received, verdict)
+                if told and judge.tenants is not None and received.status:
+                    wrongs += judge.tenants.contradictions(request, told[0], received)
                 found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
     strangers = records.keys() - names.keys()
     found += [f"log: {name} was never sent" for name in sorted(strangers)]

@@ -238,6 +238,10 @@ class Client(asyncio.Protocol):
             version,
         )
         head += b"x-request-id: %b\r\n" % request.request_id.encode()
+        if request.key:
+            head += b"authorization: Bearer %b\r\n" % request.key.encode()
+        if request.deadline_ms is not None:
+            head += b"x-request-deadline-ms: %d\r\n" % request.deadline_ms
         last = place == len(visit.requests) - 1
         if visit.http_1_0 and not (visit.close and last):
             head += b"connection: keep-alive\r\n"

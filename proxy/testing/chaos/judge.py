@@ -15,6 +15,7 @@ from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.testing.chaos.tenants import OVERLOADED
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
 
@@ -49,10 +50,14 @@ class Judge:
         plan: What was to happen: it decides what may have gone wrong.
         oracle: Knows the right answers.
         excused: Requests whose answer is another prompt's for a reason that no proxy can see.
+
+    Attributes:
+        tenants: Those of the plan.
     """
 
     def __init__(self, plan: Plan, oracle: Oracle, excused: Collection[str] = ()) -> None:
         self._plan = plan
+        self.tenants = plan.tenants
         self._excused = excused
         self._oracle = oracle
         changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]
@@ -114,6 +119,8 @@ class Judge:
             cached_known=self._cached_known,
         )
         wrong = [] if not request.forbidden else ["it was served, and must not be"]
+        if self.tenants is not None:
+            wrong += self.tenants.wrongs(request, received) or []
         if answer.status != 200 and self._eos:
             # The prefill leg asks for one token, which may be well where more are not.
             return Verdict("ended by the prefiller", wrong)
@@ -154,6 +161,10 @@ class Judge:
         shut_down = status == 503 and self._plan.shutdown_s is not None
         if status in (429, 503) and not received.header(b"retry-after") and not shut_down:
             verdict.wrong.append(f"its answer of {status} does not say when to retry")
+        explained = None if self.tenants is None else self.tenants.wrongs(request, received)
+        if explained is not None:
+            verdict.wrong += explained
+            return verdict
         if request.forbidden:
             if status != 400:
                 verdict.wrong.append(f"it got {status} instead of 400")
@@ -167,6 +178,7 @@ class Judge:
             elif not client.left and bytes(received.body) != answer.body:
                 verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
         true = b"waited longer than it may" in received.body or _GIVEN_UP in received.body
+        true |= self.tenants is not None and OVERLOADED in received.body
         if status >= 500 and self._plan.weather is Weather.CALM and not true:
             verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
         return verdict

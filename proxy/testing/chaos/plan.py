@@ -15,6 +15,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     draw_lapses,
 )
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.topologies import CONNECTORS
@@ -53,6 +54,7 @@ class Plan:
         storm_s: When half of the clients that are there leave; None for never.
         calm_s: When all faults are over.
         shutdown_s: When the proxy is told to stop; None for not before the end.
+        tenants: None for none.
     """
 
     seed: int
@@ -63,6 +65,7 @@ class Plan:
     storm_s: float | None
     calm_s: float
     shutdown_s: float | None
+    tenants: TenantPlan | None = None
 
     @property
     def requests(self) -> list[ClientRequest]:
@@ -72,6 +75,18 @@ class Plan:
 
 def draw_plan(seed: int, *, requests: int) -> Plan:
     """Return the plan of a seed."""
+    plan = _draw_plan(seed, requests)
+    tenants = draw_tenants(seed, plan.visits[-1].start_s)
+    if tenants is None:
+        return plan
+    world = replace(
+        plan.world, flags={**plan.world.flags, **tenants.flags}, tenants=tenants.texts()[0]
+    )
+    visits = tuple(with_keys(seed, tenants, plan.visits))
+    return replace(plan, world=world, visits=visits, tenants=tenants)
+
+
+def _draw_plan(seed: int, requests: int) -> Plan:
     rng = random.Random(seed)
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng)
@@ -82,7 +97,6 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)
-    world = WorldSettings(engines, flags)
     work_s = requests * _SEQUENCES * engines.mean_output_tokens * engines.step_base_ns / 1e9
     work_s /= engines.ranks * engines.batch_limit
     span_s = max(
@@ -120,7 +134,7 @@ def draw_plan(seed: int, *, requests: int) -> Plan:
     return Plan(
         seed,
         weather,
-        world,
+        WorldSettings(engines, flags),
         tuple(visits),
         tuple(injections),
         storm_s,

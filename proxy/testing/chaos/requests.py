@@ -57,6 +57,8 @@ class ClientRequest:
         values: The members of the body.
         request_id: `X-Request-Id`.
         forbidden: Whether the proxy refuses it in its own words.
+        key: The API key that it presents; empty for none.
+        deadline_ms: `X-Request-Deadline-Ms`; None for none.
     """
 
     number: int
@@ -65,6 +67,8 @@ class ClientRequest:
     body: bytes
     request_id: str
     forbidden: bool = False
+    key: str = ""
+    deadline_ms: int | None = None
 
     @property
     def stream(self) -> bool:

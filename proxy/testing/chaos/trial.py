@@ -3,8 +3,10 @@
 import asyncio
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import (
     Admit,
     PrefillDone,
@@ -130,6 +132,8 @@ class Trial:
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
         if plan.storm_s is not None:
             self._loop.call_at(self._begin_s + plan.storm_s, self._storm)
+        if plan.tenants is not None:
+            self._loop.call_at(self._begin_s + plan.tenants.reload_s, self._change_tenants)
         if plan.shutdown_s is not None:
             await self._until(plan.shutdown_s)
             world.journal.write("shutdown")
@@ -225,6 +229,20 @@ class Trial:
                         f"abort: {engine.name} works for {name}, whose client left "
                         f"{_ABORT_S:g} s ago"
                     )
+
+    def _change_tenants(self) -> None:
+        """Have the proxy read a bad file of tenants, and then another good one."""
+        world, tenants = self._world, self._plan.tenants
+        assert tenants is not None
+        before = world.proxy.gateway, world.proxy.deployment.tenancy.states()
+        with suppress(ConfigError):
+            world.change_tenants("[[tenant]]")
+            self._report.violations.append("tenants: a bad file was taken")
+        if before != (world.proxy.gateway, world.proxy.deployment.tenancy.states()):
+            self._report.violations.append("tenants: a bad file changed something")
+        world.change_tenants(tenants.texts()[1])
+        self._report.faults["proxy: the file of tenants changes"] += 1
+        world.journal.write("tenants", *(one.name for one in tenants.files[1]))
 
     # The scheduler.
 

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from balanceroute.proxy.core.scheduler import Scheduler
@@ -32,10 +34,12 @@ class WorldSettings:
     Attributes:
         engines: The fleet.
         flags: Of the proxy, by name, besides its engines and its addresses.
+        tenants: The file of tenants; empty for none.
     """
 
     engines: EmulationSettings
     flags: Mapping[str, object]
+    tenants: str = ""
 
 
 class World:
@@ -63,6 +67,7 @@ class World:
         )
         self.proxy: Proxy
         self._settings = settings
+        self._folder: TemporaryDirectory[str] | None = None
         self._rng = random.Random(rng.getrandbits(64))
         self.observer = SchedulerWatch(lambda: self.scheduler, watch)
 
@@ -85,6 +90,7 @@ class World:
             "log": "none",
             "model": [],
             **self._settings.flags,
+            "tenants": self._write_tenants(self._settings.tenants),
             "prefill": [known(url) for url in self.fleet.prefill_urls],
             "decode": [known(url) for url in self.fleet.decode_urls],
             "bootstrap": self.fleet.bootstrap_urls or None,
@@ -105,6 +111,21 @@ class World:
         active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
         await self.proxy.start()
 
+    def _write_tenants(self, text: str) -> str | None:
+        """Return the file of tenants; None if there are none."""
+        if not text:
+            return None
+        if self._folder is None:
+            self._folder = TemporaryDirectory()
+        path = Path(self._folder.name) / "tenants.toml"
+        path.write_text(text)
+        return str(path)
+
+    def change_tenants(self, text: str) -> None:
+        """Have the proxy read another file of tenants. Raises ConfigError."""
+        self._write_tenants(text)
+        self.proxy.reload()
+
     @property
     def scheduler(self) -> Scheduler:
         """The proxy's."""
@@ -123,6 +144,8 @@ class World:
         """End everything."""
         await self.proxy.close()
         await self.fleet.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 async def _at_once(function: Callable[[], None]) -> None:

@@ -1,15 +1,18 @@
 """The audit is not blind: bugs planted in the proxy are found within a few seeds."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
+from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.live.frontend import gateway
+from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
@@ -22,7 +25,8 @@ from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
-from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
+from balanceroute.proxy.live.security.credentials import Tenant
+from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.trial import run_seed
 from balanceroute.proxy.wire.http1.client import Call
 from balanceroute.proxy.wire.messages import Headers
@@ -55,11 +59,47 @@ def a_prefillers_budget_is_never_given_back(patch: Patch) -> None:
 def a_request_id_stays_in_use(patch: Patch) -> None:
     remove = SessionTable.remove
 
-    def forget(self: SessionTable, number: RequestId, record: RequestRecord) -> None:
+    def forget(self: SessionTable, number: RequestId, record: RequestRecord) -> bool:
         self._ids[record.request_id] += 1
-        remove(self, number, record)
+        return remove(self, number, record)
 
     patch.setattr(SessionTable, "remove", forget)
+
+
+@bug("held: tenants")
+def a_tenants_request_counts_for_ever(patch: Patch) -> None:
+    ended = Tenants.ended
+
+    def forget(self: Tenants, ticket: Ticket, ending: Ending, now_ns: int) -> None:
+        if ending.served:
+            ended(self, ticket, ending, now_ns)
+
+    patch.setattr(Tenants, "ended", forget)
+
+
+@bug("with a key that is nobody's")
+def any_key_is_the_first_tenants(patch: Patch) -> None:
+    find = Clients.find
+
+    def guess(self: Clients, headers: Headers) -> Tenant | None:
+        return find(self, headers) or next(iter(self._owners.values()), None)
+
+    patch.setattr(Clients, "find", guess)
+
+
+@bug("is logged as")
+def a_refused_request_is_not_logged_as_rejected(patch: Patch) -> None:
+    patch.setattr(gateway, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
+
+
+@bug("that its tenant has not")
+def a_tenant_is_held_to_another_ones_limits(patch: Patch) -> None:
+    change = Tenants.change
+
+    def mix(self: Tenants, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
+        change(self, dict(zip(limits, [*limits.values()][::-1], strict=True)), now_ns)
+
+    patch.setattr(Tenants, "change", mix)
 
 
 def rewrite(patch: Patch, change: Callable[[int, bytes], list[bytes]]) -> None:
