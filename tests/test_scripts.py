@@ -201,3 +201,17 @@ def test_orders_protect_whom_they_should() -> None:
     fcfs, edf, levels = (module.in_time(order, 12.0, 0) for order in ("fcfs", "edf", "abs"))
     assert fcfs["real-time"] < edf["real-time"] < levels["real-time"]
     assert levels["long"] < edf["long"] < fcfs["long"]
+
+
+def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> None:
+    module = script("hostile_tenant")
+    found = {
+        case: module.measure(case, requests=150, attacks=400)
+        for case in ("alone", "limits and shares", "shares")
+    }
+    p99 = {case: one.ttft_s[1] for case, one in found.items()}
+    assert p99["limits and shares"] <= 1.1 * p99["alone"]
+    # What is measured can be seen.
+    assert p99["shares"] > 2 * p99["alone"]
+    assert all(one.steady == {"ok": 150} for one in found.values())
+    assert found["limits and shares"].hostile["rejected"] > 200

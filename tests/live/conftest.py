@@ -247,6 +247,8 @@ class Site:
         assert not any(scheduler.prefillers.prefills)
         assert not any(prefiller.hand_offs for prefiller in driver.instances.prefillers)
         assert self.world.proxy.gateway.pass_through.in_flight == 0
+        states = self.world.proxy.deployment.tenancy.states()
+        assert not [one for one in states if one.in_flight or one.waiting]
 
     def close(self) -> None:
         """Close the client's connections."""

@@ -21,6 +21,8 @@ UNSTATED_OUTPUT_TOKENS = 256
 _NS_PER_S = 1_000_000_000
 # Nobody knows what a queue does beyond it.
 _LONGEST_S = 60
+# Its key was good when the request came in, and the file has changed since.
+_UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,9 @@ class Tenants:
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Reject a request beyond its tenant's limits, or the deployment's."""
-        account = self.accounts[ticket.tenant]
+        account = self.accounts.get(ticket.tenant)
+        if account is None:
+            return _UNKNOWN
         tokens = stated_tokens(ticket)
         refusal = account.refuse(tokens, now_ns)
         if refusal is None:
@@ -193,7 +197,9 @@ class Tenants:
 
         Nothing is said of its tokens before it ends, so it needs a bucket that is not in debt.
         """
-        account = self.accounts[tenant]
+        account = self.accounts.get(tenant)
+        if account is None:
+            return _UNKNOWN
         refusal = account.refuse(0, now_ns)
         if refusal is None:
             account.accept(0, now_ns, waits=False)

@@ -52,9 +52,8 @@ class Tenancy:
 
     def allowances(self, tenant: str) -> Mapping[str, Allowance]:
         """Return what is left of a tenant's rates; empty without tenants."""
-        if self._tenants is None:
-            return _NO_ALLOWANCES
-        return self._tenants.accounts[tenant].allowances(self._now_ns())
+        account = None if self._tenants is None else self._tenants.accounts.get(tenant)
+        return _NO_ALLOWANCES if account is None else account.allowances(self._now_ns())
 
     def states(self) -> list[TenantState]:
         """Return where each tenant stands."""

@@ -169,6 +169,30 @@ def test_other_limits_keep_what_is_in_flight_and_what_was_taken() -> None:
     assert refused(admission).cause == "requests"
 
 
+def test_a_tenant_that_nobody_knows_is_let_in_nowhere() -> None:
+    admission = tenants(TenantLimits())
+    refusal = refused(admission, replace(A, tenant="b"))
+    assert (refusal.status, refusal.cause) == (401, "unknown")
+    assert admission.offer_alone("b", 0) == refusal
+
+
+def test_requests_that_the_scheduler_never_knows_count_without_waiting() -> None:
+    limits = TenantLimits(requests=Rate(60, 5), tokens=Rate(60, 50), concurrency=2, queue_limit=1)
+    admission = tenants(limits)
+    for _ in range(2):
+        assert admission.offer_alone("a", 0) is None
+    account = admission.accounts["a"]
+    assert (account.in_flight.count, account.waiting.count) == (2, 0)
+    assert admission.offer_alone("a", 0) == refused(admission)
+    admission.ended_alone("a", 80, 0)
+    # Their tokens are taken at the end, and then the bucket is in debt.
+    refusal = admission.offer_alone("a", 0)
+    assert refusal is not None
+    assert (refusal.cause, refusal.retry_after_s) == ("tokens", 30)
+    admission.ended_alone("a", 0, 0)
+    assert admission.offer_alone("a", 30 * S) is None
+
+
 def test_requests_of_a_tenant_that_is_gone_go_on() -> None:
     admission = tenants(TenantLimits(concurrency=5), b=TenantLimits())
     accept(admission, 2)
@@ -202,12 +226,14 @@ class Machine(RuleBasedStateMachine):
         self.limits = {"a": TenantLimits(), "b": TenantLimits()}
         self.admission = Tenants(BoundedQueue(10), self.limits, 0)
         self.live: list[tuple[Ticket, bool]] = []
+        self.alone: list[str] = []
         # Since the tenant's limits last changed: the time, requests granted, tokens granted less
         # those that came back.
         self.since: dict[str, tuple[int, int, int]] = {}
 
     def count(self, tenant: str, *, waiting: bool = False) -> int:
-        return sum(one.tenant == tenant and not (waiting and began) for one, began in self.live)
+        known = sum(one.tenant == tenant and not (waiting and began) for one, began in self.live)
+        return known + (0 if waiting else self.alone.count(tenant))
 
     @rule(ns=st.integers(0, 60 * S))
     def passes(self, ns: int) -> None:
@@ -247,6 +273,24 @@ class Machine(RuleBasedStateMachine):
             if rate is not None:
                 most = rate.per_minute * (self.now_ns - since_ns) + rate.burst * 60 * S
                 assert granted * 60 * S <= most
+
+    @rule(tenant=st.sampled_from("ab"))
+    def asks_alone(self, tenant: str) -> None:
+        limit = self.limits[tenant].concurrency
+        if self.admission.offer_alone(tenant, self.now_ns) is None:
+            assert limit is None or self.count(tenant) < limit
+            self.alone.append(tenant)
+            since_ns, requests, granted = self.since.get(tenant, (0, 0, 0))
+            self.since[tenant] = since_ns, requests + 1, granted
+            rate = self.limits[tenant].requests
+            if rate is not None:
+                most = rate.per_minute * (self.now_ns - since_ns) + rate.burst * 60 * S
+                assert (requests + 1) * 60 * S <= most
+
+    @precondition(lambda self: self.alone)
+    @rule(tokens=st.integers(0, 300))
+    def ends_alone(self, tokens: int) -> None:
+        self.admission.ended_alone(self.alone.pop(), tokens, self.now_ns)
 
     @precondition(lambda self: any(not began for _, began in self.live))
     @rule(which=st.integers(0, 100))
@@ -304,6 +348,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.live:
             self.ends(0, 1, 1)
+        while self.alone:
+            self.ends_alone(1)
         self.counts_are_those_of_the_requests()
 
 

@@ -131,6 +131,24 @@ def test_requests_in_flight_have_a_limit_and_count_until_they_end(
     play(scenario, flags=flags(tmp_path, tenant("acme", "concurrency = 2")))
 
 
+def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        first = await site.post("/tokenize", BODY, given("acme"))
+        assert first.status == 200
+        assert first.header(b"x-ratelimit-remaining-requests") == b"1"
+        running = site.send(COMPLETIONS, LONG, headers=given("acme"))
+        await asyncio.sleep(0.2)
+        is_error(await site.post("/tokenize", BODY, given("acme")), 429)
+        assert (await running.end()).status == 200
+        refused = await site.post("/tokenize", BODY, given("acme"))
+        assert "requests per minute" in is_error(refused, 429)
+        outcomes = [record.outcome for record in site.world.ended]
+        assert outcomes == [Outcome.OK, Outcome.REJECTED, Outcome.OK, Outcome.REJECTED]
+
+    limits = "concurrency = 1\nrequests_per_minute = 2"
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
+
+
 def test_a_tenants_queue_has_a_limit_of_its_own(play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
         running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(6)]
