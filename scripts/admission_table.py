@@ -24,8 +24,9 @@ from balanceroute.proxy.core.admission import (
     AimdSettings,
     BoundedQueue,
     Budget,
+    EarlyRefusal,
     Ending,
-    Load,
+    FirstTokens,
     TenantLimits,
     Tenants,
 )
@@ -44,6 +45,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -65,17 +67,29 @@ class Served:
 
     Attributes:
         output_tokens: What it will be answered.
+        expected_ns: When its first token was expected, after its arrival; None if that is unknown.
         began: Whether it started.
         first_ns: When its first token came; None before, or if it never did.
         ended_ns: When its last one came.
+        expired_ns: When it was given up.
+        refused: Whether it was not let in.
     """
 
     ticket: Ticket
     arrived_ns: int
     output_tokens: int
+    expected_ns: float | None = None
     began: bool = False
     first_ns: int | None = None
     ended_ns: int | None = None
+    expired_ns: int | None = None
+    refused: bool = False
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether its first token came by its deadline."""
+        due_ns = self.ticket.deadline_ns
+        return self.first_ns is not None and (due_ns is None or self.first_ns <= due_ns)
 
 
 @dataclass(slots=True)
@@ -96,16 +110,20 @@ class Setup:
         timeout_s: Wait before a start after which a request is refused.
         queues: By tenant, requests that may wait.
         order: Of the queue within a tenant, and of the pool.
+        early: Whether what comes too late is refused at once.
         workers: Engines.
         batch: Sequences that an engine runs at a time.
+        pool_limit: Requests that wait for it behind the queue; None for all.
     """
 
     budget: AimdSettings | None = None
     timeout_s: float | None = None
     queues: tuple[tuple[str, int], ...] = ()
     order: str = "fcfs"
+    early: bool = False
     workers: int = WORKERS
     batch: int = UNLIMITED
+    pool_limit: int | None = None
 
 
 class World:
@@ -116,9 +134,11 @@ class World:
         self.tokens: Counter[int] = Counter()  # By second.
         self.caps: list[tuple[int, int]] = []
         self.loop = EventLoop()
+        self.first_tokens = FirstTokens() if setup.early else None
         self.budget = None if setup.budget is None else Budget(setup.budget)
         limits = {name: TenantLimits(queue_limit=limit) for name, limit in setup.queues}
-        self.admission = Tenants(BoundedQueue(UNLIMITED), limits, 0)
+        within = BoundedQueue(UNLIMITED)
+        self.admission = Tenants(EarlyRefusal(within) if setup.early else within, limits, 0)
         order = QUEUE_ORDERS[setup.order]
         inputs = PolicyInputs(
             setup.workers, setup.batch, PolicySettings(), random.Random(0), NoPrediction()
@@ -127,12 +147,16 @@ class World:
             SchedulerConfig(
                 ranks=setup.workers,
                 batch_limit=setup.batch,
+                pool_limit=setup.pool_limit,
                 queue_ttl_ns=None if setup.timeout_s is None else round(setup.timeout_s * S),
             ),
             make_policy("fifo", inputs),
             queue_order=order,
-            fair=fair_queueing("request", order),
-            budget=self.budget,
+            intake=Intake(
+                fair=fair_queueing("request", order),
+                budget=self.budget,
+                first_tokens=self.first_tokens,
+            ),
         )
         self.engines = [Engine() for _ in range(setup.workers)]
         self.changed = False
@@ -143,8 +167,13 @@ class World:
         now_ns = self.loop.now_ns
         number = RequestId(len(self.requests))
         self.requests[number] = Served(ticket, now_ns, output_tokens)
-        load = Load(self.scheduler.waiting)
-        if self.admission.offer(ticket, load, now_ns) is None:
+        scheduler = self.scheduler
+        load = scheduler.intake.load(
+            ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
+        )
+        self.requests[number].expected_ns = load.first_token_ns
+        self.requests[number].refused = self.admission.offer(ticket, load, now_ns) is not None
+        if not self.requests[number].refused:
             self.feed(RequestArrived(number, ticket))
 
     def feed(self, event: Event) -> None:
@@ -167,6 +196,7 @@ class World:
                 self.engines[rank].waiting.append(number)
             case Expire(number):
                 one = self.requests[number]
+                one.expired_ns = now_ns
                 ending = Ending(False, None, 0, began=one.began)
                 self.admission.ended(one.ticket, ending, now_ns)
             case _:
@@ -370,9 +400,9 @@ CAPACITY_PER_S = 6.0
 LOADS = (0.9, 1.3, 2.0)
 
 
-def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
-    """Return the share of each class whose first token comes by its deadline."""
-    world = World(replace(DEADLINE_SETUP, order=order))
+def hurried(setup: Setup, rate: float, seed: int) -> World:
+    """Run requests of all classes, each with its deadline."""
+    world = World(setup)
     draw, time_s = random.Random(f"deadlines/{seed}"), 0.0
     for _ in range(1000):
         time_s += draw.expovariate(rate)
@@ -388,11 +418,16 @@ def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
         )
         world.loop.call_at(arrived_ns, partial(world.arrive, ticket, kind.output_tokens))
     world.run()
+    return world
+
+
+def in_time(order: str, rate: float, seed: int) -> dict[str, float]:
+    """Return the share of each class whose first token comes by its deadline."""
+    world = hurried(replace(DEADLINE_SETUP, order=order), rate, seed)
     sent, met = Counter[str](), Counter[str]()
     for one in world.requests.values():
         sent[one.ticket.model] += 1
-        due_ns = one.ticket.deadline_ns or 0
-        met[one.ticket.model] += one.first_ns is not None and one.first_ns <= due_ns
+        met[one.ticket.model] += one.is_in_time
     return {kind.name: met[kind.name] / sent[kind.name] for kind in CLASSES}
 
 
@@ -409,6 +444,36 @@ def print_deadlines(seeds: int) -> None:
             )
 
 
+def print_early(seeds: int) -> None:
+    """Print what early refusal changes: who is told when, and what is expected."""
+    print("| order | `--admission` | in time | refused at once | expired | expired after | ratio |")
+    print("| --- " * 7 + "|")
+    for order in ("fcfs", "edf"):
+        for early in (False, True):
+            setup = replace(DEADLINE_SETUP, order=order, early=early, pool_limit=2)
+            runs = [hurried(setup, 1.3 * CAPACITY_PER_S, seed) for seed in range(seeds)]
+            ended = [one for world in runs for one in world.requests.values()]
+            met = [one for one in ended if one.first_ns is not None and one.is_in_time]
+            gone = [one for one in ended if one.expired_ns is not None]
+            wait_s = np.mean([(one.expired_ns or 0) - one.arrived_ns for one in gone]) / S
+            shares = [
+                f"{100 * len(some) / len(ended):.0f} %"
+                for some in (met, [one for one in ended if one.refused], gone)
+            ]
+            ratios = [
+                ((one.first_ns or 0) - one.arrived_ns) / one.expected_ns
+                for one in ended
+                if one.first_ns is not None and one.expected_ns
+            ]
+            spread = (
+                "-"
+                if not ratios
+                else "{:.2f} ({:.2f} to {:.2f})".format(*np.percentile(ratios, [50, 10, 90]))
+            )
+            name = "early" if early else "bounded"
+            print(f"| `{order}` | `{name}` | {' | '.join(shares)} | {wait_s:.1f} s | {spread} |")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -423,6 +488,8 @@ def main() -> None:
     print_knee(arguments.seed)
     print("\nFirst tokens in time, by class:\n")
     print_deadlines(arguments.seeds)
+    print("\nHopeless requests refused at once, load 1.3:\n")
+    print_early(arguments.seeds)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ proxy.core: admission adoption avoidance balance config curves decision deposits
     intake leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection queueing
     ranks recount scheduler skill standing step_model subset time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
-    Ending Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
+    EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
     make_policy
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage

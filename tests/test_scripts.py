@@ -215,3 +215,22 @@ def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> N
     assert p99["shares"] > 2 * p99["alone"]
     assert all(one.steady == {"ok": 150} for one in found.values())
     assert found["limits and shares"].hostile["rejected"] > 200
+
+
+def test_early_refusal_leaves_few_to_expire() -> None:
+    module = script("admission_table")
+    setup = module.replace(module.DEADLINE_SETUP, pool_limit=2)
+    late, early = (
+        module.hurried(module.replace(setup, early=early), 8.0, 0).requests.values()
+        for early in (False, True)
+    )
+    assert 4 * sum(one.expired_ns is not None for one in early) < sum(
+        one.expired_ns is not None for one in late
+    )
+    assert sum(one.is_in_time for one in early) >= 0.95 * sum(one.is_in_time for one in late)
+
+
+def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("bench_grants")
+    monkeypatch.setattr(module, "GRANTS", 50)
+    assert len(module.grant_times("kv-token-seconds", "edf", 10, 100)) == 50

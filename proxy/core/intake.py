@@ -1,26 +1,44 @@
-"""What limits the starts of one scheduler's requests, and settles what they cost: each may be off."""
+"""What limits the starts of one scheduler's requests, measures them, and settles what they cost.
 
-from balanceroute.proxy.core.admission import Budget
+Each part may be missing, and then costs nothing.
+"""
+
+from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
+from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.lifecycle import Request
-from balanceroute.proxy.core.queueing import KvMeter
+from balanceroute.proxy.core.prefill_queue import PrefillQueue
+from balanceroute.proxy.core.queueing import FairQueueing
 from balanceroute.proxy.core.ranks import Ranks
 
 
 class Intake:
-    """Passes on what the budget and the meter have to know.
+    """Passes on what its parts have to know.
 
     Attributes:
+        fair: Shares what starts among tenants; None for no sharing.
+        meter: Settles what it charged; None if nothing is to settle.
         budget: Limits the requests in flight; None for no limit.
+        first_tokens: Expects times to first token; None if nobody asks.
     """
 
-    def __init__(self, budget: Budget | None, meter: KvMeter | None) -> None:
+    def __init__(
+        self,
+        *,
+        fair: FairQueueing | None = None,
+        budget: Budget | None = None,
+        first_tokens: FirstTokens | None = None,
+    ) -> None:
+        self.fair = fair
+        self.meter = None if fair is None else fair.meter
         self.budget = budget
-        self._meter = meter
+        self.first_tokens = first_tokens
 
-    def advance(self, now_ns: int, *, demand: bool) -> None:
-        """Note the time before an event; see `Budget.advance`."""
+    def advance(self, now_ns: int, requests: int, waiting: int) -> None:
+        """Note the time before an event, and the requests until then: all, and before prefill."""
         if self.budget is not None:
-            self.budget.advance(now_ns, demand=demand)
+            self.budget.advance(now_ns, demand=requests > 0)
+        if self.first_tokens is not None:
+            self.first_tokens.advance(now_ns, waiting=waiting > 0)
 
     def room(self, room: int, in_flight: int, ranks: Ranks) -> int:
         """Return how many of `room` requests may start."""
@@ -30,17 +48,38 @@ class Intake:
         """Return when a tick may let one of the waiting requests start; None for never."""
         return self.budget.next_tick_ns if waiting and self.budget is not None else None
 
+    def load(self, ticket: Ticket, queue: PrefillQueue, waiting: int, requests: int) -> Load:
+        """Return what an admission rule is told of a request that arrives."""
+        if self.first_tokens is None:
+            return Load(waiting)
+        expected_ns = self.first_tokens.expected_ns(ticket.prompt_tokens, queue.ahead(ticket))
+        return Load(waiting, expected_ns, idle=requests == 0)
+
+    def left_queue(self, request: Request, now_ns: int) -> None:
+        """Note that a request waits no longer before prefill."""
+        request.left_queue_ns = now_ns
+        if self.first_tokens is not None and now_ns > request.waiting_since_ns:
+            self.first_tokens.started()
+
     def step(self, duration_ns: int | None, now_ns: int) -> None:
         """Note a decode step."""
-        if self._meter is not None:
-            self._meter.step(duration_ns)
+        if self.meter is not None:
+            self.meter.step(duration_ns)
         if self.budget is not None and duration_ns is not None:
             self.budget.step(duration_ns, now_ns)
 
     def started(self, request: Request, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined its rank's batch."""
-        if self._meter is not None:
-            self._meter.begin(request.request, kv_tokens)
+        if self.meter is not None:
+            self.meter.begin(request.request, kv_tokens)
         # One that was decoded before has had its first token.
-        if self.budget is not None and not request.emitted_before:
+        if request.emitted_before:
+            return
+        if self.budget is not None:
             self.budget.first_token(now_ns - request.waiting_since_ns, now_ns)
+        if self.first_tokens is not None and request.left_queue_ns is not None:
+            left_ns = request.left_queue_ns
+            prefilled_ns = left_ns if request.prefilled_ns is None else request.prefilled_ns
+            self.first_tokens.came(
+                request.prompt_tokens, max(0, prefilled_ns - left_ns), now_ns - prefilled_ns
+            )

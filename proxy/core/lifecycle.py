@@ -104,6 +104,7 @@ class Request:
         prefilled_ns: When it was last prefilled.
         lease_expires_ns: When that prefill's KV cache may be dropped, if known.
         lapses: KV caches that it lost in the pool since it was last served.
+        left_queue_ns: When it last left the queue before prefill; None if it never did.
         overtaken: How often it had been overtaken when it lost the last one; see `PoolEntry`.
         pooled_ns: When it first entered the pool since it was last served.
         rank: The rank whose slots it holds, if any.
@@ -126,6 +127,7 @@ class Request:
     prefilled_ns: int | None = None
     lease_expires_ns: int | None = None
     lapses: int = 0
+    left_queue_ns: int | None = None
     overtaken: int = 0
     pooled_ns: int | None = None
     rank: RankId | None = None

@@ -9,7 +9,7 @@ prefillers that it waits for.
 
 from collections.abc import Collection, Iterator, Mapping
 
-from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.prefill import Prefillers, PrefillRequest
 from balanceroute.proxy.core.queueing import MakeStartOrder, StartOrder
@@ -78,6 +78,13 @@ class PrefillQueue:
     def next_expiry_ns(self) -> int | None:
         """Return when the first request expires; None for never."""
         return earliest(self._expiries.first_ns(), self._dues.first_ns())
+
+    def ahead(self, ticket: Ticket) -> int:
+        """Return about how many requests would start before one that came now."""
+        queues = [(self._queue, self._direct)]
+        if ticket.eligible is not None and ticket.eligible.prefillers in self._restricted:
+            queues.append(self._restricted[ticket.eligible.prefillers])
+        return sum(pair[not ticket.decode].ahead(ticket) for pair in queues)
 
     def take_expired(self, now_ns: int) -> list[RequestId]:
         """Return the requests that have expired, those that are due first; the caller removes them."""

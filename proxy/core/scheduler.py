@@ -12,7 +12,6 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import Budget
 from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.decision import OnFailure, decide
@@ -54,7 +53,7 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import FairQueueing, Fcfs, MakeQueueOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -78,9 +77,9 @@ class Scheduler:
         config: The deployment and its limits. All ranks and prefillers are open at first.
         policy: Decides admissions. Not shared between schedulers: it may keep a projection.
         queue_order: Makes the order of each queue before prefill, and of the pool.
-        fair: Shares what starts among tenants; `queue_order` then holds within each before prefill.
         prefill_choice: Makes the rule that chooses a request's prefiller.
-        budget: Limits the requests in flight; None for no limit.
+        intake: Limits and measures what starts. If it shares starts among tenants, `queue_order`
+            holds within each before prefill. None for none of it.
         on_failure: Called when the policy or its projection raises. That round is decided oldest
             first, and the projection is rebuilt for the next one. None lets the exception
             propagate; all other state stays consistent.
@@ -96,9 +95,8 @@ class Scheduler:
         policy: Policy,
         *,
         queue_order: MakeQueueOrder = Fcfs,
-        fair: FairQueueing | None = None,
         prefill_choice: MakePrefillChoice = FewestTokens,
-        budget: Budget | None = None,
+        intake: Intake | None = None,
         on_failure: OnFailure | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -117,15 +115,15 @@ class Scheduler:
             choice=choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        make_order, meter = (queue_order, None) if fair is None else fair
+        self.intake = intake = intake or Intake()
+        make_order = queue_order if intake.fair is None else intake.fair.make_order
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
         self._holdings = Holdings(
-            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=meter
+            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=intake.meter
         )
         self.ranks = Ranks(config.ranks)
-        self.intake = Intake(budget, meter)
 
     @property
     def ledger(self) -> Ledger:
@@ -156,7 +154,7 @@ class Scheduler:
             LifecycleError: The request, rank or prefiller is unknown, or the request's state does
                 not allow the event. Nothing was changed.
         """
-        self.intake.advance(now_ns, demand=bool(self.requests))
+        self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
         actions = self._handle(event, now_ns)
         self.leases.observe(event, actions, self.ledger.loads, now_ns)
         for observe in self._observers:
@@ -299,6 +297,7 @@ class Scheduler:
         held = self.prefillers.prefilling + len(self.pool)
         room = self.intake.room(self.leases.room(held), held + len(self.ledger), self.ranks)
         for request, prefiller in self.prefill_queue.start(room, now_ns):
+            self.intake.left_queue(request, now_ns)
             if prefiller is None:
                 self._to_pool(request, now_ns)
                 continue

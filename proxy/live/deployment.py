@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.predictors import NoPrediction
-from balanceroute.proxy.core.admission import ADMISSIONS, Budget
+from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, USING_BLOCKS, PrefillInputs
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
@@ -205,8 +206,11 @@ class Deployment:
                 self._scheduler_config(),
                 self._make_policy(),
                 queue_order=order,
-                fair=None if cost == "none" else fair_queueing(cost, order),
-                budget=None if limit is None else Budget(limit),
+                intake=Intake(
+                    fair=None if cost == "none" else fair_queueing(cost, order),
+                    budget=None if limit is None else Budget(limit),
+                    first_tokens=FirstTokens() if admission.admission in EXPECTING else None,
+                ),
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(random.Random(config.scheduling.seed)),

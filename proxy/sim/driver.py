@@ -35,6 +35,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
@@ -170,7 +171,7 @@ class Simulation:
             ),
             policy,
             queue_order=order,
-            fair=None if cost is None else fair_queueing(cost, order),
+            intake=Intake(fair=None if cost is None else fair_queueing(cost, order)),
             prefill_choice=prefill_choice,
             observer=observer,
         )

@@ -3,6 +3,7 @@
 | name | rule |
 | --- | --- |
 | `bounded` | requests are accepted until a given number wait |
+| `early` | and if their first token can be expected before its deadline |
 
 Each of them can be within the limits of tenants, see `tenants`.
 """
@@ -14,10 +15,13 @@ from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refu
 from balanceroute.proxy.core.admission.bounded import BoundedQueue
 from balanceroute.proxy.core.admission.bucket import Rate
 from balanceroute.proxy.core.admission.budget import Budget
+from balanceroute.proxy.core.admission.early import EarlyRefusal
+from balanceroute.proxy.core.admission.first_token import FirstTokens
 from balanceroute.proxy.core.admission.tenants import Allowance, TenantLimits, Tenants
 
 __all__ = [
     "ADMISSIONS",
+    "EXPECTING",
     "POST_4",
     "POST_5",
     "Admission",
@@ -27,7 +31,9 @@ __all__ = [
     "BoundedQueue",
     "Budget",
     "Decision",
+    "EarlyRefusal",
     "Ending",
+    "FirstTokens",
     "Load",
     "Rate",
     "Refusal",
@@ -35,5 +41,10 @@ __all__ = [
     "Tenants",
 ]
 
-ADMISSIONS: dict[str, Callable[[int], Admission]] = {"bounded": BoundedQueue}
+ADMISSIONS: dict[str, Callable[[int], Admission]] = {
+    "bounded": BoundedQueue,
+    "early": lambda limit: EarlyRefusal(BoundedQueue(limit)),
+}
 """Each takes the number of requests that may wait."""
+EXPECTING = frozenset({"early"})
+"""Those that use `Load.first_token_ns`."""

@@ -34,9 +34,14 @@ class Load:
 
     Attributes:
         waiting: `Scheduler.waiting`, the requests that no engine answers yet.
+        first_token_ns: The expected time to first token of the request that arrives; None if it is
+            not known or not measured.
+        idle: Whether nothing waits or runs.
     """
 
     waiting: int
+    first_token_ns: float | None = None
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

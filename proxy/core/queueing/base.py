@@ -31,6 +31,10 @@ class StartOrder(Protocol):
         """Return the first request; None if there is none."""
         ...
 
+    def ahead(self, ticket: Ticket) -> int:
+        """Return about how many requests would go before one that came now."""
+        ...
+
     def place(self, request: RequestId) -> Any:
         """Return what sorts a request among those of all orders that the same maker made."""
         ...

@@ -6,7 +6,7 @@ UCB/EECS-2024-64. Its multilevel order serves the lowest level round robin, pack
 request is served whole, so here that level is first come, first served.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from math import inf
 
@@ -51,6 +51,10 @@ class ByTicket:
     def ahead_of(self, request: RequestId) -> list[RequestId]:
         """Return the waiting requests that go before `request`."""
         return [place[-1] for place in self._order[: self._position(request)]]
+
+    def ahead(self, ticket: Ticket) -> int:
+        """Return how many requests go before one that came now. Ties go to those that wait."""
+        return bisect_right(self._order, (*self._key(ticket), inf))
 
     def place(self, request: RequestId) -> Place:
         """Return the two numbers and the id."""

@@ -96,6 +96,9 @@ class FairQueue:
         self._make_order = make_order
         self._tickets: dict[RequestId, Ticket] = {}
         self._queues: dict[str, StartOrder] = {}
+        # Of the tenants that wait, and their sum.
+        self._weights: dict[str, float] = {}
+        self._weight = 0.0
         # (counter, tenant), one for each tenant that waits, and for some that do so no longer. Counters
         # only grow, so an entry is too low if it is out of date: it is corrected at the top.
         self._heap: list[tuple[float, str]] = []
@@ -109,6 +112,8 @@ class FairQueue:
         self._tickets[request] = ticket
         if tenant not in self._queues:
             self._queues[tenant] = self._make_order()
+            self._weights[tenant] = ticket.weight
+            self._weight += ticket.weight
         if tenant not in self._in_heap:
             self._in_heap.add(tenant)
             heapq.heappush(self._heap, (self._shares.counter(tenant), tenant))
@@ -123,6 +128,9 @@ class FairQueue:
         queue.remove(request)
         if not len(queue):
             del self._queues[tenant]
+            # Summed up again when there are none, so that rounding does not add up.
+            self._weight -= self._weights.pop(tenant)
+            self._weight *= bool(self._queues)
 
     def serve(self, request: RequestId) -> None:
         """Remove a request that starts, and charge its tenant."""
@@ -143,6 +151,18 @@ class FairQueue:
             else:
                 return self._queues[tenant].head()
         return None
+
+    def ahead(self, ticket: Ticket) -> int:
+        """Return about how many requests would go before one that came now.
+
+        They are its tenant's own, and as many of the others as their weights let start meanwhile, if
+        all requests cost the same.
+        """
+        queue = self._queues.get(ticket.tenant)
+        own = 0 if queue is None else queue.ahead(ticket)
+        others = len(self._tickets) - (0 if queue is None else len(queue))
+        weight = self._weight - (0.0 if queue is None else self._weights[ticket.tenant])
+        return own + min(others, int((own + 1) * weight / ticket.weight))
 
     def place(self, request: RequestId) -> Any:
         """Return what sorts a request among the heads of queues with the same counters."""

@@ -43,6 +43,11 @@ class Fcfs:
         """Return the waiting requests that arrived earlier."""
         return self._order[: self._place(request)]
 
+    def ahead(self, ticket: Ticket) -> int:
+        """Return how many requests wait."""
+        del ticket
+        return len(self._order)
+
     def place(self, request: RequestId) -> RequestId:
         """Return the id: ids grow in order of arrival."""
         return request

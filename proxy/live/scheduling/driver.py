@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import Admission, Ending, Load, Refusal
+from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
     Eligible,
     Event,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 
 _NEVER_BEGUN = Ending(served=False, first_token_ns=None, output_tokens=0, began=False)
@@ -210,13 +211,19 @@ class Driver:
             deadline_ns=urgency.deadline_ns,
         )
 
-    def refuse(self, ticket: Ticket) -> Refusal | None:
+    def refuse(self, ticket: Ticket, record: "RequestRecord") -> Refusal | None:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
         if not self.instances.ready:
             return Refusal(503, "no engine of each role is up", 1)
-        return self._admission.offer(ticket, Load(self.scheduler.waiting), self._now_ns())
+        scheduler = self.scheduler
+        load = scheduler.intake.load(
+            ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
+        )
+        if load.first_token_ns is not None:
+            record.expected_ttft_ns = round(load.first_token_ns)
+        return self._admission.offer(ticket, load, self._now_ns())
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request, or refuse it."""
@@ -224,7 +231,7 @@ class Driver:
         ticket = self.ticket(
             shape, arrival.eligible, arrival.expected_tokens, arrival.urgency, arrival.tenant
         )
-        refusal = self.refuse(ticket)
+        refusal = self.refuse(ticket, record)
         if refusal is not None:
             arrival.refuse(refusal)
             return

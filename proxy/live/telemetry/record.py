@@ -62,6 +62,7 @@ class RequestRecord:
         user_agent: The client's own word, cut to 128 characters.
         tenant: Whose request it is; empty without tenants.
         refused_for: See `Refusal.cause`; empty unless admission refused it.
+        expected_ttft_ns: The time to first token that was expected when it came; None if none was.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class RequestRecord:
     user_agent: str = ""
     tenant: str = ""
     refused_for: str = ""
+    expected_ttft_ns: int | None = None
 
     @property
     def begun_ns(self) -> int | None:

@@ -38,6 +38,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     message         request ended.
     tenant          Whose request it was; empty without tenants, and if its key is nobody's.
     refused_for     The limit that refused it, see docs/tenants.md; empty if none did.
+    expected_ttft_s The time to first token that `--admission early` expected, or null.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -120,6 +121,9 @@ def line_of(record: RequestRecord) -> bytes:
             "message": "request ended",
             "tenant": record.tenant,
             "refused_for": record.refused_for,
+            "expected_ttft_s": (
+                None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
+            ),
         }
     )
 

@@ -7,6 +7,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     NS_PER_S,
     OTHER,
+    RATIO_BOUNDS,
     REQUEST_BOUNDS_S,
     TOKEN_GAP_BOUNDS_S,
     TOKENS_BOUNDS,
@@ -23,6 +24,23 @@ ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
 
 MAX_MODELS = 32
 MAX_STATUSES = 32
+
+
+class _FirstTokens:
+    def __init__(self, registry: Registry) -> None:
+        self._ttft = registry.histogram(
+            "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S
+        )
+        self._expectation = registry.histogram(
+            "time_to_first_token_expectation_ratio",
+            "Time to first token over what `--admission early` expected.",
+            RATIO_BOUNDS,
+        )
+
+    def observe(self, record: RequestRecord, ttft_ns: int) -> None:
+        self._ttft.observe(ttft_ns / NS_PER_S)
+        if record.expected_ttft_ns:
+            self._expectation.observe(ttft_ns / record.expected_ttft_ns)
 
 
 class RequestMetrics:
@@ -50,9 +68,7 @@ class RequestMetrics:
         self._lease_lapses = registry.counter(
             "lease_lapses", "Prefills repeated because the KV lease ran out."
         )
-        self._ttft = registry.histogram(
-            "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S
-        )
+        self._first_tokens = _FirstTokens(registry)
         self._tpot = registry.histogram(
             "request_time_per_output_token_seconds",
             "Mean gap after the first token, requests that ended well.",
@@ -113,7 +129,7 @@ class RequestMetrics:
         if record.prefilled_ns is not None:
             self._pool.observe(record.pool_wait_ns / NS_PER_S)
         if record.first_token_ns is not None:
-            self._ttft.observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
+            self._first_tokens.observe(record, record.first_token_ns - record.arrived_ns)
             # The choices of a request are decoded side by side.
             gaps = record.output_tokens / record.choices - 1
             if ended_well and gaps > 0:

@@ -36,6 +36,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import Fcfs, fair_queueing
@@ -60,8 +61,7 @@ class Fleet:
         self.scheduler = Scheduler(
             SchedulerConfig(ranks=ranks, batch_limit=1000, queue_ttl_ns=ttl_ns),
             make_policy("jsq", inputs),
-            fair=queueing,
-            budget=self.budget,
+            intake=Intake(fair=queueing, budget=self.budget),
         )
         self.now_ns = 0
         self.arrived = 0

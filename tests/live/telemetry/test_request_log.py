@@ -44,6 +44,7 @@ RECORD = RequestRecord(
     user_agent="curl/8",
     tenant="acme",
     refused_for="queue",
+    expected_ttft_ns=90 * MS,
 )
 
 
@@ -98,6 +99,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "message": "request ended",
         "tenant": "acme",
         "refused_for": "queue",
+        "expected_ttft_s": 0.09,
     }
 
 
@@ -127,7 +129,7 @@ def test_every_field_of_a_record_is_in_the_line() -> None:
     written = {"arrived_unix_s", "outcome"}
     plain = set(fields_of(RECORD))
     timed = {"arrived_ns", "ended_ns", "prefill_started_ns", "prefilled_ns", "first_token_ns"}
-    timed |= {"pool_wait_ns", "itl_max_ns", "admitted_ns"}
+    timed |= {"pool_wait_ns", "itl_max_ns", "admitted_ns", "expected_ttft_ns"}
     assert {field.name for field in fields(RequestRecord)} <= written | plain | timed
 
 

@@ -1,0 +1,154 @@
+"""Early refusal: what is expected of a first token, and who is refused for it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.core.admission import (
+    BoundedQueue,
+    EarlyRefusal,
+    Ending,
+    FirstTokens,
+    Load,
+    Refusal,
+)
+from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
+
+S = 1_000_000_000
+
+
+def measured(*, starts_per_s: float = 2.0, seconds: int = 40) -> FirstTokens:
+    """Return what has seen starts at a rate, prefills of 1 ms per token, and 0.5 s after that."""
+    first_tokens = FirstTokens()
+    for number in range(round(seconds * starts_per_s)):
+        first_tokens.advance(round(number * S / starts_per_s), waiting=True)
+        first_tokens.started()
+    first_tokens.came(100, 100_000_000, S // 2)
+    return first_tokens
+
+
+def test_the_parts_of_a_first_token_add_up() -> None:
+    expected_ns = measured().expected_ns(1_000, ahead=9)
+    # It is the tenth to start at two a second; then a prefill of 1 s, and the rest.
+    assert expected_ns == pytest.approx(5 * S + S + S / 2, rel=0.02)
+    assert measured().expected_ns(1_000, ahead=0) == pytest.approx(S + S / 2)
+
+
+def test_nothing_is_expected_before_it_was_measured() -> None:
+    assert FirstTokens().expected_ns(10, ahead=0) is None
+    first_tokens = FirstTokens()
+    first_tokens.came(100, 100_000_000, S)
+    assert first_tokens.expected_ns(100, ahead=0) is not None
+    assert first_tokens.expected_ns(100, ahead=1) is None
+
+
+def test_time_without_a_queue_says_nothing_about_the_rate() -> None:
+    first_tokens = measured()
+    before_ns = first_tokens.expected_ns(10, ahead=9)
+    first_tokens.advance(10_000 * S, waiting=False)
+    assert first_tokens.expected_ns(10, ahead=9) == before_ns
+
+
+def test_a_queue_that_does_not_move_takes_longer_and_longer() -> None:
+    first_tokens = measured()
+    before_ns = first_tokens.expected_ns(10, ahead=1)
+    first_tokens.advance(70 * S, waiting=True)
+    after_ns = first_tokens.expected_ns(10, ahead=1)
+    assert before_ns is not None
+    assert after_ns is not None
+    assert after_ns > 5 * before_ns
+
+
+def offer(
+    deadline_s: float | None, expected_s: float | None, *, idle: bool = False
+) -> Refusal | None:
+    deadline_ns = None if deadline_s is None else round((100 + deadline_s) * S)
+    expected_ns = None if expected_s is None else expected_s * S
+    rule = EarlyRefusal(BoundedQueue(10))
+    return rule.offer(Ticket(1, deadline_ns=deadline_ns), Load(5, expected_ns, idle), 100 * S)
+
+
+def test_the_hopeless_are_refused_and_told_when_to_come_again() -> None:
+    refusal = offer(2.0, 6.5)
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after_s, refusal.cause) == (503, 5, "deadline")
+    assert refusal.reason == "the first token is expected in 6.5 s, and due in 2.0 s"
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "expected_s", "idle"),
+    [(7.0, 6.5, False), (None, 6.5, False), (2.0, None, False), (2.0, 6.5, True)],
+)
+def test_all_others_are_accepted(
+    deadline_s: float | None, expected_s: float | None, idle: bool
+) -> None:
+    assert offer(deadline_s, expected_s, idle=idle) is None
+
+
+def test_the_rule_within_is_asked_first_and_told_of_ends() -> None:
+    told: list[str] = []
+
+    class Within(BoundedQueue):
+        def began(self, ticket: Ticket, now_ns: int) -> None:
+            told.append("began")
+
+        def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
+            told.append("ended")
+
+    rule = EarlyRefusal(Within(1))
+    refusal = rule.offer(Ticket(1, deadline_ns=0), Load(5, 9.0 * S), 0)
+    assert refusal is not None
+    assert refusal.status == 429
+    rule.began(Ticket(1), 0)
+    rule.ended(Ticket(1), Ending(True, None, 1), 0)
+    assert told == ["began", "ended"]
+
+
+TICKETS = st.lists(
+    st.builds(
+        Ticket,
+        st.integers(1, 100),
+        level=st.integers(-2, 2),
+        deadline_ns=st.none() | st.integers(0, 100),
+        predicted_tokens=st.integers(0, 100),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(tickets=TICKETS, order=st.sampled_from(sorted(QUEUE_ORDERS)))
+def test_as_many_go_ahead_as_the_order_says(tickets: list[Ticket], order: str) -> None:
+    queue = QUEUE_ORDERS[order]()
+    for number, ticket in enumerate(tickets[:-1]):
+        queue.add(RequestId(number), ticket)
+    expected = queue.ahead(tickets[-1])
+    newest = RequestId(len(tickets))
+    queue.add(newest, tickets[-1])
+    assert expected == len(queue.ahead_of(newest))
+
+
+@pytest.mark.parametrize(
+    ("tenant", "weight", "ahead"), [("a", 1.0, 8), ("b", 2.0, 3), ("c", 2.0, 1)]
+)
+def test_other_tenants_go_ahead_by_their_weights(tenant: str, weight: float, ahead: int) -> None:
+    queue = fair_queueing("request", QUEUE_ORDERS["fcfs"]).make_order()
+    for number in range(30):
+        # Two of a, then many of b.
+        other = "a" if number < 2 else "b"
+        queue.add(RequestId(number), Ticket(1, tenant=other, weight={"a": 1.0, "b": 2.0}[other]))
+    for number in range(4, 30):
+        if tenant == "b":
+            queue.remove(RequestId(number))
+    assert queue.ahead(Ticket(1, tenant=tenant, weight=weight)) == ahead
+
+
+def test_the_weights_of_tenants_that_left_do_not_count() -> None:
+    queue = fair_queueing("request", QUEUE_ORDERS["fcfs"]).make_order()
+    for number in range(30):
+        queue.add(RequestId(number), Ticket(1, tenant=f"{number}", weight=0.1 * (number + 1)))
+    for number in range(30):
+        queue.remove(RequestId(number))
+    assert queue.ahead(Ticket(1, tenant="x")) == 0
+    assert queue._weight == 0.0  # type: ignore[attr-defined]
