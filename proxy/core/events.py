@@ -306,6 +306,29 @@ class PrefillerOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine's metrics tell; the mean of several ranks.
+
+    Attributes:
+        waiting: Requests that wait there.
+        running: Requests that run there.
+        kv_usage: Share of its KV cache in use, 0 to 1.
+    """
+
+    waiting: float
+    running: float
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerScraped:
+    """A prefiller told its metrics."""
+
+    prefiller: PrefillerId
+    load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Decide now. Feed every event that is due first, so that one decision sees them all."""
 
@@ -327,8 +350,10 @@ Event = (
     | RankOpened
     | PrefillerClosed
     | PrefillerOpened
+    | PrefillerScraped
     | Tick
 )
+InstanceEvent = RankClosed | RankOpened | PrefillerClosed | PrefillerOpened | PrefillerScraped
 
 
 @dataclass(frozen=True, slots=True)

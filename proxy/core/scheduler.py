@@ -24,10 +24,12 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     InBatch,
+    InstanceEvent,
     Observer,
     PrefillDone,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerScraped,
     PrefillLost,
     RankClosed,
     RankOpened,
@@ -191,7 +193,7 @@ class Scheduler:
                 return actions + self._start_prefills(now_ns)
             case RequestAdopted():
                 return self._adopt(event)
-            case RankClosed() | RankOpened() | PrefillerClosed() | PrefillerOpened():
+            case _:
                 return self._switch(event, now_ns)
 
     def next_deadline_ns(self) -> int | None:
@@ -395,10 +397,10 @@ class Scheduler:
 
     # The instances.
 
-    def _switch(
-        self, event: RankClosed | RankOpened | PrefillerClosed | PrefillerOpened, now_ns: int
-    ) -> list[Action]:
+    def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
         match event:
+            case PrefillerScraped():
+                return []  # It is for the choice of prefillers, which observes.
             case RankClosed(rank) | RankOpened(rank):
                 self.ranks.set_open(rank, isinstance(event, RankOpened))
                 return []

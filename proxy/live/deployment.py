@@ -12,7 +12,13 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, Fir
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES, USING_BLOCKS, PrefillInputs
+from balanceroute.proxy.core.prefill import (
+    PREFILL_CHOICES,
+    USING_BLOCKS,
+    USING_LOADS,
+    PrefillInputs,
+    ScoreLimits,
+)
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
@@ -98,16 +104,7 @@ class Deployment:
             clock=clock,
             rng=environment.rng,
         )
-        self.scraper = Scraper(
-            config.scrape,
-            fetch=self._page,
-            on_utilisation=self.roster.utilisation_changed,
-            on_failure=self._scrape_failed,
-            on_late_pulls=self._pulled_late,
-            on_error=failures.report,
-            clock=clock,
-            rng=environment.rng,
-        )
+        self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
         self.served_models = ServedModels(
             self.instances, fetch=self._page, clock=clock, changed=self.model_routes.update
@@ -213,7 +210,14 @@ class Deployment:
                 ),
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
-                    PrefillInputs(random.Random(config.scheduling.seed)),
+                    PrefillInputs(
+                        random.Random(config.scheduling.seed),
+                        limits=ScoreLimits(
+                            config.scheduling.prefill_waiting_limit,
+                            config.scheduling.prefill_running_limit,
+                            config.scheduling.prefill_share_limit,
+                        ),
+                    ),
                 ),
                 on_failure=self._failures.report,
                 observer=environment.observer,
@@ -261,6 +265,20 @@ class Deployment:
             ),
         )
         return self._environment.policy(policy)
+
+    def _make_scraper(self, clock: Callable[[], float]) -> Scraper:
+        by_loads = self.config.scheduling.prefill_choice in USING_LOADS
+        return Scraper(
+            self.config.scrape,
+            fetch=self._page,
+            on_utilisation=self.roster.utilisation_changed,
+            on_gauges=self.roster.loads_scraped if by_loads else None,
+            on_failure=self._scrape_failed,
+            on_late_pulls=self._pulled_late,
+            on_error=self._failures.report,
+            clock=clock,
+            rng=self._environment.rng,
+        )
 
     def _make_predictors(self) -> PredictorSet:
         scheduling, environment = self.config.scheduling, self._environment

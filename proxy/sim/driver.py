@@ -23,6 +23,8 @@ from balanceroute.proxy.core.events import (
     Expire,
     Observer,
     PrefillDone,
+    PrefillerId,
+    PrefillerScraped,
     RankId,
     ReleasePrefill,
     RequestArrived,
@@ -38,7 +40,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
-from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice
+from balanceroute.proxy.core.prefill import USING_LOADS, FewestTokens, MakePrefillChoice
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
@@ -66,6 +68,7 @@ class Deployment:
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
         prefill: The prefill servers; None prefills at once.
         prefill_choice: A name of `PREFILL_CHOICES`: which server takes a request.
+        scrape_ns: Time between two scrapes of the servers, for choices by their metrics.
         probe_limit: Prefills on a server at a time, also those that wait there; None for no limit.
         transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
             queue; 0 with f = 0 lets a request join at once.
@@ -89,6 +92,7 @@ class Deployment:
     rank_kv_tokens: int | None = None
     prefill: PrefillModel | None = None
     prefill_choice: str = "fewest-tokens"
+    scrape_ns: int = 1_000_000_000
     probe_limit: int | None = 1
     transfer_base_ns: int = 0
     transfer_ns_per_token: float = 0.0
@@ -208,10 +212,20 @@ class Simulation:
                 self._loop.call_at(time_ns, self._arrive)
         else:
             self._loop.call_at(0, self._fill)
+        if self._deployment.prefill_choice in USING_LOADS:
+            self._loop.call_at(0, self._scrape)
         self._loop.run(self._settle)
         ended, total = self.recorder.ended, len(self._workload.requests)
         assert ended == total, f"{ended} of {total} requests ended"
         return self.recorder
+
+    def _scrape(self) -> None:
+        """Tell how busy the prefill servers are, until all is done."""
+        if self._prefill is None or self.recorder.ended == len(self._workload.requests):
+            return
+        for number in range(self.scheduler.config.prefillers):
+            self._feed(PrefillerScraped(PrefillerId(number), self._prefill.load(number)))
+        self._loop.call_at(self._loop.now_ns + self._deployment.scrape_ns, self._scrape)
 
     def _feed(self, event: Event) -> list[Action]:
         actions = self.scheduler.handle(event, now_ns=self._loop.now_ns)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.events import EngineLoad, PrefillerId, RequestId
 from balanceroute.proxy.sim.loop import EventLoop
 from balanceroute.proxy.sim.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_KV_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,16 @@ class PrefillFleet:
         queue.append(job)
         if len(queue) == 1:
             self._begin(job)
+
+    def load(self, prefiller: int) -> EngineLoad:
+        """Return what a server's metrics would tell, of a KV cache of a million tokens."""
+        queue = self._queues[prefiller]
+        tokens = sum(job.prompt_tokens for job in queue)
+        return EngineLoad(
+            waiting=max(0, len(queue) - 1),
+            running=min(1, len(queue)),
+            kv_usage=min(1.0, tokens / _KV_TOKENS),
+        )
 
     def _begin(self, job: PrefillJob) -> None:
         if self._caches:

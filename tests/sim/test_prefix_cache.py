@@ -8,6 +8,7 @@ import pytest
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.prefill import USING_LOADS
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import make_simulation
 from balanceroute.proxy.sim.loop import EventLoop
@@ -144,3 +145,11 @@ def test_without_blocks_the_choices_still_work(choice: str) -> None:
     metrics = played(choice, requests)
     assert metrics.prefix_hit_fraction == 0.0
     assert metrics.prefill_tokens > 0
+
+
+@pytest.mark.parametrize("choice", sorted(USING_LOADS))
+def test_choices_by_score_are_told_of_the_load_by_scrapes(choice: str) -> None:
+    requests = conversations(60, 4)
+    scored, drawn = played(choice, requests), played("random", requests)
+    assert scored.prefiller_peak < 1.3
+    assert scored.ttft_s_p99 < drawn.ttft_s_p99

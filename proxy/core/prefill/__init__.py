@@ -7,6 +7,9 @@
 | `round-robin` | the prefillers in turn |
 | `random` | a prefiller drawn at random, uniformly |
 | `power-of-two` | the less busy of two drawn prefillers |
+| `s1-enhanced` | drawn by a score of waiting requests and KV cache use (TBLB) |
+| `s2-enhanced` | the same, running requests too (TBLB) |
+| `s2-dynamic-waiting` | the same, waiting requests weigh more the more there are (TBLB) |
 | `prefix-aware` | where its prefill delays all requests least, cached prefixes counted |
 | `sticky` | a conversation's own prefiller, by rendezvous hashing |
 | `cache-aware` | the longest cached prefix unless loads differ a lot (vllm-router) |
@@ -21,6 +24,7 @@ from balanceroute.proxy.core.prefill.base import (
     PrefillInputs,
     PrefillRequest,
     PrefillView,
+    ScoreLimits,
 )
 from balanceroute.proxy.core.prefill.budgets import Prefillers
 from balanceroute.proxy.core.prefill.cache_aware import CacheAware
@@ -31,11 +35,14 @@ from balanceroute.proxy.core.prefill.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.prefill.prefix_aware import PrefixAware
 from balanceroute.proxy.core.prefill.random_one import RandomOne
 from balanceroute.proxy.core.prefill.round_robin import RoundRobin
+from balanceroute.proxy.core.prefill.scored import Scored
 from balanceroute.proxy.core.prefill.sticky import Sticky
+from balanceroute.proxy.core.prefill.tblb_scores import s1_enhanced, s2_dynamic_waiting, s2_enhanced
 
 __all__ = [
     "PREFILL_CHOICES",
     "USING_BLOCKS",
+    "USING_LOADS",
     "FewestTokens",
     "MakePrefillChoice",
     "PrefillChoice",
@@ -43,6 +50,7 @@ __all__ = [
     "PrefillRequest",
     "PrefillView",
     "Prefillers",
+    "ScoreLimits",
 ]
 
 PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
@@ -51,11 +59,16 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
     "round-robin": lambda _: RoundRobin(),
     "random": lambda inputs: RandomOne(inputs.rng),
     "power-of-two": lambda inputs: PowerOfTwo(inputs.rng),
+    "s1-enhanced": lambda inputs: Scored(s1_enhanced, inputs),
+    "s2-enhanced": lambda inputs: Scored(s2_enhanced, inputs),
+    "s2-dynamic-waiting": lambda inputs: Scored(s2_dynamic_waiting, inputs),
     "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks),
     "sticky": lambda _: Sticky(),
     "cache-aware": lambda inputs: CacheAware(inputs.index_blocks),
     "lmetric": lambda inputs: LMetric(inputs.index_blocks),
 }
 
+# The choices that use what was scraped of the prefillers.
+USING_LOADS = frozenset({"s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"})
 # The choices that use the blocks of prompts.
 USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})

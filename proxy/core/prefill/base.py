@@ -71,16 +71,33 @@ class PrefillChoice(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreLimits:
+    """Which prefillers are scored at all. None is no limit.
+
+    Attributes:
+        waiting: The most requests that may wait there.
+        running: The most that may run there.
+        share: The most of all requests between two scrapes that it may get, 0 to 1.
+    """
+
+    waiting: float | None = None
+    running: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillInputs:
     """What a prefill choice is made from.
 
     Attributes:
         rng: Seeded generator for the randomised ones.
         index_blocks: Blocks of prompts that are remembered of each prefiller.
+        limits: For choices by a score.
     """
 
     rng: "random.Random"
     index_blocks: int = 1 << 20
+    limits: ScoreLimits = ScoreLimits()
 
 
 MakePrefillChoice = Callable[[], PrefillChoice]

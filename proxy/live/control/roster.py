@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.core.events import EngineLoad, PrefillerId, PrefillerScraped, RankId
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
@@ -26,6 +26,7 @@ from balanceroute.proxy.live.request.lost_engines import sessions_on
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.scrape import Scraper
     from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -265,6 +266,13 @@ class Roster:
                 instance.utilisation = utilisation
                 instance.crowded = utilisation > self._utilisation_limit
         self._driver.reopen()
+
+    def loads_scraped(self, target: Target, gauges: "EngineGauges") -> None:
+        """Tell the scheduler how busy a prefiller is."""
+        load = EngineLoad(gauges.waiting, gauges.running, gauges.kv_cache_usage)
+        for instance in self.instances.of(target):
+            if isinstance(instance, Prefiller):
+                self._driver.feed(PrefillerScraped(instance.id, load))
 
     def close(self) -> None:
         """Close every connection."""

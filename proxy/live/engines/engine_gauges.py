@@ -15,6 +15,7 @@ MAX_PAGE_BYTES = 4 * 1024 * 1024
 
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
+_WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
@@ -42,11 +43,15 @@ class EngineGauges:
             None if the page does not say.
         engines: The values of the label `engine`, one for each data-parallel rank; "0" stands for a
             page without that label.
+        waiting: Requests that wait, the mean over its engines; 0 if the page does not say.
+        running: Requests that run, likewise.
     """
 
     kv_cache_usage: float
     late_pulls: int | None
     engines: frozenset[str]
+    waiting: float = 0.0
+    running: float = 0.0
 
 
 def parse_engine_gauges(page: bytes) -> EngineGauges:
@@ -68,12 +73,19 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         kv_cache_usage=max(value for _, value in usages),
         late_pulls=_late_pulls(page),
         engines=frozenset(engine for engine, _ in usages),
+        waiting=_mean(page, _WAITING),
+        running=_mean(page, _RUNNING),
     )
 
 
 def _late_pulls(page: bytes) -> int | None:
     values = [value for _, value in _samples(page, _LATE_PULLS, largest=_MAX_COUNT)]
     return int(sum(values)) if values else None
+
+
+def _mean(page: bytes, name: bytes) -> float:
+    values = [value for _, value in _samples(page, name, largest=_MAX_COUNT)]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _samples(page: bytes, name: bytes, *, largest: float) -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ from balanceroute.proxy.core.events import (
     Event,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerScraped,
     RankClosed,
     RankOpened,
     RequestId,
@@ -25,6 +26,7 @@ _NOT_OF_A_REQUEST = (
     RankOpened,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerScraped,
 )
 
 

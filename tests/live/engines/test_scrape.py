@@ -47,6 +47,8 @@ def test_a_page_of_vllm_is_understood() -> None:
         kv_cache_usage=0.0273972602739726,
         late_pulls=None,
         engines=frozenset({"0"}),
+        waiting=1.0,
+        running=4.0,
     )
 
 

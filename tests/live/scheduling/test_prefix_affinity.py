@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from balanceroute.proxy.core.events import EngineLoad, PrefillerId
+from balanceroute.proxy.core.prefill.scored import Scored
+
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
@@ -77,3 +80,20 @@ def test_engines_that_lost_their_caches_are_noticed(play: "Play") -> None:
         assert not memory._indices[number]._tables
 
     play(scenario, flags={"prefill_choice": "prefix-aware"}, **ENGINES)
+
+
+def test_a_choice_by_score_is_told_what_was_scraped(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        choice = site.world.scheduler.prefillers._choice
+        assert isinstance(choice, Scored)
+        for prompt in range(3):  # At the first prefiller, past the proxy.
+            body = {"model": "tiny", "prompt": list(range(prompt, 30_000)), "max_tokens": 1}
+            site.send("/v1/completions", body, port=site.fleet.engine("prefill/0").port)
+        await site.until(lambda: len(choice._scraped) == 3)
+        await site.until(lambda: choice._scraped[PrefillerId(0)] == EngineLoad(2, 1, 0))
+        body = {"model": "tiny", "prompt": "why?", "max_tokens": 2}
+        for _ in range(5):
+            assert (await site.post("/v1/completions", body)).status == 200
+        assert {seen.engine for seen in site.received("prefill")[3:]} == {"prefill/1", "prefill/2"}
+
+    play(scenario, flags={"prefill_choice": "s1-enhanced", "prefill_waiting_limit": 1}, **ENGINES)
