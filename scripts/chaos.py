@@ -27,6 +27,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="run this one alone")
     parser.add_argument("--requests", type=int, default=100, metavar="N", help="of each seed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument(
+        "--relays", type=int, default=0, metavar="N", help="as N relays and a scheduler process"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
     arguments = parser.parse_args()
     if arguments.log is not None and arguments.seed is None:
@@ -38,7 +41,7 @@ def main() -> int:
     summary = Summary()
     # Fresh processes: what one run leaves in memory can then be of no consequence to another.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        run = partial(run_seed, requests=arguments.requests)
+        run = partial(run_seed, requests=arguments.requests, relays=arguments.relays)
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)
             if report.violations:

@@ -33,11 +33,13 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
-proxy.live: connectors control deployment descriptors engines environment frontend listeners openai prediction
-    process_edge processes proxy renewal request scheduling security serve settings telemetry
+proxy.live: connectors control control_plane deployment descriptors engine_connections engines environment
+    frontend listeners openai prediction process_edge processes proxy relay_app renewal request
+    scheduler_app scheduling security serve settings telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
+    model_list
     scrape served_models
 proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
     pass_through refusals
@@ -48,8 +50,9 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
-proxy.live.processes: adoption channel frames from_relay generation kept_process listening part
-    supervisor to_relay
+proxy.live.processes: adoption channel frames from_relay generation hub kept_process listening mirror
+    outbox part relay_desk relay_records relay_reports relay_sweep remote_host remote_request
+    stream_counts supervisor to_relay
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget

@@ -23,6 +23,7 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -30,6 +31,7 @@ from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
+from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
@@ -38,14 +40,12 @@ from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
-from balanceroute.proxy.live.security.tls import engine_context
-from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.settings.engines import DecodeServer
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
@@ -62,6 +62,7 @@ class Deployment:
     Attributes:
         fetcher: For health probes, scrapes and discovery.
         tenancy: The limits of its tenants.
+        models: The models of its engines.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -72,16 +73,15 @@ class Deployment:
         environment: "Environment",
         metrics: "Metrics",
         failures: "DecisionFailures",
+        counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
-        self.config = config
-        self.policy = config.scheduling.policy
+        self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
-        self._metrics = metrics
-        self._failures = failures
-        self._engine_tls: SSLContext | None = None
+        self._metrics, self._failures, self._counts = metrics, failures, counts
+        connect = EngineConnections(config)
         key = config.credentials.engine_key
         self.fetcher = Fetcher(
-            self._connect,
+            connect,
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
@@ -89,7 +89,7 @@ class Deployment:
         self.roster = Roster(
             self.instances,
             connector=config.engines.connector,
-            connect=self._connect,
+            connect=connect,
             discover=self._discover,
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
         )
@@ -106,8 +106,9 @@ class Deployment:
         )
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
-        self.served_models = ServedModels(
-            self.instances, fetch=self._page, clock=clock, changed=self.model_routes.update
+        self.models = ModelList(self.instances)
+        self._served_models = ServedModels(
+            self.models, fetch=self._page, clock=clock, changed=self.model_routes.update
         )
         self.tenancy = Tenancy(
             ADMISSIONS[config.admission.admission](config.admission.queue_limit),
@@ -154,7 +155,7 @@ class Deployment:
         """Return what runs in the background, by name."""
         yield "health", self.health.run
         yield "scrape", self.scraper.run
-        yield "models", self.served_models.run
+        yield "models", self._served_models.run
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
         for server in self._silent:
@@ -238,6 +239,7 @@ class Deployment:
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,
+            counts=self._counts,
         )
 
     def _on_stage(self, stage: str) -> None:
@@ -305,21 +307,6 @@ class Deployment:
         )
 
     # Engines.
-
-    def _connect(self, url: EngineUrl) -> Endpoint:
-        engines, times = self.config.engines, self.config.times
-        is_https = url.scheme == "https"
-        if is_https and self._engine_tls is None:
-            self._engine_tls = engine_context(
-                engines.engine_ca_file, insecure=engines.insecure_engines
-            )
-        return Endpoint(
-            url.host,
-            url.port,
-            ssl=self._engine_tls if is_https else None,
-            connect_timeout_s=times.connect_timeout_s,
-            tcp_timeout_s=times.tcp_timeout_s,
-        )
 
     async def _page(self, url: str) -> bytes:
         return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)

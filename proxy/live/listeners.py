@@ -17,7 +17,7 @@ from balanceroute.proxy.live.security.tls import server_context
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
@@ -43,7 +43,7 @@ class PublicListener:
         config: "ProxyConfig",
         intake: "Intake",
         *,
-        served: "ServedModels",
+        served: "ModelList",
         routes: "ModelRoutes",
         pass_through: "PassThrough",
         metrics: "RequestCounts",

@@ -12,6 +12,7 @@ import pytest
 
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -218,8 +219,8 @@ class Site:
 
     async def admin(self, path: str, values: object = None) -> Exchanged:
         """Post an order to the admin listener, or get one of its pages."""
-        assert self.world.proxy.admin is not None
-        port = self.world.proxy.admin.port
+        assert self.world.plane.admin is not None
+        port = self.world.plane.admin.port
         if values is None:
             return await self.send(path, method="GET", port=port).end()
         headers = [(b"content-type", b"application/json")]
@@ -238,7 +239,7 @@ class Site:
 
     async def rest(self, limit_s: float = 60.0) -> None:
         """Wait until nothing is held anywhere, and check that the books say so."""
-        driver, scheduler = self.world.proxy.deployment.driver, self.world.scheduler
+        driver, scheduler = self.world.plane.deployment.driver, self.world.scheduler
         await self.until(lambda: not driver.sessions and self.fleet.idle, limit_s)
         scheduler.check()
         assert not scheduler.requests
@@ -246,8 +247,8 @@ class Site:
         assert not any(scheduler.prefillers.held_tokens)
         assert not any(scheduler.prefillers.prefills)
         assert not any(prefiller.hand_offs for prefiller in driver.instances.prefillers)
-        assert self.world.proxy.gateway.pass_through.in_flight == 0
-        states = self.world.proxy.deployment.tenancy.states()
+        assert not any(front.pass_through.in_flight for front in self.world.fronts)
+        states = self.world.plane.deployment.tenancy.states()
         assert not [one for one in states if one.in_flight or one.waiting]
 
     def close(self) -> None:
@@ -269,6 +270,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         *,
         flags: Mapping[str, object] | None = None,
         at_rest: bool = True,
+        relays: int = 0,
         **changes: Any,
     ) -> None:
         engines: dict[str, Any] = {
@@ -283,7 +285,12 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
                 EmulationSettings(**(engines | changes)),
                 {"admin": True, "admin_port": 0, **(flags or {})},
             )
-            world = World(settings, loop, random.Random(7))
+            rng = random.Random(7)
+            world = (
+                SplitWorld(settings, loop, rng, relays=relays)
+                if relays
+                else World(settings, loop, rng)
+            )
             site = Site(world)
             answer = Routes.answer
 

@@ -11,6 +11,7 @@ from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
+    Held,
     PrefillerState,
     RankState,
     RequestState,
@@ -36,8 +37,7 @@ def take_snapshot(
     predictor: str,
     predictors: "list[PredictorScores]",
     rows_judged: int,
-    server: "Server",
-    engine_connections: int,
+    held: Held,
     quarantines: "Mapping[Target, Quarantine]",
     tenants: "list[TenantState]",
     requests: bool,
@@ -65,17 +65,29 @@ def take_snapshot(
         step_s=driver.decisions.progress.steps.step_s,
         idle_tokens=driver.decisions.progress.idle_tokens,
         capacity_tokens=driver.decisions.progress.capacity_tokens,
-        client_connections=server.connections,
-        rejected_connections=server.limit.rejected,
-        evicted_connections=server.limit.evicted,
-        body_bytes=server.bodies.used,
-        rejected_bodies=server.bodies.rejected,
-        engine_connections=engine_connections,
+        client_connections=held.client_connections,
+        rejected_connections=held.rejected_connections,
+        evicted_connections=held.evicted_connections,
+        body_bytes=held.body_bytes,
+        rejected_bodies=held.rejected_bodies,
+        engine_connections=held.engine_connections,
         draining=driver.draining,
         rows_judged=rows_judged,
         predictors=predictors,
         tenants=tenants,
         requests=_requests(driver, now_s) if requests else [],
+    )
+
+
+def held_by(server: "Server", engine_connections: int) -> Held:
+    """Return what a public listener holds."""
+    return Held(
+        client_connections=server.connections,
+        engine_connections=engine_connections,
+        rejected_connections=server.limit.rejected,
+        evicted_connections=server.limit.evicted,
+        body_bytes=server.bodies.used,
+        rejected_bodies=server.bodies.rejected,
     )
 
 
@@ -144,6 +156,8 @@ def _prefillers(
 def _requests(driver: "Driver", now_s: float) -> list[RequestState]:
     rows = []
     for number, session in driver.sessions.items():
+        if number not in driver.scheduler.requests:
+            continue  # A relay is about to say that it has ended.
         record = session.record
         rows.append(
             RequestState(

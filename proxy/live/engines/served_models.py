@@ -7,13 +7,12 @@ are loaded and unloaded while an engine runs. Of an engine that is not up nothin
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.engines.faults import FetchError
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
+from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.engines.model_list import ModelList, ServedModel
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
@@ -26,22 +25,6 @@ _MAX_MODELS = 10_000
 
 class ModelsPageError(BalanceRouteError):
     """A page is not what /v1/models answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One model of one engine.
-
-    Attributes:
-        parent: The base model of an adapter; None for a base model.
-        max_model_len: The longest context, in tokens; None if the engine does not say.
-        card: Its entry of the page.
-    """
-
-    name: str
-    parent: str | None
-    max_model_len: int | None
-    card: Mapping[str, Any]
 
 
 def parse_models(page: bytes) -> tuple[ServedModel, ...]:
@@ -72,10 +55,10 @@ def parse_models(page: bytes) -> tuple[ServedModel, ...]:
 
 
 class ServedModels:
-    """What is known of the models of each engine that is up.
+    """Reads the lists of each engine that is up.
 
     Args:
-        instances: The engines.
+        models: The list that is kept up to date.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         clock: The loop's time, in seconds.
         changed: Called with what is known, after every round of reading.
@@ -83,48 +66,30 @@ class ServedModels:
 
     def __init__(
         self,
-        instances: Instances,
+        models: ModelList,
         *,
         fetch: Callable[[str], Awaitable[bytes]],
         clock: Callable[[], float],
         changed: Callable[[Mapping[Target, tuple[ServedModel, ...]]], None],
     ) -> None:
-        self._instances = instances
+        self._models = models
         self._fetch = fetch
         self._clock = clock
         self._changed = changed
         self._known: dict[Target, tuple[ServedModel, ...]] = {}
         self._read_s: dict[Target, float] = {}
-        # By name, and of any model by "": asked for every request.
-        self._longest: dict[str, int] = {}
-
-    def find(self, name: str) -> ServedModel | None:
-        """Return a model by its name, as some engine serves it."""
-        return next((model for model in self._all() if model.name == name), None)
-
-    def cards(self) -> list[Mapping[str, Any]]:
-        """Return the entries of all models, each as the first engine that lists it shows it."""
-        return list({model.name: model.card for model in reversed([*self._all()])}.values())[::-1]
-
-    def max_model_len(self, name: str) -> int | None:
-        """Return a context that no engine which is up exceeds for a model; None if one may.
-
-        Args:
-            name: The `model` of a request; empty for any model.
-        """
-        return self._longest.get(name)
 
     async def run(self) -> None:
         """Read pages until cancelled."""
         while True:
             await asyncio.gather(*(self._read(target) for target in self._due()))
-            self._longest = self._find_longest()
+            self._models.update(self._known)
             self._changed(self._known)
             await asyncio.sleep(_TICK_S)
 
     def _due(self) -> list[Target]:
         """Return the engines to ask now, and forget those that are not up."""
-        targets = self._targets()
+        targets = self._models.targets()
         for known in (self._known, self._read_s):
             for target in known.keys() - set(targets):
                 del known[target]
@@ -146,24 +111,3 @@ class ServedModels:
             self._read_s[target] = now_s - _REFRESH_S + _RETRY_S
             fields = {"url": target.url, "reason": str(error)}
             _log.debug("the models of an engine are not known", extra={"fields": fields})
-
-    def _find_longest(self) -> dict[str, int]:
-        if any(target not in self._known for target in self._targets()):
-            return {}
-        longest: dict[str, int] = {}
-        unknown = set()
-        for model in self._all():
-            for name in ("", model.name):
-                if model.max_model_len is None:
-                    unknown.add(name)
-                else:
-                    longest[name] = max(longest.get(name, 0), model.max_model_len)
-        return {name: length for name, length in longest.items() if name not in unknown}
-
-    def _targets(self) -> list[Target]:
-        present: list[Prefiller | Rank] = [*self._instances.prefillers, *self._instances.ranks]
-        return list(dict.fromkeys(one.target for one in present if one.status is Status.UP))
-
-    def _all(self) -> Iterable[ServedModel]:
-        for models in self._known.values():
-            yield from models

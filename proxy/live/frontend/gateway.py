@@ -42,7 +42,7 @@ from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
 from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
 from balanceroute.proxy.live.request.direct import check_direct
-from balanceroute.proxy.live.scheduling.arrival import Arrival
+from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -51,7 +51,7 @@ from balanceroute.proxy.wire.messages import Rejection
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
     from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.telemetry.record import Log
@@ -94,7 +94,7 @@ class Gateway:
         self,
         intake: "Intake",
         *,
-        served: "ServedModels",
+        served: "ModelList",
         routes: ModelRoutes,
         pass_through: "PassThrough",
         metrics: "RequestCounts",
@@ -298,11 +298,7 @@ class Gateway:
         name = tenant.name or (record.api_key_id if self._settings.key_is_tenant else "")
         self._intake.submit(
             Arrival(
-                shape,
-                eligible,
-                expected_tokens,
-                urgency,
-                name,
+                Asked(shape, eligible, expected_tokens, urgency, name),
                 body,
                 partial(self._headers, headers),
                 reply,

@@ -8,7 +8,7 @@ from balanceroute.proxy.live.frontend.clients import refuse_model
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.served_models import ServedModels
+    from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.security.credentials import Tenant
 
 MODELS = b"/v1/models"
@@ -22,7 +22,7 @@ def is_of_models(path: bytes) -> bool:
     return path == MODELS or path.startswith(_MODEL)
 
 
-def model_page(path: bytes, served: "ServedModels", tenant: "Tenant") -> bytes | Rejection:
+def model_page(path: bytes, served: "ModelList", tenant: "Tenant") -> bytes | Rejection:
     """Return the list of the models that a tenant may use, or what it tells of one of them.
 
     The latter is what an engine's list tells; vLLM has no such route.

@@ -16,7 +16,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.engines.served_models import ServedModel
+from balanceroute.proxy.live.engines.model_list import ServedModel
 
 _log = logging.getLogger(__name__)
 _Models = tuple[ServedModel, ...]

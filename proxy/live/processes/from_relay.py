@@ -44,6 +44,9 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
         tenant: The client's identity; empty if tenants are not told apart.
         keys: See `prompt_keys`; empty unless `Welcome.uses_keys`.
         record: As far as it is known.
+        weight: Its share among requests of the same level.
+        blocks: See `prompt_blocks`; empty unless `Welcome.uses_blocks`.
+        block_share: Of the prompt's tokens, in each of them.
     """
 
     number: int
@@ -54,6 +57,9 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
     tenant: str
     keys: tuple[int, ...]
     record: RequestRecord
+    weight: float = 1.0
+    blocks: tuple[int, ...] = ()
+    block_share: float = 0.0
 
 
 class Live(Struct, frozen=True, array_like=True, tag=3):
@@ -302,11 +308,9 @@ class LegRetried(Struct, frozen=True, array_like=True, tag=25):
 
 
 class Failure(Struct, frozen=True, array_like=True, tag=26):
-    """The relay's own handling failed; `what` is the label of `DecisionFailures.report`."""
+    """The relay's own handling failed, as it has logged; see `DecisionFailures.report`."""
 
     what: str
-    error: str
-    request_id: str
 
 
 class Occupancy(Struct, frozen=True, array_like=True, tag=27):
@@ -318,7 +322,7 @@ class Occupancy(Struct, frozen=True, array_like=True, tag=27):
     """
 
     client_connections: int
-    rejected_connections: int
+    rejected_connections: dict[str, int]
     evicted_connections: int
     body_bytes: int
     rejected_bodies: int

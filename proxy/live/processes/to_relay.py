@@ -18,12 +18,14 @@ class Welcome(Struct, frozen=True, array_like=True, tag=101):
         scheduler: Names this scheduler process; another one after a restart.
         relays: How many relays there are, among which limits of a whole proxy are divided.
         uses_keys: Whether arrivals are to have keys.
+        uses_blocks: Whether they are to have the hashes of their blocks.
     """
 
     version: int
     scheduler: str
     relays: int
     uses_keys: bool
+    uses_blocks: bool = False
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=102):

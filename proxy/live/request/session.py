@@ -60,23 +60,8 @@ class Session:
     """
 
     __slots__ = (
-        "_body",
-        "_held",
-        "_kv",
-        "_pooled_s",
-        "_recovery",
-        "answer",
-        "context",
-        "decodes",
-        "emitted",
-        "headers",
-        "host",
-        "hung",
-        "number",
-        "offset",
-        "phase",
-        "record",
-        "shape",
+        *("_body", "_held", "_kv", "_pooled_s", "_recovery", "answer", "context", "decodes"),
+        *("emitted", "headers", "host", "hung", "number", "offset", "phase", "record", "shape"),
         "ticket",
     )
 
@@ -138,6 +123,11 @@ class Session:
     def pair(self) -> "tuple[Prefiller, Rank] | None":
         """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
         return self._held.pair
+
+    @property
+    def pullable(self) -> bool:
+        """Whether it has a KV cache that a rank is to pull."""
+        return self._kv is not None and self._kv.params is not None
 
     def is_on(self, target: Target) -> bool:
         """Return whether an instance works for this request, or holds its KV cache."""
@@ -230,6 +220,12 @@ class Session:
             self.answer.reply.abort()
         finally:
             self._end(None, Outcome.INTERNAL_ERROR, _CRASHED)
+
+    def withdraw(self) -> None:
+        """Let go of the client, who is answered by others: the request was refused."""
+        self._enter(Phase.ENDED)
+        self._body = None
+        self.answer.forget()
 
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.events import Ticket
+from balanceroute.proxy.live.request.direct import Direct
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -11,21 +14,20 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.urgency import Urgency
+    from balanceroute.proxy.live.request.session_host import SessionContext
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request.
+class Asked:
+    """What a request asks for.
 
     Attributes:
         eligible: The engines of its model; None for all.
         expected_tokens: What its client expects one sequence to emit; None if it does not say.
-        headers: Returns those of every engine leg, given what the engines are to call the request.
-        record: What is known of it.
-        refuse: Answers the client that it is refused.
+        tenant: Whose it is; empty if tenants are not told apart.
     """
 
     shape: "Shape"
@@ -33,6 +35,39 @@ class Arrival:
     expected_tokens: int | None
     urgency: "Urgency"
     tenant: str
+
+    def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
+        """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
+        shape = self.shape
+        decode = not (shape.direct and context.legs.direct is Direct.PREFILL)
+        split = not shape.direct and not context.connector.facts.decode_first
+        return Ticket(
+            prompt_tokens=prompt_tokens,
+            slots=shape.sequences,
+            prefill=split or not decode,
+            decode=decode,
+            eligible=self.eligible,
+            max_tokens=shape.max_tokens,
+            expected_tokens=self.expected_tokens,
+            model=shape.model,
+            tenant=self.tenant,
+            level=self.urgency.level,
+            weight=self.urgency.weight,
+            deadline_ns=self.urgency.deadline_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request.
+
+    Attributes:
+        headers: Returns those of every engine leg, given what the engines are to call the request.
+        record: What is known of it.
+        refuse: Answers the client that it is refused.
+    """
+
+    asked: Asked
     body: "RequestBody"
     headers: "Callable[[str], Headers]"
     reply: "Reply"

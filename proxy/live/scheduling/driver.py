@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
-    Eligible,
     Event,
     PrefillerId,
     RequestArrived,
@@ -24,10 +23,7 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
-from balanceroute.proxy.live.openai.shape import Shape
-from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
-from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.live_request import LiveRequest
 from balanceroute.proxy.live.request.lost_engines import LostEngines
@@ -35,7 +31,7 @@ from balanceroute.proxy.live.request.reports import Report
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
-from balanceroute.proxy.live.scheduling.arrival import Arrival
+from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
 from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.isolation import Isolation
@@ -106,6 +102,7 @@ class Driver:
         isolation: Ends alone what failed.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
+        changed: Called after any instance changed.
     """
 
     def __init__(
@@ -127,8 +124,8 @@ class Driver:
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         self.context = _context(connector, settings, metrics, rng)
-        self.uses_keys, self._settings = predictors.uses_keys, settings
-        self.draining, self._predictors, self._admission = False, predictors, admission
+        self.draining, self.changed, self.uses_keys = False, _nothing, predictors.uses_keys
+        self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
         self.sessions = self.table.live
         self.isolation = Isolation(self, scheduler.requests, self.sessions, failures)
@@ -184,32 +181,9 @@ class Driver:
 
     # What the gateway does.
 
-    def ticket(
-        self,
-        shape: Shape,
-        eligible: Eligible | None,
-        expected_tokens: int | None,
-        urgency: Urgency,
-        tenant: str,
-    ) -> Ticket:
-        """Return what is known of a request; `eligible` are the engines of its model."""
-        context = self.context
-        decode = not (shape.direct and context.legs.direct is Direct.PREFILL)
-        split = not shape.direct and not context.connector.facts.decode_first
-        return Ticket(
-            prompt_tokens=self._feedback.estimate.tokens(shape),
-            slots=shape.sequences,
-            prefill=split or not decode,
-            decode=decode,
-            eligible=eligible,
-            max_tokens=shape.max_tokens,
-            expected_tokens=expected_tokens,
-            model=shape.model,
-            tenant=tenant,
-            level=urgency.level,
-            weight=urgency.weight,
-            deadline_ns=urgency.deadline_ns,
-        )
+    def ticket(self, asked: Asked) -> Ticket:
+        """Return what is known of a request."""
+        return asked.ticket(self._feedback.estimate.tokens(asked.shape), self.context)
 
     def refuse(self, ticket: Ticket, record: "RequestRecord") -> Refusal | None:
         """Return why a request that comes now cannot be taken, or None."""
@@ -227,10 +201,8 @@ class Driver:
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request, or refuse it."""
-        shape, record = arrival.shape, arrival.record
-        ticket = self.ticket(
-            shape, arrival.eligible, arrival.expected_tokens, arrival.urgency, arrival.tenant
-        )
+        shape, record = arrival.asked.shape, arrival.record
+        ticket = self.ticket(arrival.asked)
         refusal = self.refuse(ticket, record)
         if refusal is not None:
             arrival.refuse(refusal)
@@ -256,12 +228,17 @@ class Driver:
             )
         )
 
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether the prefill choice uses the blocks of prompts."""
+        return self._settings.uses_blocks
+
     def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
         """Return a ticket with the hashes of its prompt that somebody asks for."""
-        api, body = arrival.shape.api, arrival.body
+        api, body = arrival.asked.shape.api, arrival.body
         if self.uses_keys:
             ticket = replace(ticket, keys=prompt_keys(api, body))
-        if self._settings.uses_blocks:
+        if self.uses_blocks:
             blocks, share = prompt_blocks(api, body)
             ticket = replace(ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens)
         return ticket
@@ -320,10 +297,11 @@ class Driver:
     def reopen(self) -> None:
         """Tell the scheduler which instances are open now, after any of them changed."""
         self._open_instances.update()
+        self.changed()
 
     def grown(self) -> None:
         """Note that the scheduler was told by `reconfigure` of instances, or of another policy."""
-        self._open_instances.update()
+        self.reopen()
         self.decisions.wake()
 
     # What a session does: Host.
@@ -359,6 +337,10 @@ class Driver:
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""
         self.isolation.crashed(number, request_id, what, error)
+
+
+def _nothing() -> None:
+    """Stand for one who wants to know of changes."""
 
 
 def _context(

@@ -67,8 +67,12 @@ class Isolation:
         session = self._sessions.get(number)
         if number in self._requests:
             self.run(what, self._host.feed, RequestFailed(number))
-        if session is not None and number in self._sessions:
-            self.run(what, session.crash)
-        if session is not None and number in self._sessions:
-            self.run(what, session.abandon)
+        if session is not None:
+            self.end(session, what)
         self._ending.discard(number)
+
+    def end(self, session: "LiveRequest", what: str) -> None:
+        """End a request whose handling failed, unless it is over. The scheduler knows."""
+        for do in (session.crash, session.abandon):
+            if session.number in self._sessions:
+                self.run(what, do)

@@ -6,10 +6,7 @@ service. It is reported here.
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
+from typing import Protocol
 
 PERSISTENT_S = 10.0
 """For so long rounds of decisions must fail, with none that succeeds, to make the proxy unready."""
@@ -20,6 +17,13 @@ _OF_ROUNDS = ("policy", "projection")
 _log = logging.getLogger(__name__)
 
 
+class FailureCounts(Protocol):
+    """Counts failures."""
+
+    def failed(self, what: str) -> None:
+        """Count one."""
+
+
 class DecisionFailures:
     """Takes note of failures.
 
@@ -27,7 +31,7 @@ class DecisionFailures:
         rounds_failed: How often a policy or a projection failed.
     """
 
-    def __init__(self, metrics: "DecisionMetrics", clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: "FailureCounts", clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._logged_s: dict[str, float] = {}

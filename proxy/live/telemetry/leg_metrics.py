@@ -14,6 +14,7 @@ class LegMetrics:
     """Counts what happens to the legs of requests.
 
     Attributes:
+        gaps: Those between two chunks of a stream, in seconds.
         observe_itl: Counts one gap between two chunks of a stream, in seconds. Called for every
             chunk: it is the histogram's own method, with nothing in between.
     """
@@ -34,12 +35,12 @@ class LegMetrics:
             "rank",
             "reason",
         )
-        itl = registry.histogram(
+        self.gaps = registry.histogram(
             "inter_token_latency_seconds",
             "Gap between two chunks of a stream.",
             TOKEN_GAP_BOUNDS_S,
         )
-        self.observe_itl = itl.observe
+        self.observe_itl = self.gaps.observe
         # An alert finds no data in a sample that is absent.
         for leg in (*(leg.value for leg in Leg), "single_engine"):
             for fault in Fault:

@@ -81,6 +81,18 @@ class Histogram:
         else:
             self.refused += 1
 
+    def add(self, counts: Sequence[int], total: float, refused: int) -> None:
+        """Count what another histogram with the same buckets has counted."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.total += total
+        self.refused += refused
+
+    def take(self) -> tuple[list[int], float, int]:
+        """Return the counts, the sum and the refused values, and begin anew."""
+        taken = self.counts, self.total, self.refused
+        self.counts, self.total, self.refused = [0] * len(self.counts), 0.0, 0
+        return taken
+
     def samples(self) -> tuple[list[tuple[str, float]], float]:
         """Return the cumulated buckets, each with its upper end as text, and the sum."""
         buckets: list[tuple[str, float]] = []

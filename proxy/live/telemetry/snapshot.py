@@ -74,6 +74,18 @@ class BudgetState:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What listeners and connections hold. Counters are since start."""
+
+    client_connections: int
+    engine_connections: int
+    rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
+    evicted_connections: int = 0  # Idle ones, for a newcomer.
+    body_bytes: int = 0  # Of requests that are being received or not answered yet.
+    rejected_bodies: int = 0  # For want of room for them.
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything. Counters are since start."""
 

@@ -65,7 +65,7 @@ async def take_census(world: World) -> Census:
 
 def audit_proxy(world: World) -> list[str]:
     """Return what the proxy still holds although no request is left."""
-    driver, scheduler = world.proxy.deployment.driver, world.scheduler
+    driver, scheduler = world.plane.deployment.driver, world.scheduler
     found = []
     try:
         scheduler.check()
@@ -82,12 +82,12 @@ def audit_proxy(world: World) -> list[str]:
         "held tokens of prefillers": scheduler.prefillers.held_tokens,
         "probes": scheduler.prefillers.prefills,
         "hand-offs": [
-            prefiller.hand_offs for prefiller in world.proxy.deployment.instances.prefillers
+            prefiller.hand_offs for prefiller in world.plane.deployment.instances.prefillers
         ],
-        "passed on": world.proxy.gateway.pass_through.in_flight,
+        "passed on": [front.pass_through.in_flight for front in world.fronts],
         "tenants": [
             one.name
-            for one in world.proxy.deployment.tenancy.states()
+            for one in world.plane.deployment.tenancy.states()
             if one.in_flight or one.waiting
         ],
     }
@@ -149,7 +149,7 @@ def audit_decisions(world: World) -> list[str]:
     """Return how the failed decisions that the proxy counted differ from those that were made."""
     made, counted = (
         world.decision_faults.made,
-        _counted(world.proxy.metrics.render(), _FAILURE_LINE),
+        _counted(world.plane.metrics.render(), _FAILURE_LINE),
     )
     return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
 
@@ -170,7 +170,7 @@ def audit_retries(plan: Plan, world: World) -> list[str]:
     if plan.weather is Weather.CALM and retries:
         return [f"retries: {retries} though all was well"]
     # Free of the budget is a retry only where a KV cache could not be pulled.
-    free = _counted(world.proxy.metrics.render(), _PULL_FAILURE_LINE).total()
+    free = _counted(world.plane.metrics.render(), _PULL_FAILURE_LINE).total()
     allowed = _RETRY_RESERVE + _RETRY_SHARE * len(world.ended) + free
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
@@ -191,12 +191,13 @@ def audit_rest(world: World) -> list[str]:
     found = []
     if not world.fleet.idle:
         found.append(f"engines: not idle: {world.fleet.stats()}")
-    if world.proxy.server.connections:
-        found.append(f"connections: {world.proxy.server.connections} of clients are open")
-    for url, endpoint in world.proxy.deployment.roster.endpoints.items():
-        if endpoint.connections != endpoint.idle:
-            busy = endpoint.connections - endpoint.idle
-            found.append(f"connections: {busy} to {url} are in use")
+    for front in world.fronts:
+        if front.server.connections:
+            found.append(f"connections: {front.server.connections} of clients are open")
+        for url, endpoint in front.endpoints.items():
+            if endpoint.connections != endpoint.idle:
+                busy = endpoint.connections - endpoint.idle
+                found.append(f"connections: {busy} to {url} are in use")
     return found
 
 

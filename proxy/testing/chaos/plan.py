@@ -73,10 +73,10 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int) -> Plan:
-    """Return the plan of a seed."""
+def draw_plan(seed: int, *, requests: int, tenants_too: bool = True) -> Plan:
+    """Return the plan of a seed, without tenants if they are to be left out."""
     plan = _draw_plan(seed, requests)
-    tenants = draw_tenants(seed, plan.visits[-1].start_s)
+    tenants = draw_tenants(seed, plan.visits[-1].start_s) if tenants_too else None
     if tenants is None:
         return plan
     world = replace(

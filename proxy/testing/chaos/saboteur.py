@@ -87,9 +87,9 @@ class Saboteur:
             case Act.MEDDLE:
                 self._meddlers[engine].meddling = injection.meddling
             case Act.DRAIN:
-                world.proxy.deployment.roster.drain(injection.role, self._known(engine))
+                world.plane.deployment.roster.drain(injection.role, self._known(engine))
             case Act.POLICY:
-                world.proxy.deployment.set_policy(injection.policy)
+                world.plane.deployment.set_policy(injection.policy)
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.begin(injection.lapse)
@@ -122,7 +122,7 @@ class Saboteur:
     async def _take_back(self, injection: Injection) -> None:
         # Unless another fault of this kind has ended already.
         with suppress(ConflictError):
-            await self._world.proxy.deployment.roster.add(
+            await self._world.plane.deployment.roster.add(
                 injection.role, self._known(self._engine(injection)), ranks=None, bootstrap=None
             )
 

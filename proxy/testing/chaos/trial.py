@@ -38,6 +38,7 @@ from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -85,16 +86,18 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, requests: int) -> Report:
+def run_seed(seed: int, *, requests: int, relays: int = 0) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    return run_plan(draw_plan(seed, requests=requests))
+    return run_plan(draw_plan(seed, requests=requests, tenants_too=not relays), relays=relays)
 
 
-def run_plan(plan: Plan) -> Report:
-    """Carry a plan out and return what came of it."""
+def run_plan(plan: Plan, *, relays: int = 0) -> Report:
+    """Carry a plan out and return what came of it; `relays` as in `SplitWorld`, 0 for one process."""
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
-        lambda log: run(lambda loop: Trial(plan, loop, report, log).run(), seed=plan.seed)
+        lambda log: run(
+            lambda loop: Trial(plan, loop, report, log, relays=relays).run(), seed=plan.seed
+        )
     )
     return report
 
@@ -102,12 +105,19 @@ def run_plan(plan: Plan) -> Report:
 class Trial:
     """One run."""
 
-    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
+    def __init__(
+        self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper, *, relays: int
+    ) -> None:
         self._plan = plan
         self._loop = loop
         self._report = report
         self._rng = random.Random(f"trial {plan.seed}")
-        self._world = World(plan.world, loop, self._rng, watch=self._saw)
+        if relays:
+            self._world: World = SplitWorld(
+                plan.world, loop, self._rng, relays=relays, watch=self._saw
+            )
+        else:
+            self._world = World(plan.world, loop, self._rng, watch=self._saw)
         log.journal = self._world.journal
         log.explains = self._world.decision_faults.explains
         self._saboteur = Saboteur(self._world, plan.injections)
@@ -126,7 +136,8 @@ class Trial:
         await asyncio.sleep(_WARM_UP_S)
         before = await take_census(world)
         self._begin_s = self._loop.time()
-        self._loop.network.rule("127.0.0.1", world.port, self._link)
+        for front in world.fronts:
+            self._loop.network.rule("127.0.0.1", front.server.port, self._link)
         self._saboteur.begin(self._begin_s)
         self._report.faults += _client_faults(plan)
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
@@ -137,15 +148,15 @@ class Trial:
         if plan.shutdown_s is not None:
             await self._until(plan.shutdown_s)
             world.journal.write("shutdown")
-            await world.proxy.drain()
-            await world.proxy.close()
+            await world.drain()
+            await world.close_proxy()
         await self._until(plan.calm_s)
         await self._saboteur.stop()
         world.journal.write("calm")
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
         report.violations += audit_proxy(world)
-        report.violations += audit_metrics(world.ended, world.proxy.metrics.render())
+        report.violations += audit_metrics(world.ended, world.plane.metrics.render())
         report.violations += audit_decisions(world)
         report.violations += audit_retries(plan, world)
         report.violations += audit_lapses(world.ended)
@@ -267,7 +278,7 @@ class Trial:
                 self._reached(action.request, Phase.ADMITTED)
 
     def _reached(self, number: int, phase: Phase) -> None:
-        session = self._world.proxy.deployment.driver.sessions.get(number)  # type: ignore[call-overload]
+        session = self._world.plane.deployment.driver.sessions.get(number)  # type: ignore[call-overload]
         if session is not None:
             client = self._by_id.get(session.record.request_id)
             if client is not None:

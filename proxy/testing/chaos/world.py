@@ -11,8 +11,11 @@ from types import MappingProxyType
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.frontend.pass_through import PassThrough
 from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config, read_credentials
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.decision_faults import (
@@ -23,6 +26,8 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
 from balanceroute.proxy.testing.chaos.journal import Journal
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.server import Server
 
 _EPOCH_S = 1_795_000_000.0
 
@@ -40,6 +45,15 @@ class WorldSettings:
     engines: EmulationSettings
     flags: Mapping[str, object]
     tenants: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """One listener for clients, with its connections to the engines by URL."""
+
+    server: Server
+    pass_through: PassThrough
+    endpoints: Mapping[str, Endpoint]
 
 
 class World:
@@ -106,9 +120,12 @@ class World:
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
             read_credentials=partial(read_credentials, None, flags),
         )
-        self.proxy = Proxy(make_config(None, flags), environment)
-        active = self.proxy.deployment.predictors.active
-        active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
+        await self._start(make_config(None, flags), environment)
+
+    async def _start(self, config: ProxyConfig, environment: Environment) -> None:
+        """Start what serves clients."""
+        self.proxy = Proxy(config, environment)
+        self._doubt(self.proxy)
         await self.proxy.start()
 
     def _write_tenants(self, text: str) -> str | None:
@@ -124,17 +141,41 @@ class World:
     def change_tenants(self, text: str) -> None:
         """Have the proxy read another file of tenants. Raises ConfigError."""
         self._write_tenants(text)
-        self.proxy.reload()
+        self.plane.reload()
+
+    def _doubt(self, plane: ControlPlane) -> None:
+        """Let its predictor fail when it is to."""
+        active = plane.deployment.predictors.active
+        active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
+
+    @property
+    def plane(self) -> ControlPlane:
+        """What decides."""
+        return self.proxy
 
     @property
     def scheduler(self) -> Scheduler:
         """The proxy's."""
-        return self.proxy.deployment.driver.scheduler
+        return self.plane.deployment.driver.scheduler
 
     @property
     def port(self) -> int:
         """Where the proxy listens."""
         return self.proxy.server.port
+
+    @property
+    def fronts(self) -> list[Front]:
+        """The listeners for clients."""
+        proxy = self.proxy
+        return [Front(proxy.server, proxy.gateway.pass_through, proxy.deployment.roster.endpoints)]
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait for what runs."""
+        await self.proxy.drain()
+
+    async def close_proxy(self) -> None:
+        """End what serves clients."""
+        await self.proxy.close()
 
     def request_ended(self, record: RequestRecord) -> None:
         """Take the proxy's word on a request that ended: it is the proxy's log."""
@@ -142,7 +183,7 @@ class World:
 
     async def close(self) -> None:
         """End everything."""
-        await self.proxy.close()
+        await self.close_proxy()
         await self.fleet.close()
         if self._folder is not None:
             self._folder.cleanup()

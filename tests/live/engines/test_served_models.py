@@ -181,21 +181,21 @@ def test_an_engine_that_comes_back_is_asked_again(play: "Play") -> None:
         site.handlers[b"/v1/models"] = lists(cards)
         cards["decode/1"]["max_model_len"] = 150
         await known(site)
-        assert proxy.deployment.served_models.max_model_len("tiny") == 150
+        assert proxy.deployment.models.max_model_len("tiny") == 150
         rank = proxy.deployment.instances.ranks[1]
         rank.status = Status.QUARANTINED
         await asyncio.sleep(2.0)
-        assert proxy.deployment.served_models.max_model_len("tiny") == 100
+        assert proxy.deployment.models.max_model_len("tiny") == 100
         cards["decode/1"]["max_model_len"] = 200
         rank.status = Status.UP
         await asyncio.sleep(2.0)
-        assert proxy.deployment.served_models.max_model_len("tiny") == 200
+        assert proxy.deployment.models.max_model_len("tiny") == 200
         # And each of them now and then, while adapters come and go.
         cards["decode/0"]["max_model_len"] = 300
         await asyncio.sleep(62.0)
-        assert proxy.deployment.served_models.max_model_len("tiny") == 300
-        assert proxy.deployment.served_models.max_model_len("") == 300
-        assert proxy.deployment.served_models.max_model_len("another") is None
+        assert proxy.deployment.models.max_model_len("tiny") == 300
+        assert proxy.deployment.models.max_model_len("") == 300
+        assert proxy.deployment.models.max_model_len("another") is None
 
     play(scenario)
 

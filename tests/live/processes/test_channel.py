@@ -76,7 +76,7 @@ def test_messages_go_both_ways_in_order() -> None:
         relay.write([HELLO])  # Nothing is sent yet.
         await connect(end.channel, near)
         await connect(relay, far)
-        told: list[FromRelay] = [HELLO, *(Failure("x", str(n), "") for n in range(100))]
+        told: list[FromRelay] = [HELLO, *(Failure(str(n)) for n in range(100))]
         relay.write(told[:50])
         relay.write(told[50:])
         assert await end.until(101) == told
@@ -134,7 +134,7 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_is_given_up_in_the_end() 
         near, far = socket.socketpair()
         end = End(max_unread_bytes=2 << 20)
         await connect(end.channel, near)
-        page = Failure("x", "y" * 100_000, "")
+        page = Failure("y" * 100_000)
         sent = 0
         behind_at = None
         while not end.channel.closed:
@@ -161,7 +161,7 @@ def test_a_peer_that_catches_up_is_behind_no_more() -> None:
         end = End(max_unread_bytes=8 << 20)
         await connect(end.channel, near)
         while not is_behind(end):
-            end.channel.write([Failure("x", "y" * 100_000, "")])
+            end.channel.write([Failure("y" * 100_000)])
             await asyncio.sleep(0)
         while is_behind(end):
             await loop.sock_recv(far, 1 << 20)

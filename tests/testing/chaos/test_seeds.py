@@ -22,6 +22,13 @@ def test_a_seed_violates_nothing(seed: int) -> None:
     assert sum(report.outcomes.values()) > 0
 
 
+@pytest.mark.parametrize("seed", range(20, 28))
+def test_a_seed_violates_nothing_with_relays(seed: int) -> None:
+    report = run_seed(seed, requests=REQUESTS, relays=1 + seed % 3)
+    assert not report.violations, f"seed {seed}"
+    assert sum(report.outcomes.values()) > 0
+
+
 def test_the_seeds_are_of_every_kind() -> None:
     plans = [draw_plan(seed, requests=REQUESTS) for seed in range(60)]
     assert {plan.weather for plan in plans} == set(Weather)

@@ -1,0 +1,34 @@
+"""Connections to engines, as the settings have them."""
+
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.wire.http1.client import Endpoint
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from balanceroute.proxy.live.engines.engine_url import EngineUrl
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+
+
+class EngineConnections:
+    """Called with an address, it returns the connections to it."""
+
+    def __init__(self, config: "ProxyConfig") -> None:
+        self._config = config
+        self._tls: SSLContext | None = None
+
+    def __call__(self, url: "EngineUrl") -> Endpoint:
+        """Return an endpoint that has no connection yet."""
+        engines, times = self._config.engines, self._config.times
+        is_https = url.scheme == "https"
+        if is_https and self._tls is None:
+            self._tls = engine_context(engines.engine_ca_file, insecure=engines.insecure_engines)
+        return Endpoint(
+            url.host,
+            url.port,
+            ssl=self._tls if is_https else None,
+            connect_timeout_s=times.connect_timeout_s,
+            tcp_timeout_s=times.tcp_timeout_s,
+        )

@@ -1,0 +1,108 @@
+"""The engines and their models, as the scheduler process tells a relay of them."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.connectors import BootstrapIdentity
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    Prefiller,
+    Rank,
+    Role,
+    Status,
+    Target,
+)
+from balanceroute.proxy.live.engines.model_list import ModelList, ServedModel
+from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+from balanceroute.proxy.live.processes import to_relay
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.http1.client import Endpoint
+
+
+class Mirror:
+    """A copy of the deployment, with connections of its own.
+
+    Args:
+        connect: Makes the connections to an engine.
+        quarantined: Called with an engine that is quarantined from now on.
+
+    Attributes:
+        instances: As they were told last.
+        models: What the engines serve.
+        routes: The engines of each model.
+        endpoints: The connections, by base URL.
+    """
+
+    def __init__(
+        self,
+        connect: "Callable[[EngineUrl], Endpoint]",
+        quarantined: Callable[[Target], None],
+    ) -> None:
+        self.instances = Instances()
+        self.models = ModelList(self.instances)
+        self.routes = ModelRoutes(self.instances)
+        self.endpoints: dict[str, Endpoint] = {}
+        self._connect = connect
+        self._quarantined = quarantined
+
+    def take_prefiller(self, state: to_relay.PrefillerState) -> None:
+        """Take in a prefiller."""
+        prefillers = self.instances.prefillers
+        if state.id == len(prefillers):
+            target = Target(Role.PREFILL, state.url)
+            prefillers.append(Prefiller(state.id, state.name, target, self._endpoint(state.url)))
+        prefiller = prefillers[state.id]
+        prefiller.identity = None if state.identity is None else BootstrapIdentity(*state.identity)
+        prefiller.lost_kv = state.losses
+        self._set(prefiller, state.status)
+
+    def take_rank(self, state: to_relay.RankState) -> None:
+        """Take in a rank."""
+        ranks = self.instances.ranks
+        if state.id == len(ranks):
+            target, endpoint = Target(Role.DECODE, state.url), self._endpoint(state.url)
+            ranks.append(Rank(state.id, state.name, target, endpoint, state.header))
+        self._set(ranks[state.id], state.status)
+
+    def take_models(self, message: to_relay.Models) -> None:
+        """Take in what is known of the models."""
+        known = {
+            Target(role, url): tuple(
+                ServedModel(one.name, one.parent, one.max_model_len, json.loads(one.card))
+                for one in models
+            )
+            for role, url, models in message.known
+        }
+        self.models.update(known)
+        self.routes.update(known)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+
+    def _set(self, instance: Prefiller | Rank, status: Status) -> None:
+        before, instance.status = instance.status, status
+        if status is before:
+            return
+        if status is Status.QUARANTINED:
+            self._quarantined(instance.target)
+        elif status is Status.REMOVED:
+            self._drop_unused(instance.target.url)
+
+    def _endpoint(self, url: str) -> "Endpoint":
+        endpoint = self.endpoints.get(url)
+        if endpoint is None:
+            endpoint = self.endpoints[url] = self._connect(EngineUrl.parse(url))
+        return endpoint
+
+    def _drop_unused(self, url: str) -> None:
+        """Close the connections to an address where no engine is any more."""
+        instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        if all(one.target.url != url or one.status is Status.REMOVED for one in instances):
+            endpoint = self.endpoints.pop(url, None)
+            if endpoint is not None:
+                endpoint.close()

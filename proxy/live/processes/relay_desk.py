@@ -1,0 +1,291 @@
+"""One relay, as the scheduler process serves it: its messages go to the driver, and answers back."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from balanceroute.proxy.core import events
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.live.engines.instances import Prefiller, Target
+from balanceroute.proxy.live.openai.urgency import Urgency
+from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.outbox import Outbox
+from balanceroute.proxy.live.processes.remote_request import RemoteRequest
+from balanceroute.proxy.live.request import reports
+from balanceroute.proxy.live.scheduling.arrival import Asked
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.processes.hub import Hub
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+_GONE = "internal error: its relay process ended"
+_ENDINGS: dict[str, Callable[[events.RequestId], events.Event]] = {
+    "finished": events.RequestFinished,
+    "failed": events.RequestFailed,
+    "cancelled": events.RequestCancelled,
+}
+
+
+class RelayDesk:
+    """Serves one connection of one relay.
+
+    Args:
+        hub: What all relays share.
+        write: Sends messages as one frame.
+
+    Attributes:
+        requests: Those of the relay, by its own numbers.
+        occupancy: What it told last.
+        drained: Whether it said so.
+    """
+
+    def __init__(self, hub: "Hub", write: Callable[[Sequence[to_relay.ToRelay]], None]) -> None:
+        self.requests: dict[int, RemoteRequest] = {}
+        self.occupancy = from_relay.Occupancy(0, {}, 0, 0, 0, 0, 0, 0.0)
+        self.drained = False
+        self.out = Outbox(hub.call_soon, write, self._first)
+        self._hub = hub
+        self._driver = hub.driver
+        self._welcome: to_relay.Welcome | None = None
+        self._told: dict[tuple[str, int], to_relay.ToRelay] = {}
+        self._hand_offs: Counter[events.PrefillerId] = Counter()
+        self._takers: dict[type[from_relay.FromRelay], Callable[[Any], None]] = {
+            from_relay.Hello: self._hello,
+            from_relay.Arrival: self._arrival,
+            from_relay.PrefillDone: self._event,
+            from_relay.PrefillLost: self._event,
+            from_relay.DecodeLost: self._event,
+            from_relay.DecodeStarted: self._event,
+            from_relay.Recomputed: self._event,
+            from_relay.Ended: self._event,
+            from_relay.SessionEnded: self._session_ended,
+            from_relay.AskRetry: self._ask_retry,
+            from_relay.AskPrefiller: self._ask_prefiller,
+            from_relay.AskPage: self._ask_page,
+            from_relay.Progress: self._progress,
+            from_relay.RemotePrefillEnded: self._remote_prefill_ended,
+            from_relay.EngineSeen: self._engine_seen,
+            from_relay.Occupancy: self._take_occupancy,
+            from_relay.Drained: self._take_drained,
+            from_relay.Gaps: hub.take_gaps,
+            from_relay.Recorded: hub.take_record,
+            from_relay.LegRetried: hub.take_retry,
+            from_relay.Failure: hub.take_failure,
+        }
+
+    def take(self, messages: Sequence[from_relay.FromRelay]) -> None:
+        """Take the messages of a frame, in order. What fails ends one request at most."""
+        run = self._driver.isolation.run
+        for message in messages:
+            run("relay", self._takers.get(type(message), self._report), message)
+
+    def welcome(self, message: to_relay.Welcome) -> None:
+        """Tell the relay of the deployment from now on."""
+        self._welcome = message
+        self.out.flush_soon()
+
+    def gone(self) -> None:
+        """End every request of the relay, whose connection is closed, and release what it held."""
+        self.out.close()
+        self._hub.forget(self)
+        driver = self._driver
+        now_s = driver.context.clock()
+        for request in list(self.requests.values()):
+            request.record.end(Outcome.INTERNAL_ERROR, _GONE, now_s)
+            driver.isolation.run("relay", self._end, request, request.record)
+        for number, count in self._hand_offs.items():
+            driver.instances.prefillers[number].hand_offs -= count
+
+    def _first(self) -> list[to_relay.ToRelay]:
+        """Return what has changed of the deployment since it was told."""
+        welcome = self._welcome
+        if welcome is None:
+            return []
+        changed: list[to_relay.ToRelay] = [] if self._told else [welcome]
+        for key, state in self._hub.states():
+            if self._told.get(key) != state:
+                self._told[key] = state
+                changed.append(state)
+        return changed
+
+    # Requests.
+
+    def _hello(self, message: from_relay.Hello) -> None:
+        self._hub.hello(self, message)
+
+    def _arrival(self, message: from_relay.Arrival) -> None:
+        driver, theirs, record = self._driver, message.number, message.record
+        ticket = driver.ticket(
+            Asked(
+                message.shape,
+                self._hub.eligible(message.shape.model),
+                message.expected_tokens,
+                Urgency(message.level, message.deadline_ns, message.weight),
+                message.tenant,
+            )
+        )
+        refusal = driver.refuse(ticket, record)
+        if refusal is not None:
+            self.out.send(
+                to_relay.Refused(
+                    theirs,
+                    refusal.status,
+                    refusal.reason,
+                    refusal.retry_after_s,
+                    refusal.cause,
+                )
+            )
+            return
+        request = RemoteRequest(
+            driver.table.next_number(),
+            theirs,
+            self._hub.counts.take(message.shape.sequences),
+            ticket=replace(
+                ticket,
+                keys=message.keys,
+                blocks=message.blocks,
+                block_tokens=message.block_share * ticket.prompt_tokens,
+            ),
+            shape=message.shape,
+            record=record,
+            counts=self._hub.counts,
+            send=self.out.send,
+            clock=driver.context.clock,
+        )
+        record.prompt_estimate = ticket.prompt_tokens
+        self.requests[theirs] = request
+        engine_id = driver.table.engine_id(record.request_id)
+        self.out.send(to_relay.Accepted(theirs, request.row, engine_id, ticket.prompt_tokens))
+        driver.take(request)
+
+    def _event(self, message: from_relay.CoreEvent) -> None:
+        request = self.requests.get(message.number)
+        if request is None:
+            return
+        crossed = request.take(message)
+        state = self._driver.scheduler.requests.get(request.number)
+        if state is None:
+            return  # It has ended for the scheduler, as the relay is about to hear.
+        if isinstance(message, from_relay.PrefillLost) and state.state is State.QUEUED:
+            return
+        event = _core_event(message, request.number, crossed=crossed)
+        self._driver.isolation.run_for(request, "relay", self._driver.feed, event)
+
+    def _session_ended(self, message: from_relay.SessionEnded) -> None:
+        request = self.requests.get(message.number)
+        if request is None:
+            # It was refused, or accepted by a scheduler process that is gone.
+            self._hub.take_record(from_relay.Recorded(message.record, "refused"))
+            self._hub.take_record(from_relay.Recorded(message.record, "line"))
+        else:
+            message.record.expected_ttft_ns = request.record.expected_ttft_ns
+            self._end(request, message.record)
+
+    def _end(self, request: RemoteRequest, record: "RequestRecord") -> None:
+        driver = self._driver
+        del self.requests[request.theirs]
+        if request.number in driver.scheduler.requests:
+            driver.isolation.run("relay", driver.feed, events.RequestFailed(request.number))
+        driver.report(reports.SessionEnded(request.number, record))
+        self._hub.counts.release(request.row)
+
+    def _progress(self, message: from_relay.Progress) -> None:
+        rows, emitted = np.frombuffer(message.rows, "<u4"), np.frombuffer(message.emitted, "<u4")
+        self._hub.counts.update(rows, emitted)
+
+    # Reports.
+
+    def _report(self, message: Any) -> None:
+        report = self._driver.report
+        match message:
+            case from_relay.LegSucceeded(role, url):
+                report(reports.LegSucceeded(Target(role, url)))
+            case from_relay.LegFailed(role, url, fault, reason):
+                report(reports.LegFailed(Target(role, url), fault, reason))
+            case from_relay.PullSucceeded(prefiller, rank):
+                report(reports.PullSucceeded(prefiller, rank))
+            case from_relay.PullFailed(number, prefiller, rank, fault, reason):
+                if number in self.requests:
+                    mine = self.requests[number].number
+                    report(reports.PullFailed(mine, prefiller, rank, fault, reason))
+            case from_relay.PromptCounted(number, prompt_tokens):
+                if number in self.requests:
+                    self.requests[number].record.prompt_tokens = prompt_tokens
+                    report(reports.PromptCounted(self.requests[number].number, prompt_tokens))
+            case from_relay.KvAbandoned(how):
+                report(reports.KvAbandoned(how))
+            case _:
+                raise ValueError(f"a relay does not say {message} now")
+
+    def _engine_seen(self, message: from_relay.EngineSeen) -> None:
+        self._driver.report(reports.EngineSeen(message.prefiller, message.engine_id))
+        self._hub.changed()  # It may have been another engine's.
+
+    def _remote_prefill_ended(self, message: from_relay.RemotePrefillEnded) -> None:
+        self._hand_offs[message.prefiller] -= 1
+        self._driver.report(reports.RemotePrefillEnded(message.prefiller))
+
+    def _take_occupancy(self, message: from_relay.Occupancy) -> None:
+        self.occupancy = message
+
+    def _take_drained(self, message: from_relay.Drained) -> None:
+        del message
+        self.drained = True
+        self._hub.relay_drained()
+
+    # Questions.
+
+    def _ask_retry(self, message: from_relay.AskRetry) -> None:
+        answer = partial(self._answer_retry, message.question)
+        pulled_from = message.pulled_from
+        self._driver.ask_retry(message.leg, message.fault, answer, pulled_from=pulled_from)
+
+    def _answer_retry(self, question: int, allowed: bool) -> None:
+        self.out.send(to_relay.RetryAnswered(question, allowed))
+
+    def _ask_prefiller(self, message: from_relay.AskPrefiller) -> None:
+        request = self.requests.get(message.number)
+        answer = partial(self._answer_prefiller, message.question, request)
+        if request is None:
+            answer(None)
+        else:
+            self._driver.ask_prefiller(request.number, message.other_than, answer)
+
+    def _answer_prefiller(
+        self, question: int, request: RemoteRequest | None, prefiller: Prefiller | None
+    ) -> None:
+        if request is not None:
+            request.prefilled_by(prefiller)
+        if prefiller is not None:
+            self._hand_offs[prefiller.id] += 1
+        number = None if prefiller is None else prefiller.id
+        self.out.send(to_relay.PrefillerChosen(question, number))
+
+    def _ask_page(self, message: from_relay.AskPage) -> None:
+        page = self._hub.page(message.path)
+        self.out.send(to_relay.Page(message.question, page))
+
+
+def _core_event(
+    message: from_relay.CoreEvent, number: events.RequestId, *, crossed: bool
+) -> events.Event:
+    match message:
+        case from_relay.PrefillDone(_, _, prompt_tokens, lease_ns):
+            return events.PrefillDone(number, prompt_tokens, lease_ns)
+        case from_relay.PrefillLost(_, _, elsewhere, decode, same_rank):
+            if crossed:  # Whom it was bound to meanwhile was never asked.
+                return events.PrefillLost(number, decode=decode, same_rank=True)
+            return events.PrefillLost(number, elsewhere, decode, same_rank)
+        case from_relay.DecodeLost():
+            return events.DecodeLost(number)
+        case from_relay.DecodeStarted():
+            return events.DecodeStarted(number)
+        case from_relay.Recomputed(_, _, elsewhere):
+            return events.RequestRecomputed(number, elsewhere)
+        case from_relay.Ended(_, _, how):
+            return _ENDINGS[how](number)

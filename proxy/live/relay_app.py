@@ -1,0 +1,172 @@
+"""One relay: the public listener, its sessions, and connections of its own to the engines."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.admission import BoundedQueue
+from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.engine_connections import EngineConnections
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
+from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.listeners import PublicListener
+from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.frames import VERSION
+from balanceroute.proxy.live.processes.mirror import Mirror
+from balanceroute.proxy.live.processes.outbox import Outbox
+from balanceroute.proxy.live.processes.relay_records import RelayFailures, RelayPages, RelayRecords
+from balanceroute.proxy.live.processes.remote_host import RemoteHost
+from balanceroute.proxy.live.processes.stream_counts import StreamCounts
+from balanceroute.proxy.live.request.session_host import SessionContext
+from balanceroute.proxy.live.request.stall_watch import StallWatch
+from balanceroute.proxy.live.scheduling.sweep import SWEEP_S
+from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
+from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+
+_log = logging.getLogger(__name__)
+
+
+class RelayApp:
+    """One relay. `connect` it, `start` it, then `drain` and `close` it.
+
+    Args:
+        config: The settings, as the scheduler process has them.
+        environment: Its log and its observers are not used: the scheduler process logs.
+        place: Its place among the relays.
+        digest: Of the settings.
+
+    Attributes:
+        host: Its sessions' and its listener's way to the scheduler process.
+        public: Its listener.
+    """
+
+    def __init__(
+        self, config: "ProxyConfig", environment: "Environment", *, place: int, digest: str
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._config = config
+        self._place, self._digest = place, digest
+        self._write: Callable[[Sequence[from_relay.FromRelay]], None] | None = None
+        out = Outbox(loop.call_soon, self._send)
+        counts = StreamCounts(out.send)
+        self.mirror = Mirror(EngineConnections(config), self._quarantined)
+        context = SessionContext(
+            make_connector(config.engines.connector, callback=config.engines.metaserver_url),
+            config.legs,
+            config.lease_s,
+            clock=loop.time,
+            call_later=loop.call_later,
+            unique=UniqueTokens(environment.rng),
+            stalls=StallWatch(SWEEP_S, loop.time),
+            observe_gap=counts.observe_gap,
+            hand_offs={},
+        )
+        failures = DecisionFailures(RelayFailures(out.send), loop.time)
+        self.host = RemoteHost(
+            self.mirror, context, failures, out, counts, occupancy=self._occupancy
+        )
+        records = RelayRecords(out.send)
+        # Tenants' limits are kept where all requests are known.
+        tenancy = Tenancy(BoundedQueue(1), (), lambda: 0)
+        self.pass_through = PassThrough(
+            self.mirror.instances,
+            self.host,
+            metrics=records,
+            retried=records.retried,
+            log=records,
+            tenancy=tenancy,
+            limits=PassThroughLimits(
+                config.scheduling.single_engine_limit, config.admission.queue_limit
+            ),
+        )
+        self.public = PublicListener(
+            config,
+            self.host,
+            served=self.mirror.models,
+            routes=self.mirror.routes,
+            pass_through=self.pass_through,
+            metrics=records,
+            pages=RelayPages(self.host.ask_page),
+            log=records,
+            tenancy=tenancy,
+            unix_s=environment.unix_s,
+        )
+
+    def connect(self, write: "Callable[[Sequence[from_relay.FromRelay]], None]") -> None:
+        """Speak to a scheduler process; `write` sends messages as one frame."""
+        self._write = write
+        self.host.out.send(from_relay.Hello(VERSION, self._place, self._digest))
+
+    def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
+        """Take the messages of a frame from the scheduler process."""
+        self.host.take(messages)
+
+    async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen on sockets that are bound, or else at the address of the settings.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
+        await self.public.start(sockets)
+        if not self._config.engines.metaserver_url:
+            scheme = "http" if self.public.tls is None else "https"
+            own = EngineUrl(scheme, self._config.listening.host, self.public.server.port)
+            self.host.use_connector(
+                make_connector(self._config.engines.connector, callback=own.base)
+            )
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until everything that runs has ended or time is up."""
+        server = self.public.server
+        self.host.draining = True
+        decode_first = self.host.context.connector.facts.decode_first
+        if not decode_first:
+            server.stop_accepting()
+        # Else decode ranks call back here until the last request has ended.
+        try:
+            async with asyncio.timeout(self._config.times.drain_timeout_s):
+                await self.host.drained()
+                server.stop_accepting()
+                await server.drain()
+        except TimeoutError:
+            fields = {"count": len(self.host.sessions), "connections": server.connections}
+            _log.warning("cut at shutdown", extra={"fields": fields})
+
+    async def close(self) -> None:
+        """End what is left and close every socket."""
+        self.host.shut_down()
+        self.host.stop()
+        self.mirror.close()
+        self.public.gateway.refusals.log.report()
+        self.public.server.close()
+        await self.public.server.drain()
+
+    def _send(self, messages: Sequence[from_relay.FromRelay]) -> None:
+        if self._write is not None:
+            self._write(messages)
+
+    def _quarantined(self, target: "Target") -> None:
+        self.pass_through.lost(target)
+
+    def _occupancy(self, lag_s: float) -> from_relay.Occupancy:
+        server = self.public.server
+        return from_relay.Occupancy(
+            server.connections,
+            server.limit.rejected,
+            server.limit.evicted,
+            server.bodies.used,
+            server.bodies.rejected,
+            sum(endpoint.connections for endpoint in self.mirror.endpoints.values()),
+            self.pass_through.in_flight,
+            lag_s,
+        )

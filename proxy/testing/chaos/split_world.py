@@ -1,0 +1,124 @@
+"""A proxy of several processes in one virtual-time loop: relays, a scheduler, and what is between them."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from balanceroute.proxy.live.control_plane import ControlPlane
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.processes import frames, from_relay, to_relay
+from balanceroute.proxy.live.relay_app import RelayApp
+from balanceroute.proxy.live.scheduler_app import SchedulerApp
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+from balanceroute.proxy.testing.chaos.world import Front, World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+
+_DIGEST = "the same"
+# Seconds that a frame takes at least and at most, and how often in a hundred.
+_DELAYS = ((0.0, 0.0002, 60), (0.0002, 0.002, 30), (0.002, 0.02, 9), (0.02, 0.3, 1))
+# Within this all relays are welcome.
+_WELCOME_S = 1.0
+
+
+class Wire:
+    """One direction of a connection: frames arrive late, whole and in order.
+
+    Args:
+        take: Called with the bytes of a frame.
+    """
+
+    def __init__(
+        self, loop: VirtualLoop, rng: random.Random, take: Callable[[bytes], None]
+    ) -> None:
+        self._loop = loop
+        self._rng = rng
+        self._take = take
+        self._last_s = 0.0
+        self._cut = False
+
+    def write(self, messages: "Sequence[from_relay.FromRelay | to_relay.ToRelay]") -> None:
+        """Send messages as one frame."""
+        least, most, _ = self._rng.choices(_DELAYS, [weight for *_, weight in _DELAYS])[0]
+        self._last_s = max(self._last_s, self._loop.time() + self._rng.uniform(least, most))
+        self._loop.call_at(self._last_s, self._deliver, bytes(frames.encode(messages)))
+
+    def cut(self) -> None:
+        """Deliver nothing more."""
+        self._cut = True
+
+    def _deliver(self, data: bytes) -> None:
+        if not self._cut:
+            self._take(data)
+
+
+class SplitWorld(World):
+    """Several relays and one scheduler process before one fleet. A client goes to any relay.
+
+    Attributes:
+        app: The scheduler process.
+        relays: The others.
+    """
+
+    def __init__(
+        self,
+        settings: WorldSettings,
+        loop: VirtualLoop,
+        rng: random.Random,
+        *,
+        relays: int,
+        watch: Callable[[Step], None] = lambda _: None,
+    ) -> None:
+        super().__init__(settings, loop, rng, watch=watch)
+        self.app: SchedulerApp
+        self.relays: list[RelayApp] = []
+        self._number = relays
+        self._wires_rng = random.Random(f"wires {rng.getrandbits(64)}")
+        self._chosen = random.Random(f"relays {rng.getrandbits(64)}")
+
+    async def _start(self, config: ProxyConfig, environment: Environment) -> None:
+        self.app = SchedulerApp(config, environment, relays=self._number, digest=_DIGEST)
+        self._doubt(self.app)
+        await self.app.start()
+        for place in range(self._number):
+            relay = RelayApp(config, environment, place=place, digest=_DIGEST)
+            self.relays.append(relay)
+            await relay.start()
+            self._connect(relay)
+        await asyncio.sleep(_WELCOME_S)
+        assert all(relay.host.scheduler for relay in self.relays)
+
+    def _connect(self, relay: RelayApp) -> None:
+        loop, rng = self.loop, self._wires_rng
+        for_relay, for_scheduler = frames.for_relay(), frames.for_scheduler()
+        down = Wire(loop, rng, lambda data: relay.take(for_relay.feed(data)))
+        desk = self.app.connect(down.write)
+        up = Wire(loop, rng, lambda data: desk.take(for_scheduler.feed(data)))
+        relay.connect(up.write)
+
+    @property
+    def plane(self) -> ControlPlane:
+        """What decides."""
+        return self.app
+
+    @property
+    def port(self) -> int:
+        """Where the next client goes."""
+        return self._chosen.choice(self.relays).public.server.port
+
+    @property
+    def fronts(self) -> list[Front]:
+        """The listeners for clients."""
+        return [
+            Front(one.public.server, one.pass_through, one.mirror.endpoints) for one in self.relays
+        ]
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait for what runs."""
+        await asyncio.gather(self.app.drain(), *(relay.drain() for relay in self.relays))
+
+    async def close_proxy(self) -> None:
+        """End what serves clients."""
+        for relay in self.relays:
+            await relay.close()
+        await self.app.close()

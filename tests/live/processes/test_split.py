@@ -1,0 +1,201 @@
+"""Relays and a scheduler process in one virtual-time loop: whole requests, and what both sides count."""
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.core.events import RequestArrived
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.stream_counts import PROGRESS_S
+from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 20, "ignore_eos": True}
+STREAM = BODY | {"stream": True}
+EMBEDDING = {"model": "tiny", "input": "t1 t2"}
+
+
+def split(site: "Site") -> SplitWorld:
+    assert isinstance(site.world, SplitWorld)
+    return site.world
+
+
+def ports(site: "Site") -> list[int]:
+    return [front.server.port for front in site.world.fronts]
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-layerwise"])
+def test_whole_requests_are_served_by_any_relay(play: "Play", connector: str) -> None:
+    async def scenario(site: "Site") -> None:
+        alone = await site.ask("decode/0", COMPLETIONS, BODY)
+        exchanges = [
+            site.send(COMPLETIONS, values, port=port)
+            for port in ports(site)
+            for values in (BODY, STREAM)
+        ]
+        for exchange in exchanges:
+            await exchange.end()
+            assert exchange.status == 200
+            assert exchange.text == alone.text
+        assert all(exchange.done for exchange in exchanges[1::2])
+        await site.rest()
+        assert [record.outcome for record in site.world.ended] == [Outcome.OK] * 4
+        assert all(record.prefiller and record.rank for record in site.world.ended)
+        assert all(relay.host.idle for relay in split(site).relays)
+
+    play(scenario, relays=2, connector=connector)
+
+
+def test_requests_are_numbered_in_order_of_arrival_over_all_relays(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        numbers: list[int] = []
+
+        def saw(step: "Step") -> None:
+            if isinstance(step.event, RequestArrived):
+                numbers.append(step.event.request)
+
+        site.world.observer.watch = saw
+        ids = []
+        for turn in range(6):
+            name = f"r{turn}"
+            headers = [(b"x-request-id", name.encode())]
+            site.send(COMPLETIONS, BODY, headers=headers, port=ports(site)[turn % 2])
+            await site.until(lambda: len(numbers) == turn + 1)  # noqa: B023
+            ids.append(name)
+        assert numbers == list(range(6))
+        sessions = site.world.plane.deployment.driver.sessions
+        assert [one.record.request_id for one in sessions.values()] == ids
+        await site.until(lambda: len(site.world.ended) == 6)
+
+    play(scenario, relays=2)
+
+
+def test_two_requests_of_one_name_are_two_for_the_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        headers = [(b"x-request-id", b"same")]
+        both = [site.send(COMPLETIONS, STREAM, headers=headers, port=p) for p in ports(site)]
+        for exchange in both:
+            await exchange.end()
+            assert exchange.header(b"x-request-id") == b"same"
+        names = Counter(seen.header(b"x-request-id") for seen in site.received("decode"))
+        assert len(names) == 2
+
+    play(scenario, relays=2)
+
+
+def test_what_is_refused_or_passed_through_is_counted_and_logged_once(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(COMPLETIONS, {"model": 3})).status == 400
+        assert (await site.post(COMPLETIONS, BODY | {"model": "absent"})).status == 404
+        assert (await site.post("/v1/embeddings", EMBEDDING)).status == 200
+        site.world.plane.deployment.driver.draining = True
+        refused = await site.post(COMPLETIONS, BODY)
+        assert refused.status == 503
+        assert b"shutting down" in refused.body
+        assert refused.header(b"retry-after") == b"1"
+        await site.until(lambda: len(site.world.ended) == 4)
+        page = site.world.plane.metrics.render().decode()
+        counted = {
+            line.split('status="')[1].split('"')[0]: line.split()[-1]
+            for line in page.splitlines()
+            if line.startswith("balanceroute_requests_total")
+        }
+        assert counted == {"400": "1.0", "404": "1.0", "200": "1.0", "503": "1.0"}
+        assert [record.status for record in site.world.ended] == [400, 404, 200, 503]
+
+    play(scenario, relays=2, flags={"model": ["tiny"]})
+
+
+def test_pages_tell_of_all_processes(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        running = [site.send(COMPLETIONS, STREAM, port=port) for port in ports(site)]
+        for exchange in running:
+            await exchange.until_events(2)
+        assert (await site.get("/load")).json == {"server_load": 2}
+        assert (await site.get("/ready")).status == 200
+        assert [card["id"] for card in (await site.get("/v1/models")).json["data"]] == ["tiny"]
+        for exchange in running:
+            await exchange.end()
+        await asyncio.sleep(1.0)
+        page = (await site.get("/metrics")).body.decode()
+        assert 'balanceroute_requests_total{endpoint="/v1/completions"' in page
+        gaps = page.split("balanceroute_inter_token_latency_seconds_count ")[1].split()[0]
+        # Each stream has a gap less than tokens.
+        assert float(gaps) == 2 * 19
+
+    play(scenario, relays=2)
+
+
+def test_progress_is_told_and_ends_with_the_stream(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(COMPLETIONS, STREAM)
+        await exchange.until_events(10)
+        await asyncio.sleep(2 * PROGRESS_S + 0.3)
+        (request,) = site.world.plane.deployment.driver.sessions.values()
+        assert request.emitted_tokens >= 10
+        assert request.rounds == request.emitted_tokens
+        await exchange.end()
+
+    play(scenario, relays=1, step_base_ns=50_000_000.0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_cancelled_everywhere(play: "Play", stream: bool) -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(COMPLETIONS, BODY | {"stream": stream, "max_tokens": 2000})
+        await site.until(lambda: len(site.received("decode")) == 1)
+        assert exchange.call is not None
+        exchange.call.abort()
+        await site.until(lambda: len(site.world.ended) == 1, limit_s=2.0)
+        assert site.world.ended[0].outcome is Outcome.CANCELLED
+        await site.rest(2.0)
+
+    play(scenario, relays=2)
+
+
+def test_an_engine_that_is_drained_or_added_is_known_to_relays(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        roster = site.world.plane.deployment.roster
+        url = site.fleet.engine("prefill/0").url
+        roster.drain(Role.PREFILL, url)
+        await site.until(
+            lambda: all(len(relay.mirror.instances.up()) == 1 for relay in split(site).relays)
+        )
+        for port in ports(site):
+            assert (await site.send(COMPLETIONS, BODY, port=port).end()).status == 200
+        assert {seen.engine for seen in site.received("prefill")} == {"prefill/1"}
+        await roster.add(Role.PREFILL, url, ranks=None, bootstrap=None)
+        await site.until(
+            lambda: all(len(relay.mirror.instances.up()) == 2 for relay in split(site).relays)
+        )
+
+    play(scenario, relays=2)
+
+
+def test_a_relay_with_other_settings_is_not_welcome(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        said: list[to_relay.ToRelay] = []
+        for hello in (
+            from_relay.Hello(1, 1, "other"),
+            from_relay.Hello(99, 1, "the same"),
+            from_relay.Hello(1, 0, "the same"),
+        ):
+            split(site).app.connect(said.extend).take([hello])
+        await asyncio.sleep(0.0)
+        reasons = [one.reason for one in said if isinstance(one, to_relay.Unwelcome)]
+        assert reasons == [
+            "the relay has other settings",
+            "the relay speaks version 99, the scheduler 1",
+            "relay 0 is connected already",
+        ]
+
+    play(scenario, relays=1)
