@@ -16,11 +16,12 @@ from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.cli.outputs import check_output, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
-from balanceroute.proxy.core.admission import BoundedQueue
+from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
+from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, text, words
@@ -38,14 +39,16 @@ from balanceroute.proxy.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from balanceroute.proxy.core.admission import Admission
     from balanceroute.proxy.core.policies import PolicySettings
     from balanceroute.proxy.sim.experiment import PolicyResult
     from balanceroute.proxy.sim.forecast import Forecast
     from balanceroute.proxy.sim.workload import Workload
 
 # The upper ends of ranges keep memory and virtual time in bounds.
+_UNLIMITED = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +131,17 @@ class Machines:
         "what tenants share by weight before prefill; --queue-order then holds within a tenant",
         words(("none", *FAIR_COSTS)),
     )
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
     queue_limit: int | None = integer(
         None, "requests that wait; further ones are refused", 1, 10**6, shown_default="no limit"
+    )
+    queue_ttl_s: float | None = number(
+        None,
+        "wait before prefill after which a request expires",
+        0.001,
+        1e6,
+        shown_default="for ever; with --aimd as in `serve`",
+        metavar="S",
     )
     lease_s: float | None = number(
         None,
@@ -179,7 +191,7 @@ class Goodput:
     )
 
 
-SECTIONS = (Pace, Replayed, Machines, EngineFlags, Compared, Options, Goodput)
+SECTIONS = (Pace, Replayed, Machines, AimdOptions, EngineFlags, Compared, Options, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -194,7 +206,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_trace_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
-    add_flags(parser.add_argument_group("deployment"), Machines, EngineFlags)
+    add_flags(parser.add_argument_group("deployment"), Machines, AimdOptions, EngineFlags)
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
     add_flags(output, Goodput)
@@ -281,9 +293,16 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--plots: {arguments.plots}: {error.strerror}") from error
 
 
-def _deployment(given: Given, deadline_s: float | None) -> Deployment:
-    machines = given.read(Machines)
+def _admission(machines: Machines) -> "Callable[[], Admission] | None":
     limit = machines.queue_limit
+    if limit is None and machines.admission not in EXPECTING:
+        return None
+    return partial(ADMISSIONS[machines.admission], limit or _UNLIMITED)
+
+
+def _deployment(given: Given, deadline_s: float | None) -> Deployment:
+    machines, aimd = given.read(Machines), given.read(AimdOptions)
+    queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
     prefill = None
     if machines.prefill_servers is not None:
         prefill = PrefillModel(
@@ -308,7 +327,10 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         pool_limit=machines.pool_limit,
         queue_order=machines.queue_order,
         fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
-        admission=None if limit is None else partial(BoundedQueue, limit),
+        admission=_admission(machines),
+        expects_first_tokens=machines.admission in EXPECTING,
+        aimd=aimd.settings,
+        queue_ttl_ns=None if queue_ttl_s is None else round(1e9 * queue_ttl_s),
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
         engines=given.read(EngineFlags).options,

@@ -14,7 +14,7 @@ from statistics import median_low
 
 from balanceroute.predictors import Predictor
 from balanceroute.predictors.traced import features_of
-from balanceroute.proxy.core.admission import Admission
+from balanceroute.proxy.core.admission import Admission, AimdSettings, Budget, FirstTokens
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -78,6 +78,9 @@ class Deployment:
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
         fair_queue: A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
         admission: Makes the rule that lets requests in; None lets in all.
+        expects_first_tokens: Whether that rule is told when first tokens are to be expected.
+        aimd: The limit on requests in flight; None for none.
+        queue_ttl_ns: Wait before prefill after which a request expires; None for never.
         lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
             counts from the start of the prefill, the earliest moment at which it can have begun.
         lease_margin_ns: See `SchedulerConfig`.
@@ -101,10 +104,22 @@ class Deployment:
     queue_order: str = "fcfs"
     fair_queue: str | None = None
     admission: Callable[[], Admission] | None = None
+    expects_first_tokens: bool = False
+    aimd: AimdSettings | None = None
+    queue_ttl_ns: int | None = None
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
     speeds_known: bool = True
+
+    def intake(self) -> Intake:
+        """Return what limits and measures the starts of one run."""
+        cost, order = self.fair_queue, QUEUE_ORDERS[self.queue_order]
+        return Intake(
+            fair=None if cost is None else fair_queueing(cost, order),
+            budget=None if self.aimd is None else Budget(self.aimd),
+            first_tokens=FirstTokens() if self.expects_first_tokens else None,
+        )
 
     @property
     def expects_output(self) -> bool:
@@ -158,7 +173,6 @@ class Simulation:
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         prefill, order = deployment.prefill, QUEUE_ORDERS[deployment.queue_order]
-        cost = deployment.fair_queue
         self.scheduler = Scheduler(
             SchedulerConfig(
                 ranks=deployment.ranks,
@@ -170,12 +184,13 @@ class Simulation:
                 pool_limit=deployment.pool_limit,
                 lease_ns=deployment.lease_ns,
                 lease_margin_ns=deployment.lease_margin_ns,
+                queue_ttl_ns=deployment.queue_ttl_ns,
                 rank_batch_limits=deployment.rank_batch_limits,
                 rank_speeds=deployment.told_speeds,
             ),
             policy,
             queue_order=order,
-            intake=Intake(fair=None if cost is None else fair_queueing(cost, order)),
+            intake=deployment.intake(),
             prefill_choice=prefill_choice,
             observer=observer,
         )
@@ -281,7 +296,11 @@ class Simulation:
         traced, now_ns = self._workload.requests[request], self._loop.now_ns
         self.recorder.arrived(request, now_ns)
         ticket = self._ticket(traced, now_ns)
-        refusal = self._entrance.offer(request, ticket, self.scheduler.waiting, now_ns)
+        scheduler = self.scheduler
+        load = scheduler.intake.load(
+            ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
+        )
+        refusal = self._entrance.offer(request, ticket, load, now_ns)
         if refusal is None:
             self._predictor.begin(request, features_of(traced))
             if self._expects_output:

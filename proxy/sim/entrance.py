@@ -26,13 +26,11 @@ class Entrance:
         self._admission = None if make_admission is None else make_admission()
         self._guests: dict[RequestId, _Guest] = {}
 
-    def offer(
-        self, request: RequestId, ticket: Ticket, waiting: int, now_ns: int
-    ) -> Refusal | None:
+    def offer(self, request: RequestId, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Return why a request that arrives now is rejected, or None."""
         if self._admission is None:
             return None
-        refusal = self._admission.offer(ticket, Load(waiting), now_ns)
+        refusal = self._admission.offer(ticket, load, now_ns)
         if refusal is None:
             self._guests[request] = _Guest(ticket, now_ns)
         return refusal
