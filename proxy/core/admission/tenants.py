@@ -192,6 +192,11 @@ class Tenants:
         self._left(ticket.tenant, _real_tokens(ticket, ending) - stated_tokens(ticket), now_ns)
         self._within.ended(ticket, ending, now_ns)
 
+    def refuse_early(self, tenant: str, now_ns: int) -> Refusal | None:
+        """Return why a request is rejected whatever it asks for; it is offered later all the same."""
+        account = self.accounts.get(tenant)
+        return _UNKNOWN if account is None else account.refuse(0, now_ns)
+
     def offer_alone(self, tenant: str, now_ns: int) -> Refusal | None:
         """Reject a request beyond its tenant's limits that the scheduler never knows.
 

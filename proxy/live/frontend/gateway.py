@@ -144,9 +144,14 @@ class Gateway:
             return Rejection(404, f"Not Found: {route.reason}")
         if head.method not in route.methods:
             return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
-        if route.keyed and self._clients.find(head.headers) is None:
+        tenant = self._clients.find(head.headers) if route.keyed else EVERYBODY
+        if tenant is None:
             return _UNAUTHORISED
-        return check_json_body(head.headers) if route.media is Media.JSON else None
+        unread = check_json_body(head.headers) if route.media is Media.JSON else None
+        if unread is None and route.handling is not Handling.OWN:
+            # Not at the cost of reading a body that is refused in any case.
+            unread = self._tenancy.refuse_early(tenant.name)
+        return unread
 
     def __call__(self, request: "Request", reply: "Reply") -> None:
         """Answer a request that was admitted."""

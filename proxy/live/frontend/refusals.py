@@ -7,6 +7,7 @@ That is so wherever it is refused: by the HTTP server (malformed, too large, too
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
@@ -17,12 +18,13 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.intake import RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Headers, Rejection, Request
+    from balanceroute.proxy.wire.messages import Headers, Request
 
 BURST = 100
 """Lines of refused requests that may be logged at once."""
@@ -35,6 +37,13 @@ _log = logging.getLogger(__name__)
 _BUSY = frozenset({429, 503})
 # What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
 _NOT_OURS = frozenset({501, 505})
+
+
+@dataclass(frozen=True, slots=True)
+class Limited(Rejection):
+    """A request that a limit refuses; `cause` as in `Refusal`."""
+
+    cause: str = ""
 
 
 class RefusedLog:
@@ -100,6 +109,8 @@ class Refusals:
         record.status = rejection.status
         record.outcome = outcome_of(rejection.status)
         record.reason = rejection.message
+        if isinstance(rejection, Limited):
+            record.refused_for = rejection.cause
         self._metrics.ended(record)
         self.log.take(record)
         return (

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits, Tenants
+from balanceroute.proxy.live.frontend.clients import allowance_headers
+from balanceroute.proxy.live.frontend.refusals import Limited
 from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.telemetry.snapshot import TenantState
 
@@ -37,6 +39,18 @@ class Tenancy:
         """Take other tenants and limits; see `Tenants.change`."""
         if self._tenants is not None:
             self._tenants.change(_limits(tenants), self._now_ns())
+
+    def refuse_early(self, tenant: str) -> Limited | None:
+        """Return why a request is rejected before its body is read, or None."""
+        if self._tenants is None:
+            return None
+        refusal = self._tenants.refuse_early(tenant, self._now_ns())
+        if refusal is None:
+            return None
+        headers = allowance_headers(self.allowances(tenant))
+        if refusal.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
+        return Limited(refusal.status, refusal.reason, tuple(headers), cause=refusal.cause)
 
     def offer_alone(self, tenant: str) -> Refusal | None:
         """Return why a request that one engine answers alone is rejected, or None; see `Tenants`."""

@@ -149,6 +149,24 @@ def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path
     play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
 
 
+def test_a_body_that_is_refused_in_any_case_is_not_read(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+        refused = await site.post(COMPLETIONS, b"{" * 200_000, given("acme"))
+        assert "requests per minute" in is_error(refused, 429)
+        assert refused.header(b"retry-after") == b"60"
+        assert refused.header(b"x-ratelimit-remaining-requests") == b"0"
+        record = site.world.ended[-1]
+        assert (record.tenant, record.outcome) == ("acme", Outcome.REJECTED)
+        assert record.refused_for == "requests"
+        assert metric(site, "refusals_total", 'tenant="acme"', 'reason="requests"') == 1
+        # The proxy's own pages are no requests of that kind.
+        assert (await site.get("/load", given("acme"))).status == 200
+
+    limited = flags(tmp_path, tenant("acme", "requests_per_minute = 1"))
+    play(scenario, flags=limited)
+
+
 def test_a_tenants_queue_has_a_limit_of_its_own(play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
         running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(6)]
