@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--relays", type=int, default=0, metavar="N", help="as N relays and a scheduler process"
     )
+    parser.add_argument("--kills", action="store_true", help="kill processes too")
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
     arguments = parser.parse_args()
     if arguments.log is not None and arguments.seed is None:
@@ -41,7 +42,12 @@ def main() -> int:
     summary = Summary()
     # Fresh processes: what one run leaves in memory can then be of no consequence to another.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        run = partial(run_seed, requests=arguments.requests, relays=arguments.relays)
+        run = partial(
+            run_seed,
+            requests=arguments.requests,
+            relays=arguments.relays,
+            kills=arguments.kills,
+        )
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)
             if report.violations:

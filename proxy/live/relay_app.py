@@ -151,6 +151,13 @@ class RelayApp:
         self.public.server.close()
         await self.public.server.drain()
 
+    def cut(self) -> None:
+        """End as a process ends that is killed: nobody is told anything."""
+        self.host.out.close()
+        self.host.stop()
+        self.public.server.close()
+        self.mirror.close()
+
     def _send(self, messages: Sequence[from_relay.FromRelay]) -> None:
         if self._write is not None:
             self._write(messages)

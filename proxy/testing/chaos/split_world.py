@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.environment import Environment
@@ -13,6 +15,9 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.world import Front, World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.processes.relay_desk import RelayDesk
 
 _DIGEST = "the same"
 # Seconds that a frame takes at least and at most, and how often in a hundred.
@@ -72,6 +77,11 @@ class SplitWorld(World):
         super().__init__(settings, loop, rng, watch=watch)
         self.app: SchedulerApp
         self.relays: list[RelayApp] = []
+        self._config: ProxyConfig
+        self._environment: Environment
+        self._ends: dict[int, tuple[Wire, Wire, RelayDesk]] = {}
+        self._down: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._number = relays
         self._wires_rng = random.Random(f"wires {rng.getrandbits(64)}")
         self._chosen = random.Random(f"relays {rng.getrandbits(64)}")
@@ -80,21 +90,55 @@ class SplitWorld(World):
         self.app = SchedulerApp(config, environment, relays=self._number, digest=_DIGEST)
         self._doubt(self.app)
         await self.app.start()
+        self._config, self._environment = config, environment
         for place in range(self._number):
-            relay = RelayApp(config, environment, place=place, digest=_DIGEST)
-            self.relays.append(relay)
-            await relay.start()
-            self._connect(relay)
+            self.relays.append(await self._start_relay(place, config))
         await asyncio.sleep(_WELCOME_S)
         assert all(relay.host.scheduler for relay in self.relays)
 
-    def _connect(self, relay: RelayApp) -> None:
+    async def _start_relay(self, place: int, config: ProxyConfig) -> RelayApp:
+        relay = RelayApp(config, self._environment, place=place, digest=_DIGEST)
+        await relay.start()
+        self._connect(relay, place)
+        return relay
+
+    def _connect(self, relay: RelayApp, place: int) -> None:
         loop, rng = self.loop, self._wires_rng
         for_relay, for_scheduler = frames.for_relay(), frames.for_scheduler()
         down = Wire(loop, rng, lambda data: relay.take(for_relay.feed(data)))
         desk = self.app.connect(down.write)
         up = Wire(loop, rng, lambda data: desk.take(for_scheduler.feed(data)))
+        self._ends[place] = up, down, desk
         relay.connect(up.write)
+
+    def kill_relay(self, place: int, down_s: float) -> int | None:
+        """Kill a relay, and begin another in its place later; return its port, None if it is down."""
+        if place in self._down:
+            return None
+        self._down.add(place)
+        relay = self.relays[place]
+        up, down, desk = self._ends[place]
+        up.cut()
+        down.cut()
+        port = relay.public.server.port
+        relay.cut()
+        self.loop.call_soon(desk.gone)
+        self.loop.call_later(down_s, self._begin_again, place, port)
+        return port
+
+    def _begin_again(self, place: int, port: int) -> None:
+        self._tasks.append(self.loop.create_task(self._replace(place, port)))
+
+    async def _replace(self, place: int, port: int) -> None:
+        listening = replace(self._config.listening, port=port)
+        config = replace(self._config, listening=listening)
+        self.relays[place] = await self._start_relay(place, config)
+        self._down.discard(place)
+
+    def is_up(self, port: int) -> bool:
+        """Return whether a relay listens there."""
+        up = [one for place, one in enumerate(self.relays) if place not in self._down]
+        return any(one.public.server.port == port for one in up)
 
     @property
     def plane(self) -> ControlPlane:
@@ -104,7 +148,8 @@ class SplitWorld(World):
     @property
     def port(self) -> int:
         """Where the next client goes."""
-        return self._chosen.choice(self.relays).public.server.port
+        up = [one for place, one in enumerate(self.relays) if place not in self._down]
+        return self._chosen.choice(up or self.relays).public.server.port
 
     @property
     def fronts(self) -> list[Front]:

@@ -33,6 +33,7 @@ from balanceroute.proxy.testing.chaos.audit import (
 )
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge
+from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
@@ -56,6 +57,8 @@ _WARM_UP_S = 2.5
 _ABORT_S = 0.1
 _STORM_SPAN_S = 0.5
 _BIG_BYTES = 20_000
+# What a relay has to tell it has told after this time.
+_UNTOLD_S = 2.0
 
 
 @dataclass(slots=True)
@@ -86,17 +89,25 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, requests: int, relays: int = 0) -> Report:
+def run_seed(seed: int, *, requests: int, relays: int = 0, kills: bool = False) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    return run_plan(draw_plan(seed, requests=requests, tenants_too=not relays), relays=relays)
+    plan = draw_plan(seed, requests=requests, tenants_too=not relays)
+    return run_plan(plan, relays=relays, kills=kills)
 
 
-def run_plan(plan: Plan, *, relays: int = 0) -> Report:
-    """Carry a plan out and return what came of it; `relays` as in `SplitWorld`, 0 for one process."""
+def run_plan(plan: Plan, *, relays: int = 0, kills: bool = False) -> Report:
+    """Carry a plan out and return what came of it.
+
+    Args:
+        plan: What happens.
+        relays: How many, see `SplitWorld`; 0 for one process.
+        kills: Whether processes are killed.
+    """
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
         lambda log: run(
-            lambda loop: Trial(plan, loop, report, log, relays=relays).run(), seed=plan.seed
+            lambda loop: Trial(plan, loop, report, log, relays=relays, kills=kills).run(),
+            seed=plan.seed,
         )
     )
     return report
@@ -106,7 +117,14 @@ class Trial:
     """One run."""
 
     def __init__(
-        self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper, *, relays: int
+        self,
+        plan: Plan,
+        loop: VirtualLoop,
+        report: Report,
+        log: LogKeeper,
+        *,
+        relays: int,
+        kills: bool,
     ) -> None:
         self._plan = plan
         self._loop = loop
@@ -123,6 +141,8 @@ class Trial:
         self._saboteur = Saboteur(self._world, plan.injections)
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
+        self._ports: dict[Client, int] = {}
+        self._kills = kills
         self._next_link: Link | None = None
         self._begin_s = 0.0
         self._has_bad_wires = any(one.link or one.meddling for one in plan.injections)
@@ -140,6 +160,7 @@ class Trial:
             self._loop.network.rule("127.0.0.1", front.server.port, self._link)
         self._saboteur.begin(self._begin_s)
         self._report.faults += _client_faults(plan)
+        self._plan_kills()
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
         if plan.storm_s is not None:
             self._loop.call_at(self._begin_s + plan.storm_s, self._storm)
@@ -208,7 +229,10 @@ class Trial:
         for request in visit.requests:
             self._by_id.setdefault(request.request_id, client)
         self._next_link = visit.link
-        await client.run("127.0.0.1", self._world.port)
+        port = self._ports[client] = self._world.port
+        if isinstance(self._world, SplitWorld) and not self._world.is_up(port):
+            client.bereave()
+        await client.run("127.0.0.1", port)
 
     def _link(self) -> Link:
         """Return the wire of the connection that is being made."""
@@ -254,6 +278,30 @@ class Trial:
         world.change_tenants(tenants.texts()[1])
         self._report.faults["proxy: the file of tenants changes"] += 1
         world.journal.write("tenants", *(one.name for one in tenants.files[1]))
+
+    # Processes.
+
+    def _plan_kills(self) -> None:
+        world, plan = self._world, self._plan
+        if not (self._kills and isinstance(world, SplitWorld)):
+            return
+        span_s = plan.calm_s if plan.shutdown_s is None else plan.shutdown_s
+        rng = random.Random(f"kills {plan.seed}")
+        for kill in draw_kills(rng, relays=len(world.relays), span_s=span_s):
+            self._loop.call_at(self._begin_s + kill.at_s, self._kill, world, kill)
+
+    def _kill(self, world: SplitWorld, kill: Kill) -> None:
+        port = world.kill_relay(kill.relay, kill.down_s)
+        if port is None:
+            return
+        world.journal.write("killed: relay", kill.relay)
+        self._report.faults["relay: is killed"] += 1
+        for client, its_port in self._ports.items():
+            ended_s = max(answer.ended_s for answer in client.answers)
+            if its_port == port and (
+                not client.over.is_set() or ended_s > self._loop.time() - _UNTOLD_S
+            ):
+                client.bereave()
 
     # The scheduler.
 

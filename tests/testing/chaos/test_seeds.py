@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from balanceroute.proxy.live.processes.relay_desk import RelayDesk
 from balanceroute.proxy.testing.chaos.plan import Weather, draw_plan
 from balanceroute.proxy.testing.chaos.summary import Summary
 from balanceroute.proxy.testing.chaos.trial import run_seed
@@ -27,6 +28,23 @@ def test_a_seed_violates_nothing_with_relays(seed: int) -> None:
     report = run_seed(seed, requests=REQUESTS, relays=1 + seed % 3)
     assert not report.violations, f"seed {seed}"
     assert sum(report.outcomes.values()) > 0
+
+
+@pytest.mark.parametrize("seed", range(30, 36))
+def test_a_seed_violates_nothing_though_relays_are_killed(seed: int) -> None:
+    report = run_seed(seed, requests=REQUESTS, relays=2, kills=True)
+    assert not report.violations, f"seed {seed}"
+    assert report.faults["relay: is killed"] > 0
+
+
+def test_what_a_killed_relay_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RelayDesk, "gone", lambda desk: desk._hub.forget(desk))
+    violations = [
+        violation
+        for seed in range(30, 36)
+        for violation in run_seed(seed, requests=REQUESTS, relays=2, kills=True).violations
+    ]
+    assert any(violation.startswith("held: requests of the scheduler") for violation in violations)
 
 
 def test_the_seeds_are_of_every_kind() -> None:

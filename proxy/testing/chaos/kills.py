@@ -1,0 +1,33 @@
+"""Processes that are killed in a run of several: which, when, and for how long they are gone."""
+
+import random
+from dataclasses import dataclass
+
+# A process is begun again within this time.
+_DOWN_S = (0.05, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill.
+
+    Attributes:
+        at_s: When, from the beginning of the run.
+        relay: Which relay.
+        down_s: How long until another process takes its place.
+    """
+
+    at_s: float
+    relay: int
+    down_s: float
+
+
+def draw_kills(rng: random.Random, *, relays: int, span_s: float) -> list[Kill]:
+    """Return kills in the first part of a run, so that all processes are back at its end."""
+    return sorted(
+        (
+            Kill(rng.uniform(0.02, 0.8) * span_s, rng.randrange(relays), rng.uniform(*_DOWN_S))
+            for _ in range(rng.randint(1, 4))
+        ),
+        key=lambda kill: kill.at_s,
+    )
