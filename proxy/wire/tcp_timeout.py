@@ -25,10 +25,18 @@ def end_if_silent(connected: socket.socket, timeout_s: float) -> None:
     """
     if not timeout_s:
         return
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    descriptor = connected.fileno()
+    if descriptor < 0:  # A loop in virtual time has no sockets.
+        return
     idle_s, interval_s = max(1, round(timeout_s / 2)), max(1, round(timeout_s / 2 / _PROBES))
-    for option, value in ((_IDLE, idle_s), (_INTERVAL, interval_s), (_COUNT, _PROBES)):
-        if option is not None:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    if _HAS_USER_TIMEOUT:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+    # uvloop's own object would make such a socket for each option.
+    same = socket.socket(connected.family, connected.type, connected.proto, descriptor)
+    try:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((_IDLE, idle_s), (_INTERVAL, interval_s), (_COUNT, _PROBES)):
+            if option is not None:
+                same.setsockopt(socket.IPPROTO_TCP, option, value)
+        if _HAS_USER_TIMEOUT:
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+    finally:
+        same.detach()
