@@ -11,7 +11,7 @@ asked for, and a request that waits keeps its bytes alone.
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from json.encoder import (  # type: ignore[attr-defined]  # typeshed leaves the first out.
     c_make_encoder,
@@ -360,7 +360,7 @@ def dump(value: object) -> bytes:
 
 _decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
 # What `JSONEncoder.encode` makes anew for each call, at more than the cost of the call.
-_dump_in_pieces: Callable[[object, int], tuple[str, ...]] = c_make_encoder(
+_dump_in_pieces: Callable[[object, int], Iterable[str]] = c_make_encoder(
     *(None, json.JSONEncoder().default, encode_basestring_ascii, None, ": ", ", "),
     *(False, False, True),
 )
