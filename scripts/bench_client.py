@@ -149,14 +149,16 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     begin, cpu_s = time.monotonic(), time.process_time()
     failed = 0
 
-    async def connect() -> None:
+    async def connect(number: int) -> None:
         nonlocal failed
+        if arguments.opened_per_s:
+            await asyncio.sleep(number / arguments.opened_per_s)
         try:
             await loop.create_connection(lambda: Connection(load), "127.0.0.1", arguments.port)
         except OSError:
             failed += 1
 
-    await asyncio.gather(*(connect() for _ in range(arguments.connections)))
+    await asyncio.gather(*map(connect, range(arguments.connections)))
     if failed == arguments.connections:
         load.done.set_result(None)
     await load.done
@@ -184,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--opened-per-s", type=float, default=0.0, help="0: all at once")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="0: one token, not streamed")
     parser.add_argument("--prompt-bytes", type=int, default=64)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -137,6 +138,35 @@ def test_the_proxy_bench_measures_and_checks_every_event(
         assert errors == "0"
         assert bool(proxy) == bool(rss) == bool(share) == (name != "direct")
         assert ratio.count("to") <= (name not in ("balanceroute", "direct"))
+
+
+def test_the_bench_of_open_streams_tells_what_one_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("bench_streams")
+    monkeypatch.setattr(module, "_STEP_S", 0.05)
+    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "8"])
+    assert module.main() == 0
+    assert re.fullmatch(
+        r"balanceroute: 8 streams of 4 events in \d+ s, 0 errors; "
+        r"RSS \d+ to \d+ MB, \d+\.\d KB a stream\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_more_streams_than_descriptors_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("bench_streams")
+
+    def refuse(_kind: int, _limits: tuple[int, int]) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(module.resource, "setrlimit", refuse)
+    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "10000"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "10000 streams need 21000 open files" in capsys.readouterr().err
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(

@@ -1,0 +1,100 @@
+"""What an open stream costs the proxy in memory: many at a time, on slow steps, every event checked.
+
+Prints the resident memory before and at its peak. Streams are opened one after the
+other and are all open in the end. Each takes two descriptors of the proxy, so 10,000 need a hard limit
+of 21,000 open files (`ulimit -Hn`), or the right to raise it.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Its parts stand in a folder.
+sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
+
+from processes import rss_mb
+from targets import KNOWN, ROOT, Target, engine, router, targets
+
+_STEP_S = 5.0
+_POLL_S = 0.2
+# The client's connection and the decode rank's.
+_PER_STREAM = 2
+# The prefillers', which are used by many streams in turn, and others of the proxy's.
+_SPARE_DESCRIPTORS = 1_000
+_OPENED_PER_S = 250
+
+
+def main() -> int:
+    """Run the benchmark; return 1 if anything was dropped or reordered."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=10_000, metavar="N")
+    parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
+    parser.add_argument(
+        "--router",
+        type=router,
+        action="append",
+        default=[],
+        metavar="NAME[=COMMAND]",
+        help=f"a router to compare with: {', '.join(KNOWN)}, or as for bench_proxy.py",
+    )
+    arguments = parser.parse_args()
+    count = arguments.streams
+    needed = allow_descriptors(count)
+    if needed:
+        parser.error(needed)
+    flags = ["--policy", arguments.policy, "--connection-limit", str(count + _SPARE_DESCRIPTORS)]
+    for limit in ("--batch", "--queue-limit", "--pool-limit"):
+        flags += [limit, str(2 * count)]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-streams-") as logs,
+        engine(1e3 * _STEP_S) as behind,
+        targets(behind, flags, Path(logs), against=None, routers=arguments.router) as all_targets,
+    ):
+        exact = [measure(count, target) for target in all_targets]
+    return int(not all(exact))
+
+
+def allow_descriptors(count: int) -> str:
+    """Allow this process and those it starts what so many streams need; return why that fails."""
+    needed = _PER_STREAM * count + _SPARE_DESCRIPTORS
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(hard, needed)))
+    except (OSError, ValueError):
+        return f"{count} streams need {needed} open files, the hard limit is {hard} (ulimit -Hn)"
+    return ""
+
+
+def measure(count: int, target: Target) -> bool:
+    """Open the streams through one target, and print what each costs; return whether all went well."""
+    if target.process is None:
+        return True
+    before_mb = peak_mb = rss_mb(target.process)
+    # None is to end before the last one is open.
+    tokens = round(count / _OPENED_PER_S / _STEP_S) + 3
+    client = [sys.executable, str(ROOT / "scripts" / "bench_client.py"), "--port", str(target.port)]
+    client += ["--connections", str(count), "--requests", str(count), "--tokens", str(tokens)]
+    client += ["--opened-per-s", str(_OPENED_PER_S)]
+    with subprocess.Popen(client, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            peak_mb = max(peak_mb, rss_mb(target.process))
+            time.sleep(_POLL_S)
+        assert process.stdout is not None
+        figures = json.loads(process.stdout.read())
+    print(
+        f"{target.name}: {count:,} streams of {tokens} events in {figures['seconds']:.0f} s, "
+        f"{figures['errors']} errors; RSS {before_mb:.0f} to {peak_mb:.0f} MB, "
+        f"{(peak_mb - before_mb) * 1024 / count:.1f} KB a stream",
+        flush=True,
+    )
+    exact: bool = figures["errors"] == 0 and figures["events"] == count * tokens
+    return exact
+
+
+if __name__ == "__main__":
+    sys.exit(main())
