@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     # Only what the command needs is imported: the proxy starts without the emulator.
     wanted = words[:1] if words and words[0] in COMMANDS else COMMANDS
-    chosen = make_parser(wanted).parse_args(words)
+    chosen = make_parser(wanted).parse_args(words, argparse.Namespace(words=tuple(words)))
     try:
         status: int = chosen.run(chosen)
     except (BalanceRouteError, TopologyError, TraceError, OSError) as error:

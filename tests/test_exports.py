@@ -34,8 +34,8 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: connectors control control_plane deployment descriptors engine_connections engines environment
-    frontend listeners openai prediction process_edge processes proxy relay_app renewal request
-    scheduler_app scheduling security serve settings telemetry
+    frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
+    renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers

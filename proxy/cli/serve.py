@@ -3,6 +3,7 @@
 import argparse
 import os
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
@@ -26,6 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "file.",
     )
     parser.set_defaults(run=run)
+    add_process_flag(parser)
     parser.add_argument(
         "--topology",
         metavar="FILE",
@@ -38,6 +40,11 @@ def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str
     """Add the flag of every setting but those named."""
     for heading, sections in HEADINGS.items():
         add_flags(parser.add_argument_group(heading), *sections, without=without)
+
+
+def add_process_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag by which one process of several is told what it is; users have no need of it."""
+    parser.add_argument("--process", metavar="PART", help=argparse.SUPPRESS)
 
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, object]:
@@ -54,21 +61,40 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: A file cannot be read, or an address cannot be bound.
     """
     topology = None if arguments.topology is None else read_topology(arguments.topology)
-    return configure_and_serve(topology, flags_given(arguments))
+    return configure_and_serve(topology, flags_given(arguments), arguments)
 
 
-def configure_and_serve(topology: "Topology | None", given: "Mapping[str, object]") -> int:
+def configure_and_serve(
+    topology: "Topology | None",
+    given: "Mapping[str, object]",
+    arguments: argparse.Namespace,
+    engines: "Mapping[str, object]" = MappingProxyType({}),
+) -> int:
     """Serve until a signal ends it; return the exit status.
+
+    Args:
+        topology: The file, if there is one.
+        given: The values of the settings' flags by name.
+        arguments: Of the command; its further processes are started by the same words.
+        engines: The URLs of the engines that this command has started, by flag.
 
     Raises:
         ConfigError: A setting cannot be served.
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
     from balanceroute.proxy.live.settings.configure import make_config, read_credentials  # noqa: PLC0415
 
-    return serve(
-        make_config(topology, given, environment=os.environ),
-        partial(read_credentials, topology, given, environment=os.environ),
-    )
+    config = make_config(topology, given, environment=os.environ)
+    renew = partial(read_credentials, topology, given, environment=os.environ)
+    if arguments.process is not None:
+        from balanceroute.proxy.live.process_of_many import serve_part  # noqa: PLC0415
+
+        return serve_part(config, renew, arguments.process)
+    if config.listening.workers != 1:
+        from balanceroute.proxy.live.supervise import supervise  # noqa: PLC0415
+
+        return supervise(config, arguments.words, engines)
+    from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
+
+    return serve(config, renew)

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.serve import add_serve_flags, configure_and_serve, flags_given
+from balanceroute.proxy.cli.serve import (
+    add_process_flag,
+    add_serve_flags,
+    configure_and_serve,
+    flags_given,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.process import (
     EngineProcessError,
@@ -38,6 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "topology", metavar="TOPOLOGY", help="a TOML file, or the name of a shipped one"
     )
+    add_process_flag(parser)
     add_serve_flags(parser, without=("prefill", "decode", "bootstrap", "connector", "model"))
 
 
@@ -50,11 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
         EngineProcessError: The engines did not start, or ended.
     """
     topology = read_topology(arguments.topology)
+    given = flags_given(arguments)
+    if arguments.process is not None:
+        from balanceroute.proxy.live.processes.part import Part  # noqa: PLC0415
+
+        return configure_and_serve(
+            topology, given | Part.read(arguments.process).engines, arguments
+        )
     with engine_process(emulate_command(topology)) as process:
         engines = addresses(ready_line(process))
         _greet(engines)
         with _watched(process) as ended:
-            status = configure_and_serve(topology, flags_given(arguments) | engines)
+            status = configure_and_serve(topology, given | engines, arguments, engines)
         if ended:
             raise EngineProcessError(f"the emulated engines ended {ended[0]}")
         return status

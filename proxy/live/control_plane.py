@@ -209,4 +209,4 @@ class ControlPlane(ABC):
         if self.config.listening.admin:
             admin = AdminListener(self.config, self, self.deployment.roster, self.page_of_metrics)
             self.pages, self.admin = admin.pages, admin.server
-            await admin.start()
+            await admin.start(self._environment.admin_sockets)

@@ -5,7 +5,8 @@ So the same proxy runs on real sockets and in virtual time.
 
 import asyncio
 import random
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import Observer
@@ -31,6 +32,8 @@ class Environment:
         policy: Returns what decides in place of a policy that was made.
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
+        admin_sockets: Listen for administrators already; none to listen at the address of the
+            settings.
     """
 
     log: Log
@@ -44,3 +47,4 @@ class Environment:
     observer: Observer | None = None
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
+    admin_sockets: Sequence[socket.socket] = ()

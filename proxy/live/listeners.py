@@ -13,7 +13,7 @@ from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Tenant
-from balanceroute.proxy.live.security.tls import server_context
+from balanceroute.proxy.live.security.tls import load_certificate, server_context
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class PublicListener:
         tenancy: "Tenancy",
         unix_s: Callable[[], float],
     ) -> None:
-        self._listening = listening = config.listening
+        self._config = config
+        listening = config.listening
         gateway = self.gateway = Gateway(
             intake,
             served=served,
@@ -88,11 +89,27 @@ class PublicListener:
         if sockets:
             await self.server.start_on(sockets, ssl=self.tls)
             return
-        host, port = self._listening.host, self._listening.port
+        host, port = self._config.listening.host, self._config.listening.port
         try:
             await self.server.start(host, port, ssl=self.tls)
         except OSError as error:
             raise not_bound("--host {} --port {}", host, port, error) from None
+
+    def load_certificate(self) -> None:
+        """Serve with the newest certificate, if with any.
+
+        Raises:
+            ConfigError: It is bad; then the present one stays.
+        """
+        if self.tls is not None:
+            listening = self._config.listening
+            assert listening.tls_cert is not None
+            assert listening.tls_key is not None
+            load_certificate(self.tls, listening.tls_cert, listening.tls_key)
+
+    def use(self, credentials: "Credentials") -> None:
+        """Take newer keys from the next request on."""
+        self.gateway.use_keys(clients_of(self._config, credentials), credentials.engine_key)
 
 
 class AdminListener:

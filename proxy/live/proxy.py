@@ -9,12 +9,9 @@ from balanceroute.proxy.live.control.state import held_by
 from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
-from balanceroute.proxy.live.listeners import PublicListener, clients_of
-from balanceroute.proxy.live.security.tls import load_certificate
+from balanceroute.proxy.live.listeners import PublicListener
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.security.credentials import Credentials
@@ -30,14 +27,13 @@ class Proxy(ControlPlane):
 
     Attributes:
         gateway: The application behind the public listener.
-        tls: What the public listener serves https with; None for http.
     """
 
     def __init__(self, config: "ProxyConfig", environment: "Environment") -> None:
         super().__init__(config, environment)
         self.server: Server
         self.gateway: Gateway
-        self.tls: SSLContext | None = None
+        self._public: PublicListener
 
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
@@ -75,19 +71,15 @@ class Proxy(ControlPlane):
         return held_by(self.server, sum(endpoint.connections for endpoint in endpoints))
 
     def _load_certificate(self) -> None:
-        if self.tls is not None:
-            listening = self.config.listening
-            assert listening.tls_cert is not None
-            assert listening.tls_key is not None
-            load_certificate(self.tls, listening.tls_cert, listening.tls_key)
+        self._public.load_certificate()
 
     def _use(self, credentials: "Credentials") -> None:
         super()._use(credentials)
-        self.gateway.use_keys(clients_of(self.config, credentials), credentials.engine_key)
+        self._public.use(credentials)
 
     async def _listen(self) -> None:
         config, deployment = self.config, self.deployment
-        public = PublicListener(
+        public = self._public = PublicListener(
             config,
             deployment.driver,
             served=deployment.models,
@@ -99,10 +91,10 @@ class Proxy(ControlPlane):
             tenancy=deployment.tenancy,
             unix_s=self._environment.unix_s,
         )
-        self.gateway, self.server, self.tls = public.gateway, public.server, public.tls
+        self.gateway, self.server = public.gateway, public.server
         await public.start()
         if not config.engines.metaserver_url:
-            scheme = "http" if self.tls is None else "https"
+            scheme = "http" if public.tls is None else "https"
             own = EngineUrl(scheme, config.listening.host, self.server.port)
             deployment.driver.use_connector(
                 make_connector(config.engines.connector, callback=own.base)

@@ -25,12 +25,14 @@ from balanceroute.proxy.live.request.stall_watch import StallWatch
 from balanceroute.proxy.live.scheduling.sweep import SWEEP_S
 from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+from balanceroute.proxy.live.telemetry.process_log import redact_too
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
 
 _log = logging.getLogger(__name__)
@@ -124,6 +126,22 @@ class RelayApp:
             self.host.use_connector(
                 make_connector(self._config.engines.connector, callback=own.base)
             )
+
+    def listening(self) -> list[int]:
+        """Return the descriptors of the listening sockets."""
+        return self.public.server.listening
+
+    def renew(self, read: "Callable[[], Credentials]") -> dict[str, object]:
+        """Read keys and the certificate again and use them; see `ControlPlane.renew`.
+
+        Raises:
+            ConfigError: One of them is bad; then everything stays.
+        """
+        credentials = read()
+        self.public.load_certificate()
+        redact_too(credentials.secrets)
+        self.public.use(credentials)
+        return {"api_keys": len(credentials.api_keys)}
 
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""

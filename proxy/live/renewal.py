@@ -2,21 +2,25 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.credentials import Credentials
 
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.proxy import Proxy
-
 _log = logging.getLogger(__name__)
 
 
-def renew(proxy: "Proxy", read: Callable[[], Credentials]) -> None:
-    """Read them again, and use them unless one of them is bad; see `Proxy.renew`."""
+class Renewable(Protocol):
+    """What uses credentials."""
+
+    def renew(self, read: Callable[[], Credentials]) -> dict[str, object]:
+        """Read them and use them; return how many there are. Raises ConfigError."""
+
+
+def renew(one: Renewable, read: Callable[[], Credentials]) -> None:
+    """Read them again, and use them unless one of them is bad; see `ControlPlane.renew`."""
     try:
-        fields = proxy.renew(read)
+        fields = one.renew(read)
     except ConfigError as error:
         fields = {"reason": error}
         _log.error("certificates, keys and tenants stay as they are", extra={"fields": fields})

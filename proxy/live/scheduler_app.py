@@ -47,6 +47,10 @@ class SchedulerApp(ControlPlane):
         """Return who serves a relay's new connection; `write` sends messages as one frame."""
         return RelayDesk(self.hub, write)
 
+    def listening(self) -> list[int]:
+        """Return the descriptors of the listening sockets."""
+        return [] if self.admin is None else self.admin.listening
+
     async def drain(self) -> None:
         """Have relays take nothing new, and wait until they are done or time is up."""
         driver, drained = self.deployment.driver, asyncio.Event()

@@ -12,6 +12,7 @@ from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
+    announcement,
     serve_until_told,
     settle_garbage_collector,
     with_descriptors,
@@ -74,11 +75,9 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
 
 
 def _announce(proxy: Proxy, descriptors: int) -> None:
-    config, listening = proxy.config, proxy.config.listening
-    scheme = "http" if listening.tls_cert is None else "https"
-    line = f"listening on {scheme}://{listening.host}:{proxy.server.port}"
-    if proxy.admin is not None:
-        line += f", admin on http://{listening.admin_host}:{proxy.admin.port}"
+    config = proxy.config
+    admin_port = None if proxy.admin is None else proxy.admin.port
+    line = announcement(config, proxy.server.port, admin_port)
     print(line, flush=True)  # noqa: T201 - the command's answer, which scripts wait for.
     _log.info(
         "serving",

@@ -62,6 +62,7 @@ class KeptProcess:
         self._on_ready = on_ready
         self._process: Process | None = None
         self._served = False  # Ever.
+        self._hung = False  # Or said something else than that it serves.
         self._ending: signal.Signals | None = None
 
     @property
@@ -85,7 +86,10 @@ class KeptProcess:
                 return
             fields = {"process": self.name, "status": status}
             _log.error("a process ended", extra={"fields": fields})
-            failed = 0 if served else failed + 1
+            if served:
+                failed = 0
+            elif status != -signal.SIGKILL or self._hung:  # Else somebody else's doing.
+                failed += 1
             if (status == INPUT_FAULT and not self._served) or failed == _STARTS:
                 raise StartError(
                     f"the process {self.name} ended {_how(status)} before it was ready",
@@ -123,26 +127,28 @@ class KeptProcess:
         if self._ending is not None:
             self.send(self._ending)
         try:
-            served = await _is_ready(process)
+            line = await _first_line(process)
+            served = line == READY
+            self._hung = not served and line != b""
             if served:
                 self.ready = self._served = True
                 self._on_ready()
-            else:
-                self.send(signal.SIGKILL)  # It ended, or hangs, or is none of ours.
+            elif self._hung:
+                self.send(signal.SIGKILL)
             return await process.wait(), served
         finally:
             self.send(signal.SIGKILL)  # If this was cancelled.
             self.ready, self._process = False, None
 
 
-async def _is_ready(process: Process) -> bool:
-    """Wait until a process serves; return False if it ends before that or takes too long."""
+async def _first_line(process: Process) -> bytes | None:
+    """Return the first line that a process writes; None if there is none in time."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(_READY_S):
-            return await process.stdout.readline() == READY
+            return await process.stdout.readline()
     except (TimeoutError, ValueError):  # A ValueError is a line without an end.
-        return False
+        return None
 
 
 def _how(status: int) -> str:

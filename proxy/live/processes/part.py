@@ -23,7 +23,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
         relays: How many relays there are.
         relay: Which relay it is, from 0.
         relay_listener: Of the scheduler process, the inherited descriptor behind `path`.
-        engines: Flags in place of the command's own, by name.
+        engines: The URLs of the engines that `up` has started, by flag.
     """
 
     role: Literal["scheduler", "relay"]
@@ -32,7 +32,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     relays: int
     relay: int = 0
     relay_listener: int = -1
-    engines: dict[str, list[str]] = {}
+    engines: dict[str, object] = {}
 
     @property
     def name(self) -> str:

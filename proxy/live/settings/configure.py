@@ -76,6 +76,7 @@ def make_config(
     decoders = decode_servers(addresses, topology, prefillers)
     listening = given.read(ListeningSettings)
     _check_metaserver(given, engines, listening)
+    _check_workers(given, engines, listening)
     credentials = _credentials(given, listening, environment)
     limits = given.read(ExchangeLimits)
     _check_body_budget(given, limits)
@@ -153,6 +154,12 @@ def _check_engines(given: Given, engines: EngineSettings) -> None:
                 reason = "means nothing with --insecure-engines"
                 raise ConfigError(f"is {engines.engine_ca_file}: {reason}")
             engine_context(engines.engine_ca_file, insecure=False)
+
+
+def _check_workers(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:
+    if listening.workers != 1 and CONNECTORS[engines.connector].decode_first:
+        reason = f"{engines.connector} calls one process back, and not any of several"
+        raise ConfigError(f"{given.where('workers')}: {reason}")
 
 
 def _check_metaserver(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:

@@ -113,6 +113,14 @@ class ListeningSettings:
         metavar="ORIGIN",
         at_top=False,
     )
+    workers: int | None = integer(
+        1,
+        "relay processes that serve clients, beside a scheduler process that decides; 1 for one "
+        "process that does all, auto for a relay on each core but one",
+        1,
+        256,
+        word="auto",
+    )
     public_metrics: bool = switch(
         True, "serve /metrics to clients too, with an API key if they need one"
     )

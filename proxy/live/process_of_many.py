@@ -1,0 +1,140 @@
+"""One process of several: the scheduler process, or a relay; see `supervise`."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.descriptors import DescriptorWatch
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.process_edge import (
+    Logs,
+    Signals,
+    serve_until_told,
+    settle_garbage_collector,
+    with_descriptors,
+)
+from balanceroute.proxy.live.processes.part import Part, supervisor_gone, tell_ready
+from balanceroute.proxy.live.relay_app import RelayApp
+from balanceroute.proxy.live.relay_process import RelayProcess
+from balanceroute.proxy.live.renewal import renew
+from balanceroute.proxy.live.scheduler_app import SchedulerApp
+from balanceroute.proxy.live.scheduler_process import SchedulerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.live.security.credentials import Credentials
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+
+_log = logging.getLogger(__name__)
+
+
+def serve_part(
+    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", word: str
+) -> int:
+    """Serve as one process of several until the supervisor ends it; return the exit status.
+
+    Args:
+        config: All settings.
+        read_credentials: Reads keys, certificates and tenants again. Raises ConfigError.
+        word: What this process is; see `Part.word`.
+
+    Raises:
+        ConfigError: The word says nothing, or the settings cannot be served.
+    """
+    try:
+        part = Part.read(word)
+    except ValueError as error:
+        raise ConfigError(f"--process: {error}") from None
+    return uvloop.run(_serve(config, read_credentials, part))
+
+
+async def _serve(
+    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", part: Part
+) -> int:
+    digest = hashlib.sha256(json.dumps(config.redacted(), default=str).encode()).hexdigest()
+    is_scheduler = part.role == "scheduler"
+    logs = Logs(config, loads=is_scheduler)
+    signals = Signals(logs.reopen)
+    signals.ignore_interrupts()
+    orphan = asyncio.create_task(_end_with_supervisor(signals))
+    config, _ = with_descriptors(_share(config, part.relays))
+    environment = Environment(
+        log=logs.requests,
+        rng=random.SystemRandom(),
+        unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
+        stopwatch=time.perf_counter,
+        log_lines_dropped=logs.dropped,
+        descriptor_shortages=lambda: watch.shortages,
+        write_loads=logs.write_loads,
+        read_credentials=partial(_read_for_all, read_credentials),
+        admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
+    )
+    process: SchedulerProcess | RelayProcess
+    if is_scheduler:
+        scheduler = SchedulerApp(config, environment, relays=part.relays, digest=digest)
+        process = SchedulerProcess(scheduler, part.relay_listener)
+    else:
+        relay = RelayApp(config, environment, place=part.relay, digest=digest)
+        process = RelayProcess(relay, part.path, part.listeners)
+    watch = DescriptorWatch(process.listening)
+
+    def on_hangup() -> None:
+        logs.reopen()
+        renew(process, read_credentials)
+
+    try:
+        await process.start()
+        signals.on_hangup(on_hangup)
+        settle_garbage_collector()
+        tell_ready()
+        await serve_until_told(process, watch, signals)
+    finally:
+        orphan.cancel()
+        logs.close()
+    return 0
+
+
+def _read_for_all(read_credentials: "Callable[[], Credentials]") -> "Credentials":
+    """Read credentials by an administrator's order, which the scheduler process alone gets."""
+    credentials = read_credentials()
+    os.kill(os.getppid(), signal.SIGHUP)  # Which the supervisor passes on to every process.
+    return credentials
+
+
+async def _end_with_supervisor(signals: Signals) -> None:
+    await supervisor_gone()
+    _log.error("the supervisor is gone")
+    signals.stop.set()
+    signals.now.set()
+
+
+def _share(config: "ProxyConfig", relays: int) -> "ProxyConfig":
+    """Return the settings of one of so many relays: its share of what the whole proxy may hold."""
+
+    def share(limit: Any) -> Any:
+        return None if limit is None else -(-limit // relays)
+
+    limits = config.limits
+    bodies = max(limits.body_limit_bytes, share(limits.body_budget_bytes))
+    return replace(
+        config,
+        limits=replace(
+            limits,
+            connection_limit=share(limits.connection_limit),
+            peer_connection_limit=share(limits.peer_connection_limit),
+            body_budget_bytes=bodies,
+        ),
+    )

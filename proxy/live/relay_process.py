@@ -1,0 +1,98 @@
+"""A relay process: its listener, and its connection to the scheduler process."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.processes.channel import Channel
+from balanceroute.proxy.live.processes.frames import for_relay
+from balanceroute.proxy.live.processes.to_relay import ToRelay, Unwelcome, Welcome
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.relay_app import RelayApp
+
+_log = logging.getLogger(__name__)
+# Until the next attempt.
+_CONNECT_S = 0.05
+
+
+class LinkError(BalanceRouteError):
+    """The scheduler process does not take this relay."""
+
+
+class RelayProcess:
+    """Runs an app. `start` it, then `drain` and `close` it.
+
+    Args:
+        app: What serves clients.
+        path: The Unix socket at which the scheduler process listens.
+        listeners: Descriptors of sockets that listen for clients.
+    """
+
+    def __init__(self, app: "RelayApp", path: str, listeners: Sequence[int]) -> None:
+        self.listening = app.listening
+        self.renew = app.renew
+        self.drain = app.drain
+        self._app = app
+        self._path = path
+        self._listeners = listeners
+        self._welcome = asyncio.Event()
+        self._channel: Channel[ToRelay]
+        self._link: asyncio.Task[None]
+
+    async def start(self) -> None:
+        """Connect, and then listen.
+
+        Raises:
+            LinkError: The scheduler process does not take this relay.
+        """
+        self._link = asyncio.create_task(self._stay_connected())
+        welcome = asyncio.create_task(self._welcome.wait())
+        await asyncio.wait((welcome, self._link), return_when=asyncio.FIRST_COMPLETED)
+        welcome.cancel()
+        if self._link.done():
+            self._link.result()
+        await self._app.start([socket.socket(fileno=number) for number in self._listeners])
+
+    async def watch(self) -> None:
+        """Raise if it cannot serve any more."""
+        await self._link
+
+    async def close(self) -> None:
+        """End what is left and close every socket."""
+        self._link.cancel()
+        await self._app.close()
+        await asyncio.sleep(0)  # What was said last is sent at the end of the loop's turn.
+        self._channel.close("the relay ends")
+
+    async def _stay_connected(self) -> None:
+        """Keep a connection to the scheduler process.
+
+        Raises:
+            LinkError: The scheduler process does not take this relay.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            closed: asyncio.Queue[str] = asyncio.Queue()
+            channel = self._channel = Channel(
+                for_relay(), on_messages=self._take, on_close=closed.put_nowait
+            )
+            try:
+                await loop.create_unix_connection(lambda: self._channel, self._path)
+            except OSError:
+                await asyncio.sleep(_CONNECT_S)
+                continue
+            self._app.connect(channel.write)
+            raise LinkError(f"the scheduler process is gone: {await closed.get()}")
+
+    def _take(self, messages: list[ToRelay]) -> None:
+        for message in messages:
+            if isinstance(message, Unwelcome):
+                self._channel.close(message.reason)
+                return
+            if isinstance(message, Welcome):
+                self._welcome.set()
+        self._app.take(messages)

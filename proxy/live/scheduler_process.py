@@ -1,0 +1,71 @@
+"""The scheduler process: its proxy, and the socket at which relays connect."""
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.processes.channel import Channel
+from balanceroute.proxy.live.processes.frames import for_scheduler
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.processes.from_relay import FromRelay
+    from balanceroute.proxy.live.scheduler_app import SchedulerApp
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerProcess:
+    """Runs an app. `start` it, then `drain` and `close` it.
+
+    Args:
+        app: What decides.
+        listener: The descriptor of a Unix socket that listens.
+    """
+
+    def __init__(self, app: "SchedulerApp", listener: int) -> None:
+        self.listening = app.listening
+        self.renew = app.renew
+        self.watch = app.watch
+        self._app = app
+        self._listener = listener
+        self._channels: set[Channel[FromRelay]] = set()
+        self._alone = asyncio.Event()
+        self._alone.set()
+        self._server: asyncio.Server
+
+    async def start(self) -> None:
+        """Find the engines, and take relays."""
+        await self._app.start()
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            self._accept, sock=socket.socket(fileno=self._listener)
+        )
+
+    async def drain(self) -> None:
+        """Drain, and serve relays until they are gone: their clients may still be reading."""
+        await self._app.drain()
+        await self._alone.wait()
+
+    async def close(self) -> None:
+        """End what is left and close every socket."""
+        self._server.close()
+        for channel in list(self._channels):
+            channel.close("the scheduler process ends")
+        await self._app.close()
+
+    def _accept(self) -> "Channel[FromRelay]":
+        def take(messages: "list[FromRelay]") -> None:
+            desk.take(messages)
+
+        def closed(reason: str) -> None:
+            _log.info("a relay is gone", extra={"fields": {"reason": reason}})
+            desk.gone()
+            self._channels.remove(channel)
+            if not self._channels:
+                self._alone.set()
+
+        channel = Channel(for_scheduler(), on_messages=take, on_close=closed)
+        desk = self._app.connect(channel.write)
+        self._channels.add(channel)
+        self._alone.clear()
+        return channel

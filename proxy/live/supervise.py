@@ -1,0 +1,90 @@
+"""Running the proxy as several processes: what the command itself becomes."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import uvloop
+from msgspec.structs import replace
+
+from balanceroute.proxy.live.listeners import not_bound
+from balanceroute.proxy.live.process_edge import Logs, announcement
+from balanceroute.proxy.live.processes.kept_process import INPUT_FAULT, StartError
+from balanceroute.proxy.live.processes.listening import listen
+from balanceroute.proxy.live.processes.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    import socket
+
+    from balanceroute.proxy.live.processes.part import Part
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+
+_log = logging.getLogger(__name__)
+
+
+def supervise(config: "ProxyConfig", words: Sequence[str], engines: Mapping[str, object]) -> int:
+    """Serve with several processes until a signal ends it; return the exit status.
+
+    Args:
+        config: All settings; the processes read theirs again.
+        words: The command line, the command first: each process is started by the same.
+        engines: The URLs of the engines that the command has started, by flag.
+
+    Raises:
+        ConfigError: An address cannot be bound.
+    """
+    return uvloop.run(_supervise(config, partial(_command, words, engines)))
+
+
+def workers_of(config: "ProxyConfig") -> int:
+    """Return how many relays there are to be."""
+    return config.listening.workers or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+async def _supervise(config: "ProxyConfig", command: "partial[list[str]]") -> int:
+    logs = Logs(config, loads=False)
+    workers, listening = workers_of(config), config.listening
+    try:
+        host, port = listening.host, listening.port
+        relays = _listen("--host {} --port {}", host, port, workers)
+        admin: list[socket.socket] = []
+        if listening.admin:
+            host, port = listening.admin_host, listening.admin_port
+            (admin,) = _listen("--admin-host {} --admin-port {}", host, port, 1)
+        ports = [own[0].getsockname()[1] for own in (relays[0], admin) if own]
+
+        def announce() -> None:
+            print(announcement(config, *ports), flush=True)  # noqa: T201 - scripts wait for it.
+            _log.info("serving", extra={"fields": {"relays": workers, "port": ports[0]}})
+
+        supervisor = Supervisor(
+            command,
+            relays,
+            admin,
+            drain_s=config.times.drain_timeout_s,
+            hang_up=logs.reopen,
+        )
+        await supervisor.run(announce)
+    except StartError as error:
+        if error.status != INPUT_FAULT:  # Else the process has said what is wrong.
+            print(f"balanceroute: {error}", file=sys.stderr)  # noqa: T201 - the command's answer.
+        return error.status
+    finally:
+        logs.close()
+    return 0
+
+
+def _listen(place: str, host: str, port: int, copies: int) -> "list[list[socket.socket]]":
+    try:
+        return listen(host, port, copies=copies)
+    except OSError as error:
+        raise not_bound(place, host, port, error) from None
+
+
+def _command(words: Sequence[str], engines: Mapping[str, object], part: "Part") -> list[str]:
+    word = replace(part, engines=dict(engines)).word()
+    first, *others = words
+    return [sys.executable, "-m", "balanceroute.proxy", first, f"--process={word}", *others]

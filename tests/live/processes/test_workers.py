@@ -1,0 +1,179 @@
+"""`balanceroute serve --workers`: a supervisor, a scheduler process and relays, on real sockets."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.live.served import COMPLETIONS, STREAM, Served, engines, play, serving
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, MakeExchanged
+
+WORKERS = ("--workers", "2")
+LONG = {**STREAM, "max_tokens": 400}
+
+
+def processes(served: Served) -> dict[str, int]:
+    """Return the number of each process that the supervisor has started, by name."""
+    found = {}
+    pid = served.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in children:
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        part = b"".join(word for word in words if word.startswith(b"--process="))
+        if not part:  # It has not begun, or has ended.
+            continue
+        role = b"scheduler" if b'"scheduler"' in part else b"relay"
+        number = b"1" if b'"relay":1' in part else b"0"
+        found[(role + number).decode()] = int(child)
+    return found
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def until_started(exchanges: "list[Exchanged]") -> None:
+    """Wait until each stream has brought a few tokens."""
+    while not all(len(one.events) > 3 for one in exchanges):  # noqa: ASYNC110 - none tells.
+        await asyncio.sleep(0.005)
+
+
+async def until_free(served: Served) -> None:
+    """Wait until no request, slot or KV cache is held for anybody."""
+    while True:
+        state = (await served.admin.get("/admin/state")).json["state"]
+        held = sum(one["held_tokens"] for one in state["prefillers"])
+        bound = sum(one["bound"] for one in state["ranks"])
+        if not (held or bound or state["queued"] or state["prefilling"] or state["pooled"]):
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_several_processes_serve_as_one(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(
+                *(make_exchanged, fleet.prefill_urls, fleet.decode_urls),
+                *(*WORKERS, "--log", str(log)),
+            ) as served,
+        ):
+            assert sorted(processes(served)) == ["relay0", "relay1", "scheduler0"]
+            exchanges = [served.client.send(b"POST", COMPLETIONS, STREAM) for _ in range(16)]
+            for one in exchanges:
+                await one.end()
+                assert one.done
+                assert len(one.events) == 61
+            whole = await served.client.post(COMPLETIONS, {**STREAM, "stream": False})
+            assert whole.json["usage"]["completion_tokens"] == 60
+            for client in (served.client, served.admin):
+                for page in ("/health", "/ready", "/metrics"):
+                    assert (await client.get(page)).status == 200
+            page = (await served.client.get("/metrics")).body.decode()
+            assert "balanceroute_requests_total" in page
+            await until_free(served)
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+            assert log.read_text().count('"message":"request ended"') == 17
+
+    play(main())
+
+
+def test_sigterm_lets_streams_of_every_relay_finish(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
+        ):
+            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
+            await until_started(streams)
+            served.process.send_signal(signal.SIGTERM)
+            for one in streams:
+                await one.end()
+                assert one.done
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
+def test_a_relay_that_is_killed_breaks_its_own_streams_alone(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
+        ):
+            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(16)]
+            await until_started(streams)
+            before = processes(served)
+            os.kill(before["relay0"], signal.SIGKILL)
+            for one in streams:
+                await one.end()
+            finished = [one for one in streams if one.done]
+            # All on one side has a probability of 2 ** -15.
+            assert 0 < len(finished) < 16
+            assert all(len(one.events) == 401 for one in finished)
+            await until_free(served)
+            # Nobody is refused: what connects to the dead relay waits for the next one.
+            for _ in range(8):
+                assert (await served.client.post(COMPLETIONS, STREAM)).done
+            after = processes(served)
+            assert after["relay0"] != before["relay0"]
+            assert (after["relay1"], after["scheduler0"]) == (
+                before["relay1"],
+                before["scheduler0"],
+            )
+
+    play(main())
+
+
+def test_streams_go_on_while_the_scheduler_process_hangs(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
+        ):
+            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
+            await until_started(streams)
+            scheduler = processes(served)["scheduler0"]
+            os.kill(scheduler, signal.SIGSTOP)
+            try:
+                for one in streams:
+                    await one.end()
+                    assert one.done
+                late = served.client.send(b"POST", COMPLETIONS, STREAM)
+            finally:
+                os.kill(scheduler, signal.SIGCONT)
+            assert (await late.end()).done
+            await until_free(served)
+
+    play(main())
+
+
+def test_a_new_version_takes_over_while_streams_go_on(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
+        ):
+            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
+            await until_started(streams)
+            old = set(processes(served).values())
+            served.process.send_signal(signal.SIGUSR2)
+            for one in streams:
+                await one.end()
+                assert one.done
+            while any(map(exists, old)):  # noqa: ASYNC110 - they are not our children.
+                await asyncio.sleep(0.01)
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            assert len(processes(served)) == 3
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
