@@ -1,0 +1,213 @@
+"""Kills random processes of `serve --workers` under load: is an answer wrong, or anything left behind?
+
+    python scripts/kill_processes.py [--kills 200] [--workers 2] [--seed 0] [--spare scheduler]
+
+Starts emulated engines and the proxy, sends requests without a pause, and ends a relay or the scheduler
+process with SIGKILL every now and then. A connection of a relay that was killed may break; what came
+over it until then, and every whole answer, is compared with that of an engine which nothing is wrong
+with. When the kills are over, what the proxy or the engines still hold 5 s later is an error. Prints a
+table; exits 1 if anything is wrong.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.testing.chaos.answer_reader import Ending
+from balanceroute.proxy.testing.chaos.judge import Judge
+from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.plan import Weather
+from balanceroute.proxy.testing.chaos.world import WorldSettings
+from balanceroute.proxy.testing.soak.audit import held_by_engines, held_by_proxy
+from balanceroute.proxy.testing.soak.control import Control
+from balanceroute.proxy.testing.soak.load import Load
+from balanceroute.proxy.testing.soak.plan import draw_plan
+from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
+from balanceroute.proxy.testing.soak.report import Report
+from balanceroute.proxy.wire.messages import WireError
+
+PREFILLERS, RANKS, BATCH = 2, 4, 16
+TIME_SCALE = 10.0
+MEAN_OUTPUT = 60.0
+CLIENTS = 32
+REQUESTS_PER_LOAD = 200
+PAUSE_S = (0.2, 1.0)
+LEFT_S = 5.0
+BACK_S = 30.0
+SERVE = (
+    f"--port 0 --admin-port 0 --batch {BATCH} --lease-s 10 --lease-margin-s 3 "
+    "--queue-ttl-s 20 --health-interval-s 0.5"
+)
+
+
+def processes(supervisor: int) -> dict[str, int]:
+    """Return the processes of a supervisor: their numbers, by name."""
+    found = {}
+    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        with suppress(OSError):
+            for word in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                if word.startswith(b"--process="):
+                    name = "scheduler" if b'"scheduler"' in word else f"relay {child}"
+                    found[name] = int(child)
+    return found
+
+
+class Run:
+    """One run.
+
+    Attributes:
+        report: What was found.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, proxy: ProxyProcess, urls: dict[str, list[str]]
+    ) -> None:
+        self.report = Report()
+        self._options = options
+        self._proxy = proxy
+        self._admin = Control(f"http://{proxy.host}:{proxy.admin_port}")
+        self._engines = Control(urls["prefill"][0])
+        engines = EmulationSettings(
+            prefillers=PREFILLERS, ranks=RANKS, mean_output_tokens=MEAN_OUTPUT
+        )
+        self._world = WorldSettings(engines, {})
+        self._loads: list[Load] = []
+        self._killed: Counter[str] = Counter()
+        self._over = False
+
+    async def run(self) -> None:
+        """Kill under load, look at what is left, and compare the answers."""
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._kill())
+            group.create_task(self._send())
+        self.report.note("killed", dict(self._killed))
+        self.report.note("seconds", f"{time.monotonic() - began_s:.0f}")
+        await self._look_at_what_is_left()
+        await self._judge()
+        self._admin.close()
+        self._engines.close()
+
+    async def _kill(self) -> None:
+        rng = random.Random(self._options.seed)
+        for _ in range(self._options.kills):
+            await asyncio.sleep(rng.uniform(*PAUSE_S))
+            running = processes(self._proxy.pid)
+            names = sorted(name for name in running if name.split()[0] != self._options.spare)
+            if names:
+                name = rng.choice(names)
+                self._killed[name.split()[0]] += 1
+                with suppress(ProcessLookupError):
+                    os.kill(running[name], signal.SIGKILL)
+        self._over = True
+
+    async def _send(self) -> None:
+        while not self._over or not self._loads:
+            first = REQUESTS_PER_LOAD * len(self._loads)
+            numbers = range(first, first + REQUESTS_PER_LOAD)
+            plan = draw_plan(self._options.seed, numbers, self._world, calm=True)
+            # So that the judge takes errors for what they are.
+            plan = replace(plan, weather=Weather.FAULTS)
+            load = Load(plan, self._proxy.host, self._proxy.port)
+            self._loads.append(load)
+            await load.run(CLIENTS)
+
+    async def _look_at_what_is_left(self) -> None:
+        end_s = time.monotonic() + BACK_S
+        while True:
+            try:
+                state = (await self._admin.get("/admin/state"))["state"]
+                break
+            except WireError:  # The last process that was killed is not back yet.
+                if time.monotonic() > end_s:
+                    raise
+                await asyncio.sleep(0.1)
+        end_s = time.monotonic() + LEFT_S
+        while True:
+            state = (await self._admin.get("/admin/state"))["state"]
+            stats = await self._engines.get("/emulation/stats")
+            here, there = held_by_proxy(state), held_by_engines(stats)
+            if not (here or there) or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(0.1)
+        self.report.check("held by the proxy", here or "nothing", not here)
+        self.report.check("held by the engines", there or "nothing", not there)
+        self.report.check("misreads", stats["misreads"], not stats["misreads"])
+        self.report.note("processes", len(processes(self._proxy.pid)))
+
+    async def _judge(self) -> None:
+        oracle = Oracle(self._world.engines)
+        await oracle.start()
+        endings: Counter[str] = Counter()
+        wrong: list[str] = []
+        lost: list[str] = []
+        for load in self._loads:
+            await oracle.learn(load.plan.requests)
+            judge = Judge(load.plan, oracle)
+            lost += load.lost
+            for client in load.clients:
+                answers = list(zip(client.visit.requests, client.answers, strict=True))
+                for request, received in answers[: client.sent]:
+                    # Its relay may have been killed: what came must be a beginning of the answer.
+                    client.left = received.ending is not Ending.COMPLETE
+                    verdict = await judge.judge(client, request, received, reworded=False)
+                    endings[verdict.ending] += 1
+                    wrong += [f"{request.request_id}: {one}" for one in verdict.wrong]
+        await oracle.close()
+        for ending, count in endings.most_common():
+            self.report.note("  " + ending, count)
+        self.report.faults("wrong or doubled", wrong)
+        self.report.note("without a connection, or an end in time", len(lost))
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="how many")
+    parser.add_argument("--workers", type=int, default=2, help="relays")
+    parser.add_argument("--seed", type=int, default=0, help="decides requests and kills")
+    parser.add_argument(
+        "--spare", choices=["", "relay", "scheduler"], default="", help="what is not killed"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxy's logs there")
+    options = parser.parse_args()
+    # So that the other processes end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command = [sys.executable, "-m", "balanceroute.proxy", "emulate", "--port=0"]
+    command += [f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}"]
+    command += [f"--time-scale={TIME_SCALE}", f"--lease-s={10 * TIME_SCALE}"]
+    command += [f"--mean-output={MEAN_OUTPUT}", "--json-ready", "--exit-with-stdin"]
+    with tempfile.TemporaryDirectory() as scratch, emulated_engines(command) as engines:
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        urls = {role: cast("list[str]", found) for role, found in engines.items()}
+        flags = [*SERVE.split(), "--workers", str(options.workers)]
+        for role, of_role in urls.items():
+            flags += [f"--{role}", *of_role]
+        serving = urls["prefill"] + urls["decode"]
+        with running_proxy(flags, engines=serving, folder=folder) as proxy:
+
+            async def run() -> Report:
+                one = Run(options, proxy, urls)
+                await one.run()
+                return one.report
+
+            report = asyncio.run(run())
+    print(report.text())
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
