@@ -43,7 +43,7 @@ TIME_SCALE = 10.0
 MEAN_OUTPUT = 60.0
 CLIENTS = 32
 REQUESTS_PER_LOAD = 200
-PAUSE_S = (0.2, 1.0)
+PAUSE_S = (0.5, 2.5)
 LEFT_S = 5.0
 BACK_S = 30.0
 SERVE = (
@@ -104,14 +104,18 @@ class Run:
         rng = random.Random(self._options.seed)
         for _ in range(self._options.kills):
             await asyncio.sleep(rng.uniform(*PAUSE_S))
-            running = processes(self._proxy.pid)
-            names = sorted(name for name in running if name.split()[0] != self._options.spare)
-            if names:
-                name = rng.choice(names)
-                self._killed[name.split()[0]] += 1
-                with suppress(ProcessLookupError):
-                    os.kill(running[name], signal.SIGKILL)
+            while not (running := self._killable()):  # noqa: ASYNC110 - none tells.
+                await asyncio.sleep(PAUSE_S[0])
+            name = rng.choice(sorted(running))
+            self._killed[name.split()[0]] += 1
+            with suppress(ProcessLookupError):
+                os.kill(running[name], signal.SIGKILL)
         self._over = True
+
+    def _killable(self) -> dict[str, int]:
+        running = processes(self._proxy.pid)
+        spare = self._options.spare
+        return {name: pid for name, pid in running.items() if name.split()[0] != spare}
 
     async def _send(self) -> None:
         while not self._over or not self._loads:

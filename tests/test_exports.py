@@ -63,7 +63,7 @@ proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options checks config configure declared engines policy_options reader scheduling
     setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line
-    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log record registry
+    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics record registry
     request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload

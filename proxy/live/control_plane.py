@@ -55,6 +55,7 @@ class ControlPlane(ABC):
             lambda: self.snapshot(requests=False),
             log_lines_dropped=environment.log_lines_dropped,
             descriptor_shortages=environment.descriptor_shortages,
+            processes=environment.processes,
         )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         self.deployments = {

@@ -6,7 +6,7 @@ So the same proxy runs on real sockets and in virtual time.
 import asyncio
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import Observer
@@ -32,6 +32,7 @@ class Environment:
         policy: Returns what decides in place of a policy that was made.
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
+        processes: Returns the numbers of the proxy's processes, by name; None if it is one.
         admin_sockets: Listen for administrators already; none to listen at the address of the
             settings.
     """
@@ -47,4 +48,5 @@ class Environment:
     observer: Observer | None = None
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
+    processes: Callable[[], Mapping[str, int]] | None = None
     admin_sockets: Sequence[socket.socket] = ()

@@ -36,18 +36,20 @@ class Logs:
     Args:
         config: Where to log.
         loads: Whether this process samples the ranks' loads, if that is asked for.
+        process: Names one of several processes in the process log.
 
     Attributes:
         requests: The request log.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
     """
 
-    def __init__(self, config: "ProxyConfig", *, loads: bool) -> None:
+    def __init__(self, config: "ProxyConfig", *, loads: bool, process: str = "") -> None:
         log = config.log
         writer = _make_writer(log.log)
         # Without a sink too: Python itself would write warnings to standard error.
         write = _discard if writer is None else writer.write
-        set_up_process_log(write, level=log.log_level, secrets=config.credentials.secrets)
+        secrets = config.credentials.secrets
+        set_up_process_log(write, level=log.log_level, secrets=secrets, process=process)
         self.requests: Log = _NoLog() if writer is None else RequestLog(writer.write)
         of_loads = None
         if loads and log.load_log is not None:

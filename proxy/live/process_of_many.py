@@ -66,11 +66,15 @@ async def _serve(
 ) -> int:
     digest = hashlib.sha256(json.dumps(config.redacted(), default=str).encode()).hexdigest()
     is_scheduler = part.role == "scheduler"
-    logs = Logs(config, loads=is_scheduler)
+    logs = Logs(config, loads=is_scheduler, process=part.name)
     signals = Signals(logs.reopen)
     signals.ignore_interrupts()
     orphan = asyncio.create_task(_end_with_supervisor(signals))
     config, _ = with_descriptors(_share(config, part.relays))
+
+    def processes() -> dict[str, int]:
+        return process.processes()
+
     environment = Environment(
         log=logs.requests,
         rng=random.SystemRandom(),
@@ -80,6 +84,7 @@ async def _serve(
         descriptor_shortages=lambda: watch.shortages,
         write_loads=logs.write_loads,
         read_credentials=partial(_read_for_all, read_credentials),
+        processes=processes,
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
     )
     process: SchedulerProcess | RelayProcess

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ class SchedulerProcess:
         self.watch = app.watch
         self._app = app
         self._listener = listener
-        self._channels: set[Channel[FromRelay]] = set()
+        # By its desk.
+        self._channels: dict[object, Channel[FromRelay]] = {}
         self._alone = asyncio.Event()
         self._alone.set()
         self._server: asyncio.Server
@@ -41,6 +43,16 @@ class SchedulerProcess:
             self._accept, sock=socket.socket(fileno=self._listener)
         )
 
+    def processes(self) -> dict[str, int]:
+        """Return the numbers of all processes, by name."""
+        found = {"supervisor": os.getppid(), "scheduler": os.getpid()}
+        for place, desk in sorted(self._app.hub.desks.items()):
+            channel = self._channels.get(desk)
+            pid = None if channel is None else channel.peer_pid
+            if pid is not None:
+                found[f"relay-{place}"] = pid
+        return found
+
     async def drain(self) -> None:
         """Drain, and serve relays until they are gone: their clients may still be reading."""
         await self._app.drain()
@@ -49,7 +61,7 @@ class SchedulerProcess:
     async def close(self) -> None:
         """End what is left and close every socket."""
         self._server.close()
-        for channel in list(self._channels):
+        for channel in list(self._channels.values()):
             channel.close("the scheduler process ends")
         await self._app.close()
 
@@ -60,12 +72,12 @@ class SchedulerProcess:
         def closed(reason: str) -> None:
             _log.info("a relay is gone", extra={"fields": {"reason": reason}})
             desk.gone()
-            self._channels.remove(channel)
+            del self._channels[desk]
             if not self._channels:
                 self._alone.set()
 
         channel = Channel(for_scheduler(), on_messages=take, on_close=closed)
         desk = self._app.connect(channel.write)
-        self._channels.add(channel)
+        self._channels[desk] = channel
         self._alone.clear()
         return channel

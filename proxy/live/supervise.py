@@ -45,7 +45,7 @@ def workers_of(config: "ProxyConfig") -> int:
 
 
 async def _supervise(config: "ProxyConfig", command: "partial[list[str]]") -> int:
-    logs = Logs(config, loads=False)
+    logs = Logs(config, loads=False, process="supervisor")
     workers, listening = workers_of(config), config.listening
     try:
         host, port = listening.host, listening.port

@@ -6,6 +6,8 @@ if the peer had died.
 """
 
 import asyncio
+import socket
+import struct
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from balanceroute.proxy.live.processes.frames import FrameError, FrameReader, encode
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 _BEHIND_BYTES = 256 << 10
 # 5 s of 1,000 requests and 1,000 records a second are less than 10 MiB.
 _MAX_UNREAD_BYTES = 64 << 20
+
+# Of struct ucred: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
 
 _Heard = TypeVar("_Heard")
 
@@ -55,6 +60,16 @@ class Channel(asyncio.Protocol, Generic[_Heard]):
     def closed(self) -> bool:
         """Whether nothing can be sent or received: not yet, or not any more."""
         return self._transport is None
+
+    @property
+    def peer_pid(self) -> int | None:
+        """The number of the peer's process; None if the channel is closed or the system does not say."""
+        if self._transport is None or not hasattr(socket, "SO_PEERCRED"):
+            return None
+        own = self._transport.get_extra_info("socket")
+        credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(credentials)[0]
+        return pid
 
     def write(self, messages: "Sequence[FromRelay | ToRelay]") -> None:
         """Send messages as one frame; nothing if the channel is closed."""

@@ -84,7 +84,7 @@ class KeptProcess:
             status, served = await self._once()
             if self._is_ending():
                 return
-            fields = {"process": self.name, "status": status}
+            fields = {"ended": self.name, "status": status}
             _log.error("a process ended", extra={"fields": fields})
             if served:
                 failed = 0

@@ -10,7 +10,7 @@ Rules:
   pushed by the driver when it happens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
@@ -18,6 +18,7 @@ from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
 from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
+from balanceroute.proxy.live.telemetry.process_metrics import ProcessesCollector
 from balanceroute.proxy.live.telemetry.registry import Registry
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
@@ -39,6 +40,7 @@ class Metrics:
         log_lines_dropped: Callable[[], int] = lambda: 0,
         descriptor_shortages: Callable[[], int] = lambda: 0,
         process: bool = True,
+        processes: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         """Start at zero.
 
@@ -47,6 +49,7 @@ class Metrics:
             log_lines_dropped: Lines that the logs had to drop since start.
             descriptor_shortages: How often no file descriptor was left.
             process: Whether to export the process's own CPU time, memory and open files too.
+            processes: Returns the processes of which to export them, by name; None for this one.
         """
         self._registry = registry = Registry()
         self.tenants = TenantMetrics()
@@ -63,7 +66,9 @@ class Metrics:
                 descriptor_shortages=descriptor_shortages,
             )
         )
-        if process:
+        if processes is not None:
+            registry.collect_from(ProcessesCollector(processes))
+        elif process:
             registry.collect_process()
 
     def render(self) -> bytes:

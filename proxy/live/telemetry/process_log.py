@@ -29,9 +29,10 @@ _REDACTED = "[redacted]"
 class JsonFormatter(logging.Formatter):
     """Formats a record as a line of JSON, without the secrets that it knows."""
 
-    def __init__(self, secrets: Iterable[Secret] = ()) -> None:
-        """Format lines."""
+    def __init__(self, secrets: Iterable[Secret] = (), *, process: str = "") -> None:
+        """Format lines, with the name of one of several processes."""
         super().__init__()
+        self._process = {"process": process} if process else {}
         self._secrets: list[str] = []
         self.redact_too(secrets)
 
@@ -48,6 +49,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": self._clean(record.getMessage()),
+            **self._process,
         }
         if record.exc_info:
             fields["exception"] = self._clean(self.formatException(record.exc_info))
@@ -85,7 +87,11 @@ class LineHandler(logging.Handler):
 
 
 def set_up_process_log(
-    write: Callable[[bytes], object], *, level: str, secrets: Iterable[Secret] = ()
+    write: Callable[[bytes], object],
+    *,
+    level: str,
+    secrets: Iterable[Secret] = (),
+    process: str = "",
 ) -> None:
     """Send the package's log to a sink, as JSON, and nowhere else.
 
@@ -93,13 +99,14 @@ def set_up_process_log(
         write: Takes one line with its newline, and does not block.
         level: One of `LEVELS`.
         secrets: Keys to black out wherever they appear.
+        process: Names one of several processes.
 
     Raises:
         ConfigError: The level is unknown.
     """
     set_log_level(level)
     handler = LineHandler(write)
-    handler.setFormatter(JsonFormatter(secrets))
+    handler.setFormatter(JsonFormatter(secrets, process=process))
     logger = logging.getLogger(LOGGER)
     logger.handlers = [handler]
     logger.propagate = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +76,9 @@ def test_several_processes_serve_as_one(make_exchanged: "MakeExchanged", tmp_pat
                 for page in ("/health", "/ready", "/metrics"):
                     assert (await client.get(page)).status == 200
             page = (await served.client.get("/metrics")).body.decode()
-            assert "balanceroute_requests_total" in page
+            assert 'outcome="ok",status="200"} 17.0' in page
+            names = re.findall(r'^process_cpu_seconds_total\{process="(.*)"\}', page, re.MULTILINE)
+            assert names == ["supervisor", "scheduler", "relay-0", "relay-1"]
             await until_free(served)
             served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
