@@ -36,8 +36,9 @@ from balanceroute.proxy.core.standing import Standing
 
 A = RequestId(0)
 P0, RANK0 = PrefillerId(0), RankId(0)
-# What only the scheduler sees, and what it takes when it adopts the request.
-NOT_COMPARED = {"overtaken", "prefilling", "pulled_from"}
+# What only the scheduler sees, and what it takes when it adopts the request. When a request left the
+# queue matters for the measure of times to the first token, which leaves out those that are adopted.
+NOT_COMPARED = {"left_queue_ns", "overtaken", "prefilling", "pulled_from"}
 
 
 class Followed:
