@@ -30,7 +30,8 @@ from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.turnover import Turnover
 
 RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
-EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv", *RIVALS]
+SCORES = ["s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"]
+EARLY = ["random", "round-robin", "power-of-two", "jsq", "least-kv", *RIVALS, *SCORES]
 LATE = ["fifo", "br-0", "br-h"]
 BOUNDED = [*LATE, "br-0-bypass"]
 # Requests that decode already have numbers from here on.
@@ -715,3 +716,12 @@ def test_settings_reach_their_bounds(name: str, value: float) -> None:
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown policy 'nope'; known: .*br-0"):
         build("nope", 2)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_draw_the_rank_that_is_better_in_everything(name: str) -> None:
+    policy, ranks = build(name, 2, batch_limit=4), Ranks([[10, 10], [300] * 7])
+    drawn = [chosen_ranks(decide(policy, ranks, [5]))[0] for _ in range(200)]
+    assert drawn.count(0) > 120
+    # The worst in everything scores 0, except where the range of the scores is narrower.
+    assert (drawn.count(1) == 0) == (name != "s2-dynamic-waiting")

@@ -13,6 +13,7 @@
 | `br-h` | late | two-stage rule over a horizon, with predictions |
 | `dynamo-kv` | early | fewest KV blocks, decayed towards the expected end (Dynamo) |
 | `smg-least-load` | early | shortest queue in seconds, plus KV pressure (SMG) |
+| `s1-enhanced`, `s2-enhanced`, `s2-dynamic-waiting` | early | drawn by a score (TBLB) |
 | `llmd-token-load` | early | fewest expected output tokens, in three buckets (llm-d) |
 """
 
@@ -38,9 +39,16 @@ from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
 from balanceroute.proxy.core.policies.round_robin import RoundRobin
+from balanceroute.proxy.core.policies.scored_rank import ScoredRank
 from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.pool import PoolEntry
+from balanceroute.proxy.core.prefill.tblb_scores import (
+    Scores,
+    s1_enhanced,
+    s2_dynamic_waiting,
+    s2_enhanced,
+)
 from balanceroute.proxy.core.projection import Form, Projection
 
 if TYPE_CHECKING:
@@ -222,6 +230,10 @@ def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
     return OldestFirst(choose, slots_beyond_batch=None)
 
 
+def _scored(scores: Scores, inputs: PolicyInputs) -> Policy:
+    return _early(ScoredRank(scores, inputs.rng, inputs.batch_limit))
+
+
 POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "random": lambda inputs: _early(RandomRank(inputs.rng)),
     "round-robin": lambda _: _early(RoundRobin()),
@@ -239,6 +251,9 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "smg-least-load": lambda inputs: LeastCharged(
         queued_s, pressure=kv_pressure(inputs.rank_kv_tokens)
     ),
+    "s1-enhanced": lambda inputs: _scored(s1_enhanced, inputs),
+    "s2-enhanced": lambda inputs: _scored(s2_enhanced, inputs),
+    "s2-dynamic-waiting": lambda inputs: _scored(s2_dynamic_waiting, inputs),
     "llmd-token-load": lambda inputs: LeastCharged(bucket_tokens, predictor=inputs.predictor),
 }
 
