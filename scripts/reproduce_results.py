@@ -56,6 +56,31 @@ RIVAL_CUTS = (4, 5, 6, 7, 8)
 REASONING = f"--trace {TRACES}/servegen_reasoning.jsonl.gz --backlog 64 --segments 6"
 AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
 
+# Prefill choices with prefix caches. A load of 1 keeps the prefillers busy with what a cache of all
+# would not have: at the trace's own speed that is the work of 1.40 of them.
+PREFILL_RULES = ("random", "fewest-tokens", "sticky", "cache-aware", "lmetric", "prefix-aware")
+PREFILL_WORK = 1.40
+PREFIXES = (
+    f"{MOONCAKE} --segments 2 --policy br-0 --ranks 16 --batch 64 --step-base-ms 10 "
+    "--step-us-per-token 0.02 --probe-limit none"
+)
+# Of the prefillers, the load, and the tokens that each can cache.
+PREFIX_CASES = (
+    *((prefillers, load, 10**9) for prefillers in (2, 4, 8) for load in (0.7, 0.9, 1.1)),
+    (4, 0.9, 2_000_000),
+)
+
+
+def prefixes(prefillers: int, load: float, cache: int) -> dict[str, str]:
+    """Return the commands of one case, by name."""
+    rate = round(load * prefillers / PREFILL_WORK, 3)
+    return {
+        f"prefixes_{prefillers}_{load}_{cache}_{rule}": f"{PREFIXES} --rate {rate} "
+        f"--prefill-servers {prefillers} --prefix-cache {cache} --prefill-choice {rule}"
+        for rule in PREFILL_RULES
+    }
+
+
 EXPERIMENTS = (
     {
         "saturated": f"{SATURATED} --policy {ALL}",
@@ -159,6 +184,7 @@ EXPERIMENTS = (
         f"--ranks {ranks} --batch {slots} --backlog {8 * ranks} --segments 2 --policy fifo,br-0"
         for ranks, slots in SIZES
     }
+    | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
     | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)
@@ -175,7 +201,26 @@ POOLS = {
     for suffix in RIVALS
 }
 
+# Experiments that share a table, one row each.
+TABLES = {
+    f"prefixes: {prefillers} prefillers, load {load}, {cache:,} tokens cached": list(
+        prefixes(prefillers, load, cache)
+    )
+    for prefillers, load, cache in PREFIX_CASES
+}
+
+# Names that stand for many experiments.
+FAMILIES = {"prefixes": [name for members in TABLES.values() for name in members]}
+
 # Heading, figure, digits, scale.
+PREFIX_COLUMNS = (
+    ("hits %", "prefix_hit_fraction", 1, 100),
+    ("computed M tokens", "prefill_tokens", 1, 1e-6),
+    ("busiest / mean", "prefiller_peak", 2, 1),
+    ("TTFT p50 s", "ttft_s_p50", 2, 1),
+    ("TTFT p99 s", "ttft_s_p99", 1, 1),
+    ("idle %", "idle_fraction", 1, 100),
+)
 COLUMNS = (
     ("imbalance tokens", "mean_imbalance_tokens", 0, 1),
     ("idle %", "idle_fraction", 1, 100),
@@ -187,16 +232,20 @@ COLUMNS = (
 )
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Return the rows of a report as a Markdown table, each mean with its standard error."""
-    headings = ("policy", *(heading for heading, *_ in COLUMNS))
-    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for row in report["results"]:
+def markdown(
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[tuple[str, str, int, float]] = COLUMNS,
+    label: str = "policy",
+) -> str:
+    """Return rows of reports as a Markdown table, each mean with its standard error."""
+    headings = (label, *(heading for heading, *_ in columns))
+    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for row in rows:
         cells = [
             figure(scale * row[name], scale * (row["stderr"][name] or 0.0), digits)
-            for _, name, digits, scale in COLUMNS
+            for _, name, digits, scale in columns
         ]
-        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} |")
+        lines.append(f"| `{row[label]}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -264,15 +313,17 @@ def main() -> int:
     """Run the chosen experiments, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join((*FAMILIES, *EXPERIMENTS))}"
+    )
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(EXPERIMENTS)
+    unknown = set(arguments.names) - set(EXPERIMENTS) - set(FAMILIES)
     if unknown:
         parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     sections: list[str] = []
     reports: dict[str, dict[str, Any]] = {}
-    names = arguments.names or list(EXPERIMENTS)
+    names = [one for name in arguments.names or EXPERIMENTS for one in FAMILIES.get(name, [name])]
     if any(DERIVED in EXPERIMENTS[name] for name in names):
         derive(arguments.out / "derived")
     for name in names:
@@ -283,11 +334,22 @@ def main() -> int:
         if status != 0:
             return status
         report = reports[name] = json.loads(path.read_text(encoding="utf-8"))
-        sections.append(f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report)}\n")
+        sections.append(
+            f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report['results'])}\n"
+        )
     for name, members in POOLS.items():
         if reports.keys() >= set(members):
-            table = markdown(pooled([reports[member] for member in members]))
+            table = markdown(pooled([reports[member] for member in members])["results"])
             sections.append(f"## {name}: {', '.join(members)}\n\n{table}\n")
+    for name, members in TABLES.items():
+        if reports.keys() >= set(members):
+            rows = [
+                reports[member]["results"][0]
+                | {"prefill choice": reports[member]["config"]["prefill_choice"]}
+                for member in members
+            ]
+            table = markdown(rows, PREFIX_COLUMNS, "prefill choice")
+            sections.append(f"## {name}\n\n{table}\n")
     (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
     return 0
 
