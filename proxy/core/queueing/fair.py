@@ -16,7 +16,7 @@ charge is at least 0, so counters never fall, and the bound above holds with cha
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from balanceroute.proxy.core.events import RequestId, Ticket
@@ -52,6 +52,11 @@ class FairShares:
     def counter(self, tenant: str) -> float:
         """Return the weighted cost that a tenant was served."""
         return self._counters[tenant]
+
+    @property
+    def unsettled(self) -> Set[RequestId]:
+        """The requests whose charge is not settled."""
+        return self._charged.keys()
 
     def joined(self, tenant: str) -> None:
         """Note that one more request of a tenant waits."""

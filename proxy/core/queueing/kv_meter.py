@@ -41,6 +41,11 @@ class KvMeter:
         tokens = ticket.prompt_tokens * output + output * output / 2
         return ticket.slots * tokens * (self._step_s or _FIRST_STEP_S)
 
+    @property
+    def unsettled(self) -> int:
+        """Requests that were charged, or joined a batch, and have not ended."""
+        return len(self.shares.unsettled | self._began.keys())
+
     def step(self, duration_ns: int | None) -> None:
         """Note a step; one that was not measured took as long as the others."""
         if duration_ns is None:

@@ -66,6 +66,7 @@ async def take_census(world: World) -> Census:
 def audit_proxy(world: World) -> list[str]:
     """Return what the proxy still holds although no request is left."""
     driver, scheduler = world.plane.deployment.driver, world.scheduler
+    meter = scheduler.intake.meter
     found = []
     try:
         scheduler.check()
@@ -75,6 +76,7 @@ def audit_proxy(world: World) -> list[str]:
         "sessions": list(driver.sessions),
         "driver": not driver.idle,
         "requests of the scheduler": list(scheduler.requests),
+        "unsettled": 0 if meter is None else meter.unsettled,
         "waiting": scheduler.waiting,
         "pool slots": scheduler.pool.slots,
         "loads": scheduler.ledger.loads.tolist(),

@@ -94,6 +94,7 @@ def _draw_plan(seed: int, requests: int) -> Plan:
     prefixes = random.Random(f"prefixes {seed}")
     engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
     flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
+    flags |= _limits(random.Random(f"limits {seed}"))
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)
@@ -173,6 +174,20 @@ def _direct(rng: random.Random) -> dict[str, object]:
         "direct": rng.choice(["auto", "auto", "prefill", "decode", "refuse"]),
         "direct_limit": rng.choice([1, 4]),
     }
+
+
+def _limits(rng: random.Random) -> dict[str, object]:
+    """Return a limit on requests in flight, shares and early refusal for some of the seeds."""
+    flags: dict[str, object] = {"admission": rng.choice(["bounded"] * 5 + ["early"])}
+    if rng.random() < 0.15:
+        flags["aimd"] = rng.choice(["post5", "post4"])
+        flags["aimd_ttft_s"] = rng.choice([0.1, 0.5, 5.0])
+        flags["aimd_tpot_ms"] = rng.choice(["none", 20.0])
+        flags["aimd_min"] = 1
+        flags["aimd_max"] = rng.choice([1, 3, 12])
+    if rng.random() < 0.3:
+        flags["fair_queue"] = "kv-token-seconds"
+    return flags
 
 
 def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:

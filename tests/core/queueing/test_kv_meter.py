@@ -192,7 +192,8 @@ class Settling(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_kept_of_what_ended(self) -> None:
-        assert set(self.shares._charged) == set(self.running) == set(self.meter._began)
+        assert self.shares.unsettled == set(self.running) == set(self.meter._began)
+        assert self.meter.unsettled == len(self.running)
 
 
 TestSettling = Settling.TestCase

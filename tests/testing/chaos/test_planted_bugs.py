@@ -293,7 +293,7 @@ def tokens_are_counted_twice(patch: Patch) -> None:
     patch.setattr(DecodeAttempt, "_count", twice)
 
 
-@bug("retries: ")
+@bug("retries: ", seed=30)
 def retries_have_no_limit(patch: Patch) -> None:
     patch.setattr(RetryBudget, "spend", lambda _: True)
 
