@@ -51,8 +51,8 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption channel frames from_relay generation hub kept_process listening mirror
-    outbox part relay_desk relay_records relay_reports relay_sweep remote_host remote_request
-    stream_counts supervisor to_relay
+    orders outbox part questions relay_desk relay_records relay_reports relay_sweep remote_host remote_request
+    stream_counts supervisor to_relay uplink
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget

@@ -16,10 +16,10 @@ from balanceroute.proxy.live.listeners import PublicListener
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
 from balanceroute.proxy.live.processes.mirror import Mirror
-from balanceroute.proxy.live.processes.outbox import Outbox
 from balanceroute.proxy.live.processes.relay_records import RelayFailures, RelayPages, RelayRecords
 from balanceroute.proxy.live.processes.remote_host import RemoteHost
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
+from balanceroute.proxy.live.processes.uplink import Uplink
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
 from balanceroute.proxy.live.scheduling.sweep import SWEEP_S
@@ -58,8 +58,7 @@ class RelayApp:
         loop = asyncio.get_running_loop()
         self._config = config
         self._place, self._digest = place, digest
-        self._write: Callable[[Sequence[from_relay.FromRelay]], None] | None = None
-        out = Outbox(loop.call_soon, self._send)
+        out = Uplink(loop.call_soon)
         counts = StreamCounts(out.send)
         self.mirror = Mirror(EngineConnections(config), self._quarantined)
         context = SessionContext(
@@ -75,7 +74,13 @@ class RelayApp:
         )
         failures = DecisionFailures(RelayFailures(out.send), loop.time)
         self.host = RemoteHost(
-            self.mirror, context, failures, out, counts, occupancy=self._occupancy
+            self.mirror,
+            context,
+            failures,
+            out,
+            counts,
+            occupancy=self._occupancy,
+            waiting=config.admission.queue_limit,
         )
         records = RelayRecords(out.send)
         # Tenants' limits are kept where all requests are known.
@@ -106,8 +111,12 @@ class RelayApp:
 
     def connect(self, write: "Callable[[Sequence[from_relay.FromRelay]], None]") -> None:
         """Speak to a scheduler process; `write` sends messages as one frame."""
-        self._write = write
-        self.host.out.send(from_relay.Hello(VERSION, self._place, self._digest))
+        hello = from_relay.Hello(VERSION, self._place, self._digest)
+        self.host.uplink.open(write, (hello, *self.host.waiting_messages()))
+
+    def gone(self) -> None:
+        """Go on without the scheduler process, whose connection is closed, until the next `connect`."""
+        self.host.gone()
 
     def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
         """Take the messages of a frame from the scheduler process."""
@@ -171,14 +180,10 @@ class RelayApp:
 
     def cut(self) -> None:
         """End as a process ends that is killed: nobody is told anything."""
-        self.host.out.close()
+        self.host.uplink.close()
         self.host.stop()
         self.public.server.close()
         self.mirror.close()
-
-    def _send(self, messages: Sequence[from_relay.FromRelay]) -> None:
-        if self._write is not None:
-            self._write(messages)
 
     def _quarantined(self, target: "Target") -> None:
         self.pass_through.lost(target)

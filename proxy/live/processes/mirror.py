@@ -47,13 +47,26 @@ class Mirror:
         self.endpoints: dict[str, Endpoint] = {}
         self._connect = connect
         self._quarantined = quarantined
+        self._known: dict[tuple[Role, str], Prefiller | Rank] = {}  # From before.
+
+    def begin_anew(self) -> None:
+        """Expect everything from another scheduler process, which may count engines otherwise."""
+        instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        present = [one for one in instances if one.status is not Status.REMOVED]
+        self._known = {(one.target.role, one.name): one for one in present}
+        self.instances.prefillers.clear()
+        self.instances.ranks.clear()
 
     def take_prefiller(self, state: to_relay.PrefillerState) -> None:
         """Take in a prefiller."""
         prefillers = self.instances.prefillers
         if state.id == len(prefillers):
+            known = self._known.get((Role.PREFILL, state.name))
             target = Target(Role.PREFILL, state.url)
-            prefillers.append(Prefiller(state.id, state.name, target, self._endpoint(state.url)))
+            if not isinstance(known, Prefiller):
+                known = Prefiller(state.id, state.name, target, self._endpoint(state.url))
+            known.id = state.id
+            prefillers.append(known)
         prefiller = prefillers[state.id]
         prefiller.identity = None if state.identity is None else BootstrapIdentity(*state.identity)
         prefiller.lost_kv = state.losses
@@ -63,8 +76,12 @@ class Mirror:
         """Take in a rank."""
         ranks = self.instances.ranks
         if state.id == len(ranks):
+            rank = self._known.get((Role.DECODE, state.name))
             target, endpoint = Target(Role.DECODE, state.url), self._endpoint(state.url)
-            ranks.append(Rank(state.id, state.name, target, endpoint, state.header))
+            if not isinstance(rank, Rank):
+                rank = Rank(state.id, state.name, target, endpoint, state.header)
+            rank.id = state.id
+            ranks.append(rank)
         self._set(ranks[state.id], state.status)
 
     def take_models(self, message: to_relay.Models) -> None:

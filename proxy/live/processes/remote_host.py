@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.live.engines.instances import Prefiller, Target
+from balanceroute.proxy.live.engines.instances import Prefiller
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
-from balanceroute.proxy.live.processes.relay_reports import as_message
+from balanceroute.proxy.live.processes.orders import obey
+from balanceroute.proxy.live.processes.questions import Questions
+from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
+from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.reports import Report, SessionEnded
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.arrival import Arrival
@@ -24,12 +27,15 @@ from balanceroute.proxy.live.scheduling.isolation import Isolation
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.processes.mirror import Mirror
-    from balanceroute.proxy.live.processes.outbox import Outbox
+    from balanceroute.proxy.live.processes.uplink import Uplink
     from balanceroute.proxy.live.request.session_host import SessionContext
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 
 
 _log = logging.getLogger(__name__)
+# So long requests wait for a scheduler process that is not there.
+_ALONE_S = 10.0
+_ALONE = Refusal(503, "the scheduler process is not there", 1)
 
 
 @dataclass(slots=True)
@@ -37,14 +43,20 @@ class _Link:
     """Where a request stands with the scheduler process.
 
     Attributes:
-        arrival: While it is neither accepted nor refused.
+        message: Its arrival, as it was told.
+        loose: Whether an engine works on it that a scheduler process chose which is gone.
+        arrival: As it came.
+        accepted: Whether this scheduler process has accepted it.
         sent: Core events sent.
         taken: Bindings acted on.
         over: Whether it has ended for the scheduler.
         row: Names it in `Progress`.
     """
 
-    arrival: Arrival | None
+    arrival: Arrival
+    message: from_relay.Arrival
+    accepted: bool = False
+    loose: bool = False
     sent: int = 0
     taken: int = 0
     over: bool = False
@@ -58,7 +70,8 @@ class RemoteHost:
         mirror: The engines, kept up to date.
         context: What the sessions share.
         failures: Told of exceptions.
-        out: Sends messages to the scheduler process.
+        uplink: The way to the scheduler process.
+        waiting: Of requests that no scheduler process has answered while there is none.
         counts: Told of the streams that begin and end.
         occupancy: Returns what the relay holds, given how late its timers are, in seconds.
 
@@ -67,7 +80,6 @@ class RemoteHost:
         isolation: Ends alone what failed.
         draining: Whether new requests are refused.
         ready: Whether the scheduler process takes requests.
-        scheduler: Names the scheduler process that made it welcome; empty for none yet.
         refused: Why it is not welcome; empty if it is, or if nothing was said yet.
     """
 
@@ -76,21 +88,25 @@ class RemoteHost:
         mirror: "Mirror",
         context: "SessionContext",
         failures: "DecisionFailures",
-        out: "Outbox[from_relay.FromRelay]",
+        uplink: "Uplink",
         counts: StreamCounts,
         *,
         occupancy: Callable[[float], from_relay.Occupancy],
+        waiting: int,
     ) -> None:
         self.context = context
         self.sessions: dict[RequestId, Session] = {}
-        self.draining = self.ready = self.uses_keys = self._uses_blocks = False
-        self.scheduler = self.refused = ""
-        self.out = out
+        self.draining = self.ready = False
+        self.refused = ""
+        self._said = to_relay.Welcome(0, "", 0, uses_keys=False)
+        self.uplink = uplink
         self._links: dict[RequestId, _Link] = {}
         self._mirror = mirror
         self._counts = counts
-        self._arrived = self._asked = 0
-        self._questions: dict[int, Callable[[Any], None]] = {}
+        self._arrived = 0
+        self._questions = Questions(uplink.send)
+        self._waiting = waiting
+        self._alone_since_s = context.clock()
         self._empty = asyncio.Event()
         self._empty.set()
         self.isolation = Isolation(self, self._links, self.sessions, failures)
@@ -118,10 +134,23 @@ class RemoteHost:
         for message in messages:
             self.isolation.run("relay", self._takers.get(type(message), self._order), message)
 
+    @property
+    def scheduler(self) -> str:
+        """Names the scheduler process that made it welcome last; empty for none yet."""
+        return self._said.scheduler
+
     # What the listener does: Intake.
+
+    @property
+    def uses_keys(self) -> bool:
+        """Whether the keys of requests are asked for; see `prompt_keys`."""
+        return self._said.uses_keys
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request; the scheduler process accepts or refuses it later."""
+        if not self.uplink.connected and len(self._unanswered()) >= self._waiting:
+            arrival.refuse(_ALONE)
+            return
         number = RequestId(self._arrived)
         self._arrived += 1
         asked, record = arrival.asked, arrival.record
@@ -129,7 +158,7 @@ class RemoteHost:
         if self.uses_keys:
             record.keys = prompt_keys(shape.api, arrival.body)
         blocks, block_share = (
-            prompt_blocks(shape.api, arrival.body) if self._uses_blocks else ((), 0.0)
+            prompt_blocks(shape.api, arrival.body) if self._said.uses_blocks else ((), 0.0)
         )
         session = Session(
             number,
@@ -143,32 +172,31 @@ class RemoteHost:
             record=record,
         )
         self.sessions[number] = session
-        self._links[number] = _Link(arrival)
         self._empty.clear()
         self._sweep.begin()
         if not session.ticket.prefill:
             session.pooled()
-        self.out.send(
-            from_relay.Arrival(
-                number,
-                shape,
-                asked.expected_tokens,
-                urgency.level,
-                urgency.deadline_ns,
-                asked.tenant,
-                record.keys,
-                record,
-                urgency.weight,
-                blocks,
-                block_share,
-            )
+        message = from_relay.Arrival(
+            number,
+            shape,
+            asked.expected_tokens,
+            urgency.level,
+            urgency.deadline_ns,
+            asked.tenant,
+            record.keys,
+            record,
+            urgency.weight,
+            blocks,
+            block_share,
         )
+        self._links[number] = _Link(arrival, message)
+        self.uplink.send(message)
 
     def report(self, report: Report) -> None:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
             self._forget(report.request)
-        self.out.send(as_message(report))
+        self.uplink.send(as_message(report))
 
     # What sessions do: Host.
 
@@ -178,7 +206,12 @@ class RemoteHost:
         link = self._links[number]
         if link.over:
             return
-        self.out.send(self._event_message(number, link, event))
+        message = self._event_message(number, link, event)
+        if link.loose and not link.over:
+            if not isinstance(event, events.DecodeStarted):
+                self.uplink.send(self._anew(number, link))
+            return
+        self.uplink.send(message)
         link.sent += 1
 
     def ask_retry(
@@ -190,8 +223,9 @@ class RemoteHost:
         pulled_from: PrefillerId | None = None,
     ) -> None:
         """Ask whether one more attempt is allowed."""
-        question = self._ask(answer)
-        self.out.send(from_relay.AskRetry(question, leg, fault, pulled_from))
+        self._questions.ask(
+            answer, lambda question: from_relay.AskRetry(question, leg, fault, pulled_from)
+        )
 
     def ask_prefiller(
         self,
@@ -200,18 +234,53 @@ class RemoteHost:
         answer: Callable[[Prefiller | None], None],
     ) -> None:
         """Ask who prefills."""
-        self.out.send(from_relay.AskPrefiller(self._ask(answer), number, other_than))
+        self._questions.ask(
+            answer, lambda question: from_relay.AskPrefiller(question, number, other_than)
+        )
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""
         self.isolation.crashed(number, request_id, what, error)
 
+    # The scheduler process comes and goes.
+
+    def gone(self) -> None:
+        """Go on without a scheduler process: engines work on, and who waits for a decision waits."""
+        self.uplink.close()
+        self.ready = False
+        self._alone_since_s = self.context.clock()
+        self._counts.forget()
+        for link in self._links.values():
+            link.row = -1
+
+    def waiting_messages(self) -> list[from_relay.FromRelay]:
+        """Return what a new scheduler process is to hear of the requests that are here.
+
+        Those that no engine has begun to answer are asked for anew. The others go on, and are asked for
+        anew if they come back.
+        """
+        messages: list[from_relay.FromRelay] = []
+        for number, link in self._links.items():
+            if link.over:
+                continue
+            if self.sessions[number].phase in (Phase.QUEUED, Phase.PREFILLING, Phase.POOLED):
+                messages.append(self._anew(number, link))
+            else:
+                link.loose = True
+        return messages + self._questions.open()
+
+    def _anew(self, number: RequestId, link: _Link) -> from_relay.Arrival:
+        self.sessions[number].prefill_again()
+        link.sent = link.taken = 0
+        link.row = -1
+        link.accepted = link.loose = False
+        return link.message
+
     # What the relay's own parts do.
 
-    def ask_page(self, path: str, answer: Callable[[bytes], None]) -> None:
+    def ask_page(self, path: Any, answer: Callable[[bytes], None]) -> None:
         """Ask for a page that tells of all processes."""
-        question = self._ask(answer)
-        self.out.send(from_relay.AskPage(question, "/metrics" if path == "/metrics" else "/load"))
+        self._questions.ask(answer, lambda question: from_relay.AskPage(question, path))
 
     def use_connector(self, connector: "Any") -> None:
         """Take another connector from the next request on."""
@@ -225,7 +294,7 @@ class RemoteHost:
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
         return (
-            not (self.sessions or self._links or self._questions or self.context.hand_offs)
+            not (self.sessions or self._links or self._questions.open() or self.context.hand_offs)
             and self._counts.idle
         )
 
@@ -243,40 +312,29 @@ class RemoteHost:
 
     # Parts.
 
+    def _unanswered(self) -> list[tuple[RequestId, _Link]]:
+        """Return the requests that are neither accepted nor refused."""
+        links = self._links.items()
+        return [one for one in links if not (one[1].accepted or one[1].loose or one[1].over)]
+
     def _tell_occupancy(self, lag_s: float) -> None:
-        self.out.send(self._occupancy(lag_s))
+        if self.uplink.connected:
+            self.uplink.send(self._occupancy(lag_s))
+        elif self.context.clock() - self._alone_since_s > _ALONE_S:
+            for number, link in self._unanswered():
+                self._refuse(number, link, _ALONE)
 
     def _event_message(
         self, number: RequestId, link: _Link, event: events.Event
     ) -> from_relay.CoreEvent:
-        taken = link.taken
-        match event:
-            case events.PrefillDone(_, prompt_tokens, lease_ns):
-                pulls = self.sessions[number].pullable
-                return from_relay.PrefillDone(number, taken, prompt_tokens, lease_ns, pulls)
-            case events.PrefillLost(_, elsewhere, decode, same_rank):
-                return from_relay.PrefillLost(number, taken, elsewhere, decode, same_rank)
-            case events.DecodeLost():
-                return from_relay.DecodeLost(number, taken)
-            case events.DecodeStarted():
-                session = self.sessions[number]
-                self._counts.started(link.row, session)
-                return from_relay.DecodeStarted(number, taken, session.emitted.tokens)
-            case events.RequestRecomputed(_, elsewhere):
-                self._counts.left(link.row)
-                return from_relay.Recomputed(number, taken, elsewhere)
-            case events.RequestFinished():
-                return self._ended(number, link, "finished")
-            case events.RequestFailed():
-                return self._ended(number, link, "failed")
-            case events.RequestCancelled():
-                return self._ended(number, link, "cancelled")
-            case _:
-                raise AssertionError(f"no session feeds {event}")
-
-    def _ended(self, number: RequestId, link: _Link, how: Any) -> from_relay.Ended:
-        link.over = True
-        return from_relay.Ended(number, link.taken, how)
+        session = self.sessions[number]
+        if isinstance(event, events.DecodeStarted) and link.row >= 0:
+            self._counts.started(link.row, session)
+        elif isinstance(event, events.RequestRecomputed):
+            self._counts.left(link.row)
+        link.over = isinstance(event, ENDINGS)
+        emitted = session.emitted.tokens
+        return event_message(event, link.taken, pulls=session.pullable, emitted=emitted)
 
     def _forget(self, number: RequestId) -> None:
         del self.sessions[number]
@@ -284,18 +342,13 @@ class RemoteHost:
         if not self.sessions:
             self._empty.set()
             if self.draining:
-                self.out.send(from_relay.Drained())
-
-    def _ask(self, answer: Callable[[Any], None]) -> int:
-        self._asked += 1
-        self._questions[self._asked] = answer
-        return self._asked
+                self.uplink.send(from_relay.Drained())
 
     # What the scheduler process says.
 
     def _welcome(self, message: to_relay.Welcome) -> None:
-        self.uses_keys, self._uses_blocks = message.uses_keys, message.uses_blocks
-        self.scheduler = message.scheduler
+        self._said = message
+        self._mirror.begin_anew()
 
     def _unwelcome(self, message: to_relay.Unwelcome) -> None:
         self.refused = message.reason
@@ -309,40 +362,45 @@ class RemoteHost:
         del message
         self.draining = True
         if not self.sessions:
-            self.out.send(from_relay.Drained())
+            self.uplink.send(from_relay.Drained())
 
     def _answered(self, message: to_relay.RetryAnswered | to_relay.Page) -> None:
-        answer = self._questions.pop(message.question)
-        answer(message.allowed if isinstance(message, to_relay.RetryAnswered) else message.body)
+        said = message.allowed if isinstance(message, to_relay.RetryAnswered) else message.body
+        self._questions.answer(message.question, said)
 
     def _prefiller_chosen(self, message: to_relay.PrefillerChosen) -> None:
         chosen = message.prefiller
         prefiller = None if chosen is None else self._mirror.instances.prefillers[chosen]
-        self._questions.pop(message.question)(prefiller)
+        self._questions.answer(message.question, prefiller)
 
     def _accepted(self, message: to_relay.Accepted) -> None:
         number = RequestId(message.number)
         link = self._links.get(number)
-        if link is None or link.arrival is None:
+        if link is None or link.accepted:
             return
         session = self.sessions[number]
         link.row = message.row
         session.headers = link.arrival.headers(message.engine_id)
         session.ticket = replace(session.ticket, prompt_tokens=message.prompt_estimate)
         session.record.prompt_estimate = message.prompt_estimate
-        link.arrival = None
+        link.accepted = True
 
     def _refused(self, message: to_relay.Refused) -> None:
         number = RequestId(message.number)
         link = self._links.get(number)
-        if link is None or link.arrival is None:
+        if link is None or link.accepted:
             return  # Its client left, and the session told so.
+        refusal = Refusal(message.status, message.reason, message.retry_after_s, message.cause)
+        self._refuse(number, link, refusal)
+
+    def _refuse(self, number: RequestId, link: _Link, refusal: Refusal) -> None:
         session = self.sessions[number]
+        if session.answer.opened:  # It was served, and handed back.
+            session.give_up(refusal.reason)
+            return
         session.withdraw()
         self._forget(number)
-        link.arrival.refuse(
-            Refusal(message.status, message.reason, message.retry_after_s, message.cause)
-        )
+        link.arrival.refuse(refusal)
 
     def _order(self, message: Any) -> None:
         """Have a session do what is said, unless it has ended or the order is void."""
@@ -359,30 +417,5 @@ class RemoteHost:
         if isinstance(message, to_relay.Crash):
             self.isolation.end(session, "relay")
         else:
-            self.isolation.run_for(session, "action", self._obey, session, message)
-
-    def _obey(self, session: Session, message: Any) -> None:
-        instances = self._mirror.instances
-        match message:
-            case to_relay.StartPrefill(_, _, prefiller):
-                session.start_prefill(instances.prefillers[prefiller])
-            case to_relay.StartDecode(_, _, rank):
-                session.start_decode(instances.ranks[rank])
-            case to_relay.LeaseEnded(_, cheaper):
-                session.lease_ended(cheaper=cheaper)
-            case to_relay.PrefillAgain():
-                session.prefill_again()
-            case to_relay.Expire(_, reason):
-                session.expire(reason)
-            case to_relay.GiveUp(_, reason):
-                session.give_up(reason)
-            case to_relay.EngineLost(_, role, url):
-                session.engine_lost(Target(role, url))
-            case to_relay.DropLostKv():
-                session.drop_lost_kv()
-            case to_relay.InstanceRemoved(_, role, url):
-                target = Target(role, url)
-                if session.is_on(target):
-                    session.instance_removed(target)
-            case _:
-                raise ValueError(f"a scheduler does not say {message}")
+            instances = self._mirror.instances
+            self.isolation.run_for(session, "action", obey, session, message, instances)

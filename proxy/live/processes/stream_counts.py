@@ -49,6 +49,10 @@ class StreamCounts:
         """Follow a stream no more, if it is followed."""
         self._started.pop(row, None)
 
+    def forget(self) -> None:
+        """Follow no stream any more: nobody knows their rows."""
+        self._started.clear()
+
     def stop(self) -> None:
         """Tell nothing more."""
         if self._timer is not None:

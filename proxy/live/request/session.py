@@ -180,7 +180,7 @@ class Session:
     def prefill_again(self) -> None:
         """Note that the scheduler has the prompt computed anew, if a prefiller does that at all."""
         self._kv = None
-        if self.phase is Phase.POOLED and self.ticket.prefill:
+        if self.phase is not Phase.QUEUED and self.ticket.prefill:
             self._enter(Phase.QUEUED)
 
     def lease_ended(self, *, cheaper: bool) -> None:

@@ -24,6 +24,8 @@ _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
 
 # What fits on no rank is handed back until the proxy gives it up.
 _GIVEN_UP = b"the engine dropped the request"
+# What nobody can decide about while the scheduler process is killed.
+_ALONE = b"the scheduler process is not there"
 # What one engine would have to do whole, where none is to.
 _TOO_LATE = b"the first token is expected in"
 _NOT_SERVED = b"which this deployment does not serve"
@@ -179,6 +181,7 @@ class Judge:
             elif not client.left and bytes(received.body) != answer.body:
                 verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
         true = b"waited longer than it may" in received.body or _GIVEN_UP in received.body
+        true |= _ALONE in received.body
         true |= self.tenants is not None and OVERLOADED in received.body
         true |= self._plan.world.flags["admission"] == "early" and _TOO_LATE in received.body
         if status >= 500 and self._plan.weather is Weather.CALM and not true:

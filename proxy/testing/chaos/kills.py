@@ -13,12 +13,12 @@ class Kill:
 
     Attributes:
         at_s: When, from the beginning of the run.
-        relay: Which relay.
+        relay: Which relay; None for the scheduler process.
         down_s: How long until another process takes its place.
     """
 
     at_s: float
-    relay: int
+    relay: int | None
     down_s: float
 
 
@@ -26,8 +26,12 @@ def draw_kills(rng: random.Random, *, relays: int, span_s: float) -> list[Kill]:
     """Return kills in the first part of a run, so that all processes are back at its end."""
     return sorted(
         (
-            Kill(rng.uniform(0.02, 0.8) * span_s, rng.randrange(relays), rng.uniform(*_DOWN_S))
-            for _ in range(rng.randint(1, 4))
+            Kill(
+                rng.uniform(0.02, 0.8) * span_s,
+                rng.choice([*range(relays), None]),
+                rng.uniform(*_DOWN_S),
+            )
+            for _ in range(rng.randint(1, 5))
         ),
         key=lambda kill: kill.at_s,
     )

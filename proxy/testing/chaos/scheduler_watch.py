@@ -76,6 +76,10 @@ class SchedulerWatch:
         # State of each request, and whether it is in its rank's batch.
         self._states: dict[RequestId, tuple[State, bool]] = {}
 
+    def forget(self) -> None:
+        """Forget all requests: the scheduler is another one from now on."""
+        self._states.clear()
+
     def __call__(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
         """See `Observer`."""
         number = None if isinstance(event, _NOT_OF_A_REQUEST) else event.request

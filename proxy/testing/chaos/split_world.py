@@ -63,6 +63,7 @@ class SplitWorld(World):
     Attributes:
         app: The scheduler process.
         relays: The others.
+        scheduler_kills: How often it was killed.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class SplitWorld(World):
         self._environment: Environment
         self._ends: dict[int, tuple[Wire, Wire, RelayDesk]] = {}
         self._down: set[int] = set()
+        self._alone = False
+        self.scheduler_kills = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._number = relays
         self._wires_rng = random.Random(f"wires {rng.getrandbits(64)}")
@@ -99,7 +102,8 @@ class SplitWorld(World):
     async def _start_relay(self, place: int, config: ProxyConfig) -> RelayApp:
         relay = RelayApp(config, self._environment, place=place, digest=_DIGEST)
         await relay.start()
-        self._connect(relay, place)
+        if not self._alone:
+            self._connect(relay, place)
         return relay
 
     def _connect(self, relay: RelayApp, place: int) -> None:
@@ -122,7 +126,8 @@ class SplitWorld(World):
         down.cut()
         port = relay.public.server.port
         relay.cut()
-        self.loop.call_soon(desk.gone)
+        if not self._alone:
+            self.loop.call_soon(desk.gone)
         self.loop.call_later(down_s, self._begin_again, place, port)
         return port
 
@@ -134,6 +139,33 @@ class SplitWorld(World):
         config = replace(self._config, listening=listening)
         self.relays[place] = await self._start_relay(place, config)
         self._down.discard(place)
+
+    def kill_scheduler(self, down_s: float) -> bool:
+        """Kill the scheduler process, and begin another later; return whether it was there."""
+        if not self._alone:
+            self._alone = True
+            self.scheduler_kills += 1
+            for place, (up, down, _) in self._ends.items():
+                up.cut()
+                down.cut()
+                if place not in self._down:
+                    self.loop.call_soon(self.relays[place].gone)
+            self._tasks.append(self.loop.create_task(self._schedule_anew(self.app, down_s)))
+            return True
+        return False
+
+    async def _schedule_anew(self, killed: SchedulerApp, down_s: float) -> None:
+        await killed.close()
+        await asyncio.sleep(down_s)
+        app = SchedulerApp(self._config, self._environment, relays=self._number, digest=_DIGEST)
+        self._doubt(app)
+        self.observer.forget()
+        self.app = app
+        await app.start()
+        self._alone = False
+        for place, relay in enumerate(self.relays):
+            if place not in self._down:
+                self._connect(relay, place)
 
     def is_up(self, port: int) -> bool:
         """Return whether a relay listens there."""

@@ -177,9 +177,11 @@ class Trial:
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
         report.violations += audit_proxy(world)
-        report.violations += audit_metrics(world.ended, world.plane.metrics.render())
-        report.violations += audit_decisions(world)
-        report.violations += audit_retries(plan, world)
+        if not (isinstance(world, SplitWorld) and world.scheduler_kills):
+            # Else they count since the last of them.
+            report.violations += audit_metrics(world.ended, world.plane.metrics.render())
+            report.violations += audit_decisions(world)
+            report.violations += audit_retries(plan, world)
         report.violations += audit_lapses(world.ended)
         await self._look_at_the_rest(before)
         oracle = Oracle(plan.world.engines)
@@ -291,17 +293,26 @@ class Trial:
             self._loop.call_at(self._begin_s + kill.at_s, self._kill, world, kill)
 
     def _kill(self, world: SplitWorld, kill: Kill) -> None:
+        if kill.relay is None:
+            if world.kill_scheduler(kill.down_s):
+                world.journal.write("killed: scheduler")
+                self._report.faults["scheduler process: is killed"] += 1
+                for client in self._clients:
+                    if self._ended_lately(client):
+                        client.unlogged = True
+            return
         port = world.kill_relay(kill.relay, kill.down_s)
         if port is None:
             return
         world.journal.write("killed: relay", kill.relay)
         self._report.faults["relay: is killed"] += 1
         for client, its_port in self._ports.items():
-            ended_s = max(answer.ended_s for answer in client.answers)
-            if its_port == port and (
-                not client.over.is_set() or ended_s > self._loop.time() - _UNTOLD_S
-            ):
+            if its_port == port and (not client.over.is_set() or self._ended_lately(client)):
                 client.bereave()
+
+    def _ended_lately(self, client: Client) -> bool:
+        ended_s = max(answer.ended_s for answer in client.answers)
+        return ended_s > self._loop.time() - _UNTOLD_S
 
     # The scheduler.
 

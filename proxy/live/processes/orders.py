@@ -1,0 +1,36 @@
+"""What the scheduler process orders, as calls of a session."""
+
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.engines.instances import Instances, Target
+from balanceroute.proxy.live.processes import to_relay
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.session import Session
+
+
+def obey(session: "Session", message: Any, instances: Instances) -> None:
+    """Have a session do what is said."""
+    match message:
+        case to_relay.StartPrefill(_, _, prefiller):
+            session.start_prefill(instances.prefillers[prefiller])
+        case to_relay.StartDecode(_, _, rank):
+            session.start_decode(instances.ranks[rank])
+        case to_relay.LeaseEnded(_, cheaper):
+            session.lease_ended(cheaper=cheaper)
+        case to_relay.PrefillAgain():
+            session.prefill_again()
+        case to_relay.Expire(_, reason):
+            session.expire(reason)
+        case to_relay.GiveUp(_, reason):
+            session.give_up(reason)
+        case to_relay.EngineLost(_, role, url):
+            session.engine_lost(Target(role, url))
+        case to_relay.DropLostKv():
+            session.drop_lost_kv()
+        case to_relay.InstanceRemoved(_, role, url):
+            target = Target(role, url)
+            if session.is_on(target):
+                session.instance_removed(target)
+        case _:
+            raise ValueError(f"a scheduler does not say {message}")

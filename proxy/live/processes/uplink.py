@@ -1,0 +1,55 @@
+"""A relay's way to the scheduler process, which may be gone for a while."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from balanceroute.proxy.live.processes import from_relay
+from balanceroute.proxy.live.processes.outbox import Outbox
+
+# What is told late rather than never. All else follows from where each request is when the scheduler
+# process is back.
+_KEPT = (
+    from_relay.SessionEnded,
+    from_relay.Recorded,
+    from_relay.LegRetried,
+    from_relay.Failure,
+)
+MAX_KEPT = 10_000
+"""Of them: more are dropped, the newest first."""
+
+
+class Uplink:
+    """Sends messages, or keeps those that matter later too."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self._call_soon = call_soon
+        self._out: Outbox[from_relay.FromRelay] | None = None
+        self._kept: list[from_relay.FromRelay] = []
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a scheduler process to speak to."""
+        return self._out is not None
+
+    def send(self, message: from_relay.FromRelay) -> None:
+        """Send a message, now or later."""
+        if self._out is not None:
+            self._out.send(message)
+        elif isinstance(message, _KEPT) and len(self._kept) < MAX_KEPT:
+            self._kept.append(message)
+
+    def open(
+        self,
+        write: Callable[[Sequence[from_relay.FromRelay]], None],
+        first: Iterable[from_relay.FromRelay],
+    ) -> None:
+        """Speak to a scheduler process: first the given messages, then those that were kept."""
+        out = self._out = Outbox(self._call_soon, write)
+        for message in (*first, *self._kept):
+            out.send(message)
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Note that the scheduler process is gone."""
+        if self._out is not None:
+            self._out.close()
+            self._out = None

@@ -1,0 +1,128 @@
+"""A scheduler process that is killed: streams go on, and who waits for a decision gets one later."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.processes import from_relay
+from balanceroute.proxy.live.processes.uplink import MAX_KEPT, Uplink
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 40, "ignore_eos": True}
+STREAM = BODY | {"stream": True}
+SLOW = {"step_base_ns": 20_000_000.0}
+
+
+def split(site: "Site") -> SplitWorld:
+    assert isinstance(site.world, SplitWorld)
+    return site.world
+
+
+def test_streams_go_on_and_end_while_nobody_decides(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        whole = site.send(COMPLETIONS, BODY)
+        stream = site.send(COMPLETIONS, STREAM)
+        await stream.until_events(5)
+        split(site).kill_scheduler(5.0)
+        await stream.end()
+        await whole.end()
+        assert site.loop.time() < 1_004.0
+        assert stream.done
+        assert whole.text == stream.text
+        assert site.world.ended == []
+        await site.until(lambda: len(site.world.ended) == 2)  # Told when somebody listens again.
+        assert [record.outcome for record in site.world.ended] == [Outcome.OK] * 2
+
+    play(scenario, relays=2, **SLOW)
+
+
+def test_a_request_that_comes_meanwhile_waits_and_is_served(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        split(site).kill_scheduler(1.5)
+        await asyncio.sleep(0.1)
+        exchange = site.send(COMPLETIONS, STREAM)
+        assert (await site.get("/ready")).status == 503
+        await asyncio.sleep(1.0)
+        assert not exchange.over
+        await exchange.end()
+        assert exchange.done
+        assert site.world.ended[0].retries == 0
+
+    play(scenario, relays=2)
+
+
+def test_a_request_in_the_pool_is_asked_for_anew(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        first = [site.send(COMPLETIONS, STREAM) for _ in range(2)]
+        for exchange in first:
+            await exchange.until_events(2)
+        pooled = site.send(COMPLETIONS, STREAM)
+        await site.until(lambda: len(site.world.scheduler.pool) == 1)
+        before = len(site.received("prefill"))
+        split(site).kill_scheduler(0.5)
+        await pooled.end()
+        assert pooled.done
+        assert len(site.received("prefill")) == before + 1
+        for exchange in first:
+            assert (await exchange.end()).done
+
+    play(scenario, relays=2, batch_limit=1, flags={"batch": 1}, **SLOW)
+
+
+def test_nobody_waits_for_ever(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        split(site).kill_scheduler(15.0)
+        await asyncio.sleep(0.1)
+        begin_s = site.loop.time()
+        exchange = await site.send(COMPLETIONS, BODY).end()
+        assert exchange.status == 503
+        assert b"the scheduler process is not there" in exchange.body
+        assert 9.5 < site.loop.time() - begin_s < 11.0
+        await asyncio.sleep(10.0)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+
+    play(scenario, relays=1)
+
+
+def test_as_many_wait_as_the_queue_may_hold(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        split(site).kill_scheduler(2.0)
+        await asyncio.sleep(0.1)
+        waiting = [site.send(COMPLETIONS, BODY) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        refused = [exchange for exchange in waiting if exchange.over]
+        assert [exchange.status for exchange in refused] == [503]
+        for exchange in waiting:
+            await exchange.end()
+        assert sorted(exchange.status for exchange in waiting) == [200, 200, 503]
+
+    play(scenario, relays=1, flags={"queue_limit": 2})
+
+
+def test_what_is_told_late_is_kept_and_no_more_than_a_bound_of_it() -> None:
+    record = RequestRecord("r", COMPLETIONS, 0, 0.0)
+    written: list[from_relay.FromRelay] = []
+    calls: list[Any] = []
+    uplink = Uplink(calls.append)
+    for number in range(MAX_KEPT + 1):
+        uplink.send(from_relay.SessionEnded(number, record))
+    uplink.send(from_relay.KvAbandoned("lost"))
+
+    def write(messages: "Sequence[from_relay.FromRelay]") -> None:
+        written.extend(messages)
+
+    uplink.open(write, [from_relay.Drained()])
+    for call in calls:
+        call()
+    assert len(written) == 1 + MAX_KEPT
+    assert isinstance(written[0], from_relay.Drained)
+    assert written[-1] == from_relay.SessionEnded(MAX_KEPT - 1, record)
+    uplink.close()
+    uplink.send(from_relay.KvAbandoned("lost"))
+    assert not uplink.connected
