@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import Log
 
+States = dict[tuple[str, int], to_relay.ToRelay]
+
 # How often readiness is looked at, which changes with time alone too.
 _LOOK_S = 0.25
 
@@ -85,6 +87,8 @@ class Hub:
         self._models_told = to_relay.Models(())
         self._on_drained: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
+        self._states: States = {}
+        self._states_of: list[object] = []
         driver.changed = self.changed
 
     def hello(self, desk: Desk, hello: from_relay.Hello) -> None:
@@ -124,8 +128,21 @@ class Hub:
         for desk in self.desks.values():
             desk.out.flush_soon()
 
-    def states(self) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
-        """Yield the state of the deployment, each part with its name."""
+    def states(self) -> "States":
+        """Return the state of the deployment, each part by its name; another object if it changed."""
+        # Asked with every frame to a relay: to compare what may change is cheaper than to make it.
+        live = self._live()
+        if live != self._states_of:
+            self._states_of, self._states = live, dict(self._parts())
+        return self._states
+
+    def _live(self) -> list[object]:
+        instances = self.driver.instances
+        prefillers = [(one.status, one.identity, one.lost_kv) for one in instances.prefillers]
+        ranks = [one.status for one in instances.ranks]
+        return [*prefillers, *ranks, self._models_told, self.driver.ready]
+
+    def _parts(self) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
         instances = self.driver.instances
         for prefiller in instances.prefillers:
             known = prefiller.identity

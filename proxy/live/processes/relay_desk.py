@@ -106,12 +106,12 @@ class RelayDesk:
         welcome = self._welcome
         if welcome is None:
             return []
-        changed: list[to_relay.ToRelay] = [] if self._told else [welcome]
-        for key, state in self._hub.states():
-            if self._told.get(key) != state:
-                self._told[key] = state
-                changed.append(state)
-        return changed
+        told, states = self._told, self._hub.states()
+        if states is told:
+            return []
+        self._told = states
+        changed = [state for part, state in states.items() if told.get(part) != state]
+        return changed if told else [welcome, *changed]
 
     # Requests.
 

@@ -156,14 +156,19 @@ class Driver:
             log=log,
             now_ns=self._now_ns,
         )
-        self._sweep = Sweep(
+        self._sweep = self._make_sweep(metrics, has_deadlines=counts is None)
+
+    def _make_sweep(self, metrics: "Metrics", *, has_deadlines: bool) -> Sweep:
+        after_s = self._settings.stranded_s
+        return Sweep(
             self.sessions,
             self.decisions,
-            predictors,
+            self._predictors,
             metrics.decisions,
             stalls=self.context.stalls,
-            stranded=Stranded(scheduler, instances, after_s=settings.stranded_s),
+            stranded=Stranded(self.scheduler, self.instances, after_s=after_s),
             isolation=self.isolation,
+            has_deadlines=has_deadlines,
         )
 
     def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:

@@ -20,7 +20,11 @@ SWEEP_S = 0.25
 
 
 class Sweep:
-    """Looks after deadlines, progress, predictors and engines that are missing."""
+    """Looks after deadlines, progress, predictors and engines that are missing.
+
+    Args:
+        has_deadlines: Whether sessions are to check their deadlines; other processes' do so there.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Sweep:
         stalls: "StallWatch",
         stranded: "Stranded",
         isolation: "Isolation",
+        has_deadlines: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sessions = sessions
@@ -41,6 +46,7 @@ class Sweep:
         self._stalls = stalls
         self._stranded = stranded
         self._isolation = isolation
+        self._has_deadlines = has_deadlines
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -64,8 +70,9 @@ class Sweep:
         now_s, isolation, progress = self._loop.time(), self._isolation, self._decisions.progress
         try:
             isolation.run("timer", self._look_after, now_s, expected_s)
-            for session in list(self._sessions.values()):
-                isolation.run_for(session, "timer", session.check_deadline, now_s)
+            if self._has_deadlines:
+                for session in list(self._sessions.values()):
+                    isolation.run_for(session, "timer", session.check_deadline, now_s)
             isolation.run("predictor", self._predictors.score, progress.started, progress.age)
             isolation.run("timer", self._give_up_stranded, now_s)
         finally:
