@@ -102,6 +102,17 @@ def test_the_bench_times_every_stage() -> None:
     assert parts == pytest.approx(total)
 
 
+def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
+    module = script("bench_scheduler")
+    load = module.Load(streams=40, requests=40, steps=20, relays=2, ranks=4, batch=16, seconds=1.0)
+    row = module.run(lambda loop: module.drive(loop, load, None), seed=0, check=False)
+    # Of each request some ten messages pass, and progress 20 times a second from each relay.
+    assert 300 < row["messages_per_s"] < 700
+    assert 20 <= row["decisions_per_s"] <= 200
+    assert 0.0 < row["decision_p50_ms"] <= row["decision_p99_ms"]
+    assert row["decisions_share"] < row["cpu_share"]
+
+
 @pytest.mark.parametrize(
     ("flags", "other"),
     [
