@@ -2,7 +2,7 @@
 
 Prints the resident memory before and at its peak. Streams are opened one after the
 other and are all open in the end. Each takes two descriptors of the proxy, so 10,000 need a hard limit
-of 21,000 open files (`ulimit -Hn`), or the right to raise it.
+of 22,000 open files (`ulimit -Hn`), or the right to raise it.
 """
 
 import argparse
@@ -24,8 +24,8 @@ _STEP_S = 5.0
 _POLL_S = 0.2
 # The client's connection and the decode rank's.
 _PER_STREAM = 2
-# The prefillers', which are used by many streams in turn, and others of the proxy's.
-_SPARE_DESCRIPTORS = 1_000
+# The prefillers', kept for other streams: up to 1,024 of them, more for moments. And its own.
+_SPARE_DESCRIPTORS = 2_000
 _OPENED_PER_S = 250
 
 

@@ -180,7 +180,7 @@ def test_more_streams_than_descriptors_are_refused(
     monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "10000"])
     with pytest.raises(SystemExit):
         module.main()
-    assert "10000 streams need 21000 open files" in capsys.readouterr().err
+    assert "10000 streams need 22000 open files" in capsys.readouterr().err
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
