@@ -90,7 +90,11 @@ class RelayProcess:
                 await asyncio.sleep(_CONNECT_S)
                 continue
             self._app.connect(channel.write)
-            raise LinkError(f"the scheduler process is gone: {await closed.get()}")
+            reason = await closed.get()
+            if not self._welcome.is_set():
+                raise LinkError(f"the scheduler process does not take this relay: {reason}")
+            self._welcome.clear()
+            self._app.gone()
 
     def _take(self, messages: list[ToRelay]) -> None:
         for message in messages:

@@ -159,6 +159,31 @@ def test_streams_go_on_while_the_scheduler_process_hangs(make_exchanged: "MakeEx
     play(main())
 
 
+def test_streams_go_on_when_the_scheduler_process_is_killed(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
+        ):
+            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
+            await until_started(streams)
+            before = processes(served)
+            os.kill(before["scheduler0"], signal.SIGKILL)
+            late = served.client.send(b"POST", COMPLETIONS, STREAM)
+            for one in streams:
+                await one.end()
+                assert one.done
+            assert (await late.end()).done
+            after = processes(served)
+            assert after["scheduler0"] != before["scheduler0"]
+            assert (after["relay0"], after["relay1"]) == (before["relay0"], before["relay1"])
+            await until_free(served)
+
+    play(main())
+
+
 def test_a_new_version_takes_over_while_streams_go_on(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
         async with (
