@@ -33,7 +33,8 @@ LEASES = (
 )
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
 DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
-SIZES = ((32, 64), (72, 64), (144, 64))  # Ranks and slots, each with 12 turnovers in two segments.
+# Ranks and slots, each with 12 turnovers in two segments.
+SIZES = ((32, 64), (72, 64), (144, 64), (320, 128))
 
 
 def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]:
