@@ -124,7 +124,8 @@ class PrefillAttempt(Attempt):
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
         session, legs = self._session, self._session.context.legs
         recompute = answer.complete or legs.on_missing_kv == "recompute"
-        if answer.complete and session.emitted.tokens == 0:
+        # Of a stream that is open nobody knows which events came before the first token.
+        if answer.complete and session.emitted.tokens == 0 and not session.answer.opened:
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns
             session.prefill_was_all(answer.message)

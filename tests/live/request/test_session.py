@@ -672,6 +672,21 @@ def test_a_request_that_is_handed_back_before_it_began_starts_afresh_elsewhere()
     assert site.client.status == 0
 
 
+def test_a_prompt_that_ends_at_once_behind_an_open_stream_is_computed_where_it_is_decoded() -> None:
+    site, leg = handing_back()
+    # A chat's first event has no token yet.
+    opening = b'data: {"choices":[{"index":0,"text":""}],"usage":{"completion_tokens":0}}\n\n'
+    leg.begin(opening, HANDED_BACK)
+    assert site.client.status == 200
+    assert site.session.emitted_tokens == 0
+    site.prefill().answer(200, prefill_answer(None, finish_reason="stop"))
+    leg = site.decode(1)
+    assert "kv_transfer_params" not in leg.values
+    leg.stream(LAST, DONE)
+    assert site.client.body == opening + LAST + DONE
+    assert site.client.over == "ended"
+
+
 def test_a_prefill_that_fails_behind_an_open_stream_is_mended_and_a_decode_leg_is_not() -> None:
     site, leg = handing_back()
     leg.begin(token("x"), HANDED_BACK)
