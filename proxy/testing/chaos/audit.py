@@ -235,8 +235,9 @@ async def audit_answers(
             if names[request.request_id] == 1:
                 departure = client.visit.departure
                 sent_in_part = departure is not None and departure.phase is Phase.SENDING
-                # A bad key is refused before the body is read.
-                if told and sent_in_part and told[0].status != 401:
+                # Before the body is read: a bad key, and a tenant whose limits are reached.
+                on_head = any(one.status == 401 or one.refused_for for one in told)
+                if told and sent_in_part and not on_head:
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
                 if not client.unlogged:
                     wrongs = contradictions(told, received, verdict)
