@@ -183,7 +183,7 @@ class Judge:
         true = b"waited longer than it may" in received.body or _GIVEN_UP in received.body
         true |= _ALONE in received.body
         true |= self.tenants is not None and OVERLOADED in received.body
-        true |= self._plan.world.flags["admission"] == "early" and _TOO_LATE in received.body
+        true |= self._plan.world.flags.get("admission") == "early" and _TOO_LATE in received.body
         if status >= 500 and self._plan.weather is Weather.CALM and not true:
             verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
         return verdict
