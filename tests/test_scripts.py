@@ -258,7 +258,9 @@ def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> N
     # What is measured can be seen.
     assert p99["shares"] > 2 * p99["alone"]
     assert all(one.steady == {"ok": 150} for one in found.values())
-    assert found["limits and shares"].hostile["rejected"] > 200
+    # The log leaves out rejections that come faster than it writes them.
+    attacker = found["limits and shares"].hostile
+    assert attacker["rejected"] > 2 * attacker["ok"]
 
 
 def test_early_refusal_leaves_few_to_expire() -> None:
