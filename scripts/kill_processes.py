@@ -165,7 +165,9 @@ class Run:
                 answers = list(zip(client.visit.requests, client.answers, strict=True))
                 for request, received in answers[: client.sent]:
                     # Its relay may have been killed: what came must be a beginning of the answer.
-                    client.left = received.ending is not Ending.COMPLETE
+                    # The end of an answer by HTTP/1.0 is the end of its connection.
+                    cut = received.ending is not Ending.COMPLETE or client.visit.http_1_0
+                    client.left = cut
                     verdict = await judge.judge(client, request, received, reworded=False)
                     endings[verdict.ending] += 1
                     wrong += [f"{request.request_id}: {one}" for one in verdict.wrong]
