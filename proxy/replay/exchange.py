@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from balanceroute.proxy.replay.answer import AnswerReader
-from balanceroute.proxy.replay.faults import TIMEOUT, Fault, from_status, from_wire
+from balanceroute.proxy.replay.faults import TIMEOUT, Fault, from_status, from_wire, shown
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.wire.http1.client import Call, Endpoint
-from balanceroute.proxy.wire.messages import Headers, WireError
+from balanceroute.proxy.wire.messages import Headers, WireError, first_value
 
 # The part of an error's body that is kept for the message.
 _ERROR_BYTES = 4096
@@ -88,6 +88,9 @@ class Exchange:
     def on_head(self, status: int, headers: Headers) -> None:
         """See `ResponseHandler`."""
         self._status = status
+        retry_after = first_value(headers, b"retry-after")
+        if retry_after is not None:
+            self.sample.retry_after = shown(retry_after.decode("latin-1"))
 
     def on_data(self, data: bytes) -> None:
         """See `ResponseHandler`."""

@@ -141,6 +141,7 @@ def _row(sample: Sample, start_ns: int, time_scale: float) -> dict[str, object]:
         "token_events": sample.events,
         "cancelled": sample.cancelled,
         "fault": None if sample.fault is None else sample.fault._asdict(),
+        "retry_after": sample.retry_after,
     }
 
 

@@ -19,6 +19,7 @@ class Sample:
         prompt_tokens: The engine's count, if reported.
         output_tokens: The engine's count if reported, else the events; 0 until it has finished.
         fault: Why it failed; None if it did not.
+        retry_after: The header of a refusal; None without one.
         cancelled: Whether it was cancelled when the replay was interrupted.
     """
 
@@ -33,6 +34,7 @@ class Sample:
     prompt_tokens: int | None = None
     output_tokens: int = 0
     fault: Fault | None = None
+    retry_after: str | None = None
     cancelled: bool = False
 
     @property

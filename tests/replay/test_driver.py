@@ -85,7 +85,7 @@ class Engine:
         fault = self.faults.get(int(identity.rpartition(b"-")[2]))
         if fault == "refuse":
             error = {"error": {"message": "no room", "type": "ServiceUnavailable"}}
-            reply.send(503, JSON, json.dumps(error).encode())
+            reply.send(503, [*JSON, (b"retry-after", b"7")], json.dumps(error).encode())
             return
         if fault == "html":
             reply.send(502, [(b"content-type", b"text/html")], b"<h1>Bad\nGateway</h1>" * 999)
@@ -356,6 +356,12 @@ def test_failures_are_counted_by_kind_with_the_first_message() -> None:
         FaultCount("http 503", 3, "no room"),
         FaultCount("short stream", 2, "the answer ended without a finish_reason"),
     ]
+
+
+def test_a_sample_has_the_retry_after_of_its_refusal() -> None:
+    engine = Engine(faults={0: "refuse", 1: "html"})
+    result = replayed(engine, requests(3))
+    assert [sample.retry_after for sample in result.samples] == ["7", None, None]
 
 
 def test_nobody_there_is_a_failure_of_every_request() -> None:

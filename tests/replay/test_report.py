@@ -218,6 +218,7 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
     done.events, done.output_tokens, done.prompt_tokens = 2, 2, 11
     failed = Sample(PlannedRequest(4, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
     failed.end_ns, failed.fault = 7 * MS, Fault("reset", "gone")
+    failed.retry_after = "7"
     given = dataclasses.replace(result(), samples=[done, failed], start_ns=5 * MS)
     text = requests_as_json(given, time_scale=10.0)
     assert json.loads(text) == [
@@ -235,6 +236,7 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
             "token_events": 2,
             "cancelled": False,
             "fault": None,
+            "retry_after": None,
         },
         {
             "number": 4,
@@ -250,6 +252,7 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
             "token_events": 0,
             "cancelled": False,
             "fault": {"kind": "reset", "message": "gone"},
+            "retry_after": "7",
         },
     ]
     assert len(text.splitlines()) == 4
