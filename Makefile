@@ -4,7 +4,7 @@ UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := check
-.PHONY: check install lint types test test-vllm demo simulate bench fmt clean help
+.PHONY: check install lint types test test-vllm demo qos simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -38,6 +38,9 @@ test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minu
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/demo.py
+
+qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes); picture in build/qos
+	@$(BIN)/python scripts/qos.py
 
 simulate: $(INSTALLED) ## five policies on a public trace in virtual time: table, pictures in build/simulate
 	@$(BIN)/balanceroute simulate --trace traces/public/mooncake_conversation.jsonl.gz \

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -12,6 +13,9 @@ import pytest
 from tests.script import ROOT, script
 
 from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.replay.faults import Fault
+from balanceroute.proxy.replay.sample import Sample
+from balanceroute.proxy.replay.workload import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
 EXPERIMENTS: dict[str, str] = script("reproduce_results").EXPERIMENTS
@@ -280,3 +284,52 @@ def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("bench_grants")
     monkeypatch.setattr(module, "GRANTS", 50)
     assert len(module.grant_times("kv-token-seconds", "edf", 10, 100)) == 50
+
+
+def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
+    script("qos")  # Its parts can then be imported.
+    rows = sys.modules["rows"]
+    phases = sys.modules["phases"]
+
+    def row(phase: str, tenant: str, share: float | None, **changes: object) -> object:
+        kept = rows.Row(phase, tenant, share, share, 9, 6, 2, 1, 0, 0.1, 0.2, 3.0)
+        return replace(kept, **changes)
+
+    both, alone, *_ = phases.PHASES
+    good = [row(both, "gold", 75.0), row(both, "silver", 25.0), row(alone, "silver", 96.0)]
+    assert rows.failures(good) == []
+    assert rows.failures([row(both, "gold", 77.0, kv_share=66.0)]) == [
+        f"{both}: gold has 77.0 % of the output tokens, due are 66.7"
+    ]
+    assert len(rows.failures([row(both, "gold", None)])) == 2
+    assert len(rows.failures([row(alone, "silver", 94.0)])) == 2
+    assert rows.failures([row("overload", "silver", 1.0, lost=2)]) == [
+        "overload: 2 requests of silver are lost"
+    ]
+    held = [rows.Held("gold", 8.0, 0.0, 4.0), rows.Held("silver", 6.0, 3.0, 6.0)]
+    assert rows.share(held, "gold", (2.0, 4.0)) == pytest.approx(100 * 4 / 6)
+    assert rows.share(held, "gold", (7.0, 8.0)) is None
+    lost = Sample(PlannedRequest(0, 0, 1, 1), due_ns=0, sent_ns=0, fault=Fault("http 503", "full"))
+    assert rows.refusal(lost) is None
+    lost.retry_after = "1"
+    assert rows.refusal(lost) == "503"
+
+
+def test_the_tenants_run_answers_or_refuses_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--out {tmp_path} --phase-s 1 --step-ms 40 --target-s 1"
+    monkeypatch.setattr(sys, "argv", ["qos", *words.split()])
+    status = script("qos").main()
+    report = json.loads((tmp_path / "qos.json").read_text())
+    # So short a run says nothing of shares.
+    assert status == bool(report["failures"])
+    assert len(report["rows"]) == 8
+    for row in report["rows"]:
+        assert row["lost"] == 0
+        assert row["served"] + row["refused_429"] + row["refused_503"] == row["asked"]
+        assert (row["asked"] == 0) == ((row["phase"], row["tenant"]) == ("gold left", "gold"))
+    assert sum(row["served"] for row in report["rows"]) > 0
+    assert sum(row["refused_429"] + row["refused_503"] for row in report["rows"]) > 0
+    assert capsys.readouterr().out.count("\n| ") == 10
+    assert (tmp_path / "qos.png").read_bytes().startswith(b"\x89PNG")
