@@ -12,7 +12,7 @@ from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.evaluation_plots import write_plots
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
-from balanceroute.proxy.cli.outputs import check_output, write_output
+from balanceroute.proxy.cli.outputs import check_output, options, write_output
 from balanceroute.proxy.cli.past_flags import (
     MAX_HORIZON,
     Chosen,
@@ -199,7 +199,7 @@ def _notes(
 
 
 def _config(arguments: argparse.Namespace, given: Given) -> dict[str, object]:
-    chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
+    chosen = options(arguments)
     for name in ("json", "plots"):
         del chosen[name]
     for name in ("trace", "log"):

@@ -1,9 +1,16 @@
-"""Files that a command writes: found out before its work that they cannot be, and written whole."""
+"""What a command writes: files, known to be writable before its work and written whole; its terms."""
 
+import argparse
 import os
 from pathlib import Path
 
 from balanceroute.proxy.core.errors import ConfigError
+
+
+def options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return what a command was asked for, as its report repeats it."""
+    # Those two say what to run and how it was called.
+    return {name: value for name, value in vars(arguments).items() if name not in ("run", "words")}
 
 
 def check_output(flag: str, path: Path | None) -> None:

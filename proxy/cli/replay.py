@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.outputs import check_output, write_output
+from balanceroute.proxy.cli.outputs import check_output, options, write_output
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -344,8 +344,8 @@ def _config(
     requests: "list[PlannedRequest]",
     result: "ReplayResult",
 ) -> dict[str, object]:
-    chosen = vars(arguments) | given.values
-    for name in ("run", "json", "requests_json", "api_key_file"):
+    chosen = options(arguments) | given.values
+    for name in ("json", "requests_json", "api_key_file"):
         del chosen[name]
     sharegpt = given.read(Replayed).sharegpt
     return chosen | {

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from balanceroute import __version__
 from balanceroute.proxy.cli.engine_flags import EngineFlags
-from balanceroute.proxy.cli.outputs import check_output, write_output
+from balanceroute.proxy.cli.outputs import check_output, options, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
@@ -444,7 +444,7 @@ def _config(
     workloads: "Sequence[Workload]",
     dropped: int,
 ) -> dict[str, object]:
-    chosen = {name: value for name, value in vars(arguments).items() if name != "run"}
+    chosen = options(arguments)
     for name in ("json", "plots"):
         del chosen[name]
     machines = given.read(Machines)
