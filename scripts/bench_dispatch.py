@@ -1,11 +1,12 @@
 """What one scheduling decision costs, by stage.
 
-    make bench        or        python scripts/bench_dispatch.py [--steps N] [--json OUT]
+    make bench   or   python scripts/bench_dispatch.py [--steps N] [--kv-peak-quantile Q] [--json OUT]
 
 Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
 them in the pool, and times on one core every decode step that frees a slot: the projection's advance
 (predictions that fell due included), the decision's view of it, Stage 1, Stage 2, and the rest of
-the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy.
+the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy. With
+`--kv-peak-quantile` the room of every rank that has a slot counts as projection.
 """
 
 import argparse
@@ -38,6 +39,8 @@ from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
+# So much that the batch limit decides: every rank with a slot is looked at, and takes a request.
+SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
 WARM_UP_STEPS = 20
@@ -47,7 +50,9 @@ STAGES = ("step", "projection", "stage_1", "stage_2", "rest", "total")
 class Bench:
     """One saturated fleet."""
 
-    def __init__(self, ranks: int, batch: int, pool: int, horizon: int) -> None:
+    def __init__(
+        self, ranks: int, batch: int, pool: int, horizon: int, quantile: float | None = None
+    ) -> None:
         self._laps: dict[str, int] = {}
         self._mark = 0
         requests = playable(read_trace(TRACE))
@@ -56,11 +61,13 @@ class Bench:
         slots = ranks * batch
         # What a step finds running is biased to long outputs and caught in the middle of its life.
         running = rng.choices(requests, [r.output_tokens for r in requests], k=slots)
-        settings = PolicySettings(horizon_steps=horizon)
+        settings = PolicySettings(horizon_steps=horizon, kv_peak_quantile=quantile)
         predictor = Survival(request.output_tokens for request in requests)
-        parts = PolicyInputs(ranks, batch, settings, rng, predictor, on_stage=self._on_stage)
+        capacity = None if quantile is None else SLOT_KV_TOKENS * batch
+        parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage, capacity)
         self._scheduler = Scheduler(
-            SchedulerConfig(ranks=ranks, batch_limit=batch), make_policy("br-h", parts)
+            SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity),
+            make_policy("br-h", parts),
         )
         self._arrived = 0
         self._step = 0
@@ -135,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="timed steps per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
+    parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     table = Table(title=f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99")
@@ -142,7 +150,7 @@ def main() -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     rows = []
     for ranks, batch, pool, goal in SHAPES:
-        bench = Bench(ranks, batch, pool, arguments.horizon)
+        bench = Bench(ranks, batch, pool, arguments.horizon, arguments.kv_peak_quantile)
         bench.run(arguments.steps)
         figures = {
             stage: [float(f) for f in np.percentile(bench.samples[stage], [50, 99])]

@@ -144,6 +144,7 @@ def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         (["--transfer-base-ms", "-1"], "--transfer-base-ms", "is -1.0, must be from 0"),
         (["--transfer-us-per-token", "nan"], "--transfer-us-per-token", "is nan, must be"),
         (["--pool-limit", "0"], "--pool-limit", "is 0, must be from 1"),
+        (["--kv-peak-quantile", "0.9"], "--kv-peak-quantile", "needs --kv-capacity too"),
         (["--deadline", "0"], "--deadline", "is 0.0, must be from 0.001"),
         (["--deadline", "1e305"], "--deadline", "is 1e+305, must be"),
         (["--backlog", "500"], "segment", "never reached a steady state: .* smaller backlog"),

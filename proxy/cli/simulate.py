@@ -92,6 +92,14 @@ class Machines:
     kv_capacity: int | None = integer(
         None, "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
     )
+    recompute_us_per_token: float | None = number(
+        None,
+        "a rank computes again what its KV capacity had no room for, within a step, as vLLM does",
+        0.001,
+        1e6,
+        shown_default="it is prefilled again, as with vllm-ascend's recomputed",
+        metavar="x",
+    )
     prefill_servers: int | None = integer(
         None, "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
     )
@@ -226,6 +234,8 @@ def run(arguments: argparse.Namespace) -> int:
     compared, options = given.read(Compared), given.read(Options)
     policies = _policies(compared.policy)
     deployment = _deployment(given, options.deadline)
+    if options.kv_peak_quantile is not None and deployment.rank_kv_tokens is None:
+        raise ConfigError("--kv-peak-quantile: needs --kv-capacity too")
     try:
         forecast = forecast_called(compared.predictor)
     except ConfigError as error:
@@ -303,6 +313,7 @@ def _admission(machines: Machines) -> "Callable[[], Admission] | None":
 def _deployment(given: Given, deadline_s: float | None) -> Deployment:
     machines, aimd = given.read(Machines), given.read(AimdOptions)
     queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
+    recompute = machines.recompute_us_per_token
     prefill = None
     if machines.prefill_servers is not None:
         prefill = PrefillModel(
@@ -318,6 +329,7 @@ def _deployment(given: Given, deadline_s: float | None) -> Deployment:
         step_base_ns=round(1e6 * machines.step_base_ms),
         step_ns_per_token=1e3 * machines.step_us_per_token,
         rank_kv_tokens=machines.kv_capacity,
+        recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
         prefill_choice=machines.prefill_choice,
         probe_limit=machines.probe_limit,

@@ -12,7 +12,7 @@ right.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVarTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from balanceroute.proxy.core.turnover import Turnover
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from balanceroute.proxy.core.projection import Projection
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -45,6 +43,42 @@ class BoundRequest(NamedTuple):
     slots: int
     age: int
     started: bool
+
+
+class Follower(Protocol):
+    """Receives every change of a ledger; `Projection` says what each of them means."""
+
+    ranks: int
+
+    def clear(self) -> None:
+        """Remove all requests."""
+        ...
+
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
+    ) -> None:
+        """Add a request."""
+        ...
+
+    def start(self, request: RequestId) -> None:
+        """Let a request grow with the steps."""
+        ...
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Correct the tokens of a request."""
+        ...
+
+    def unbind(self, request: RequestId) -> None:
+        """Remove a request."""
+        ...
+
+    def step(self) -> None:
+        """Advance by one step."""
+        ...
+
+    def check(self) -> None:
+        """Recount and assert."""
+        ...
 
 
 @dataclass(slots=True)
@@ -75,7 +109,7 @@ class Ledger:
     def __init__(
         self,
         ranks: int,
-        projection: "Projection | None" = None,
+        projection: Follower | None = None,
         *,
         on_failure: Callable[[str, Exception], None] | None = None,
     ) -> None:

@@ -3,13 +3,16 @@
 A step reads every rank's KV cache and ends for all ranks together, so it takes
 T = a + b x max_g L_g. Each running request then holds one more token. A rank admits its queue in order
 between two steps. A rank whose KV cache overflows drops the request that joined last, as vLLM
-preempts; the request has to be prefilled again with its emitted tokens (vllm-ascend's `recomputed`).
+preempts. Either the request has to be prefilled again with its emitted tokens (vllm-ascend's
+`recomputed`), or it goes first in the rank's queue, and the step in which it joins again computes it
+and takes so much longer for all ranks (vLLM).
 
 `EngineOptions` says what may be otherwise: then the ranks read at different speeds, or requests emit
 more than one token in a step, or none.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.core.events import RankId, RequestId
@@ -43,13 +46,16 @@ class DecodeFleet:
         step_base_ns: a.
         step_ns_per_token: b.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+        recompute_ns: How long a rank takes to compute so many tokens of a dropped request again; None
+            if it does not.
         options: How the engines differ from plain ones.
 
     Attributes:
         loads: KV tokens of the running requests, by rank.
         running: Number of running requests in the fleet.
         step_loads: What each rank reads in the step that has begun, in KV tokens of speed 1.
-        emissions: Tokens of each running request in the step that has begun; empty if each emits one.
+        emissions: Tokens of each running or dropped request in the step that has begun; empty if each
+            emits one.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class DecodeFleet:
         step_base_ns: int,
         step_ns_per_token: float,
         rank_kv_tokens: int | None = None,
+        recompute_ns: Callable[[int], int] | None = None,
         options: EngineOptions = _PLAIN,
     ) -> None:
         self.loads = [0] * ranks
@@ -71,6 +78,10 @@ class DecodeFleet:
         self._step_base_ns = step_base_ns
         self._step_ns_per_token = step_ns_per_token
         self._rank_kv_tokens = rank_kv_tokens
+        self._recompute_ns = recompute_ns
+        # Dropped requests that wait to join again, and what each rank computes in the next step.
+        self._dropped: dict[RequestId, _Job] = {}
+        self._recomputes_ns = [0] * ranks
         self._speeds = options.speeds_of(ranks)
         self._pause_above = options.pause_above
         self._speculation = (
@@ -100,6 +111,7 @@ class DecodeFleet:
             return
         if job.joined_step is None:
             self._ranks[job.rank].queue.remove(job)
+            self._dropped.pop(request, None)
             return
         self._remove_end(job)
         self._leave(job)
@@ -113,7 +125,7 @@ class DecodeFleet:
         return len(self._ranks[rank].queue)
 
     def join(self) -> list[RequestId]:
-        """Admit queued requests where there is room; return them by rank, then in order."""
+        """Admit queued requests where there is room; return the new ones by rank, then in order."""
         joined: list[RequestId] = []
         for number, rank in enumerate(self._ranks):
             while rank.queue and self._has_room(rank, number):
@@ -123,18 +135,31 @@ class DecodeFleet:
                 self._ends[self._step + job.output_tokens].append(job)
                 self.loads[number] += job.kv_tokens
                 self.running += 1
-                joined.append(job.request)
+                if self._dropped.pop(job.request, None) is None:
+                    joined.append(job.request)
+                elif self._recompute_ns is not None:
+                    self._recomputes_ns[number] += self._recompute_ns(job.kv_tokens)
         return joined
 
     def begin_step(self) -> int:
         """Fix what a step of the present batches reads and emits; return how long it takes, in ns."""
         self.step_loads = self.loads
+        self.emissions = {}
         if self._pause_above is not None or self._speculation is not None:
             self._plan()
+        if self._dropped:
+            if not self.emissions:
+                self.emissions = {one: 1 for rank in self._ranks for one in rank.running}
+            self.emissions |= dict.fromkeys(self._dropped, 0)
         if self._speeds is not None:
             loads = zip(self.step_loads, self._speeds, strict=True)
             self.step_loads = [round(load / speed) for load, speed in loads]
-        return self._step_base_ns + round(self._step_ns_per_token * max(self.step_loads))
+        if not any(self._recomputes_ns):
+            return self._step_base_ns + round(self._step_ns_per_token * max(self.step_loads))
+        times = zip(self.step_loads, self._recomputes_ns, strict=True)
+        longest_ns = max(self._step_ns_per_token * load + more_ns for load, more_ns in times)
+        self._recomputes_ns = [0] * len(self._ranks)
+        return self._step_base_ns + round(longest_ns)
 
     def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
         """Emit the tokens of the step; return the requests that finished and those dropped."""
@@ -142,9 +167,10 @@ class DecodeFleet:
         for number, rank in enumerate(self._ranks):
             self.loads[number] += len(rank.running)
         for request, tokens in self.emissions.items():
-            # Not one that was withdrawn since.
-            if tokens != 1 and request in self._jobs:
-                self._shift(self._jobs[request], tokens - 1)
+            # Not one that was withdrawn since, or waits.
+            job = self._jobs.get(request)
+            if tokens != 1 and job is not None and job.joined_step is not None:
+                self._shift(job, tokens - 1)
         finished: list[RequestId] = []
         for job in self._ends.pop(self._step, ()):
             del self._jobs[job.request]
@@ -167,9 +193,20 @@ class DecodeFleet:
             # The last one is never dropped: it could not run anywhere else either.
             while self.loads[number] > self._rank_kv_tokens and len(rank.running) > 1:
                 request = next(reversed(rank.running))
+                job = self._jobs[request]
                 self.withdraw(request)
+                if self._recompute_ns is not None:
+                    self._requeue(job)
                 dropped.append(request)
         return dropped
+
+    def _requeue(self, job: _Job) -> None:
+        """Let a dropped request join its rank's batch again, before those that wait for it."""
+        assert job.joined_step is not None
+        emitted = self._step - job.joined_step
+        again = _Job(job.request, job.rank, job.kv_tokens + emitted, job.output_tokens - emitted)
+        self._jobs[job.request] = self._dropped[job.request] = again
+        self._ranks[job.rank].queue.appendleft(again)
 
     def _plan(self) -> None:
         """Decide which requests pause, and how many tokens the others emit."""

@@ -66,6 +66,8 @@ class Deployment:
         step_base_ns: a of T = a + b x max load.
         step_ns_per_token: b.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+        recompute_ns_per_token: What a rank takes to compute a request again that its KV cache had no
+            room for, within a step; None if it is prefilled again.
         prefill: The prefill servers; None prefills at once.
         prefill_choice: A name of `PREFILL_CHOICES`: which server takes a request.
         scrape_ns: Time between two scrapes of the servers, for choices by their metrics.
@@ -93,6 +95,7 @@ class Deployment:
     step_base_ns: int = 30_000_000
     step_ns_per_token: float = 200.0
     rank_kv_tokens: int | None = None
+    recompute_ns_per_token: float | None = None
     prefill: PrefillModel | None = None
     prefill_choice: str = "fewest-tokens"
     scrape_ns: int = 1_000_000_000
@@ -139,6 +142,12 @@ class Deployment:
         speeds = self.engines.speeds_of(self.ranks) if self.speeds_known else None
         return None if speeds is None else tuple(speeds)
 
+    @property
+    def recompute_ns(self) -> Callable[[int], int] | None:
+        """How long a rank takes to compute so many tokens again; None if it does not."""
+        per_token_ns = self.recompute_ns_per_token
+        return None if per_token_ns is None else lambda tokens: round(per_token_ns * tokens)
+
     def transfer_ns(self, kv_tokens: int) -> int:
         """Return the duration of a KV transfer."""
         return self.transfer_base_ns + round(self.transfer_ns_per_token * kv_tokens)
@@ -174,20 +183,7 @@ class Simulation:
     ) -> None:
         prefill, order = deployment.prefill, QUEUE_ORDERS[deployment.queue_order]
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                ranks=deployment.ranks,
-                batch_limit=deployment.batch_limit,
-                rank_kv_tokens=deployment.rank_kv_tokens,
-                prefillers=1 if prefill is None else prefill.servers,
-                probe_limit=None if prefill is None else deployment.probe_limit,
-                deadline_ns=deployment.deadline_ns,
-                pool_limit=deployment.pool_limit,
-                lease_ns=deployment.lease_ns,
-                lease_margin_ns=deployment.lease_margin_ns,
-                queue_ttl_ns=deployment.queue_ttl_ns,
-                rank_batch_limits=deployment.rank_batch_limits,
-                rank_speeds=deployment.told_speeds,
-            ),
+            _scheduler_config(deployment),
             policy,
             queue_order=order,
             intake=deployment.intake(),
@@ -210,6 +206,7 @@ class Simulation:
             step_base_ns=deployment.step_base_ns,
             step_ns_per_token=deployment.step_ns_per_token,
             rank_kv_tokens=deployment.rank_kv_tokens,
+            recompute_ns=deployment.recompute_ns,
             options=deployment.engines,
         )
         self._arrived = 0
@@ -417,6 +414,9 @@ class Simulation:
             self._entrance.finished(request, output_tokens, now_ns)
             if self._workload.concurrency is not None:
                 self._loop.call_at(now_ns, self._arrive_next)
+        if self._deployment.recompute_ns_per_token is not None:
+            self.recorder.preempted(len(dropped))
+            dropped = []
         for request in dropped:
             held = self.scheduler.ledger.kv_tokens(request)
             self._emitted[request] = held - self._workload.requests[request].prompt_tokens
@@ -437,3 +437,21 @@ class Simulation:
         for request, tokens in emissions.items():
             if tokens != usual:
                 self._feed(TokensEmitted(request, tokens - usual))
+
+
+def _scheduler_config(deployment: Deployment) -> SchedulerConfig:
+    prefill = deployment.prefill
+    return SchedulerConfig(
+        ranks=deployment.ranks,
+        batch_limit=deployment.batch_limit,
+        rank_kv_tokens=deployment.rank_kv_tokens,
+        prefillers=1 if prefill is None else prefill.servers,
+        probe_limit=None if prefill is None else deployment.probe_limit,
+        deadline_ns=deployment.deadline_ns,
+        pool_limit=deployment.pool_limit,
+        lease_ns=deployment.lease_ns,
+        lease_margin_ns=deployment.lease_margin_ns,
+        queue_ttl_ns=deployment.queue_ttl_ns,
+        rank_batch_limits=deployment.rank_batch_limits,
+        rank_speeds=deployment.told_speeds,
+    )

@@ -111,6 +111,7 @@ def make_simulation(
     """
     # The others do not predict, and training takes time.
     predicts = policy in PREDICTING or deployment.expects_output
+    predicts |= settings.kv_peak_quantile is not None
     asked = forecast(workload, settings) if predicts else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(

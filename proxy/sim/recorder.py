@@ -192,6 +192,10 @@ class Recorder:
             self.service.finish(request, now_ns)
         self._end(now_ns)
 
+    def preempted(self, requests: int) -> None:
+        """Note that ranks dropped requests, and will compute them again themselves."""
+        self._recomputes += requests * self._steady
+
     def recomputed(self, request: RequestId, kv_tokens: int) -> None:
         """Note that a rank dropped a request's KV cache."""
         self._recomputes += self._steady

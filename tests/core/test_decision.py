@@ -38,6 +38,7 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.pool import Pool
+from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 RANKS, BATCH = 3, 4
@@ -262,7 +263,7 @@ def test_a_projection_that_failed_is_built_anew() -> None:
     ahead = []
     for seat in (failed, well):
         projection = seat.scheduler.policy.projection
-        assert projection is not None
+        assert isinstance(projection, Projection)
         assert seat.scheduler.ledger.projection is projection
         ahead.append(projection.loads_ahead(seat.scheduler.ledger.loads).tolist())
     assert ahead[0] == ahead[1]
@@ -274,7 +275,7 @@ def test_a_load_beyond_32_bits_does_not_overflow_the_projection() -> None:
     seat(RequestArrived(RequestId(0), Ticket(2**26, slots=128, prefill=False)), Tick())
     seat(RequestArrived(RequestId(1), Ticket(5, prefill=False)), Tick(), StepCompleted())
     projection = seat.scheduler.policy.projection
-    assert projection is not None
+    assert isinstance(projection, Projection)
     ahead = projection.loads_ahead(seat.scheduler.ledger.loads)
     assert (ahead >= 0).all()
     assert ahead.max() >= 2**33

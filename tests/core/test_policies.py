@@ -27,6 +27,7 @@ from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.turnover import Turnover
 
@@ -438,7 +439,7 @@ def test_stage_1_leaves_stage_2_its_slots_though_each_request_wants_several() ->
 def test_br_h_expects_an_admitted_request_to_grow_in_every_slot(theta: int) -> None:
     policy = build("br-h", 2, theta=theta, horizon_steps=3)
     projection = policy.projection
-    assert projection is not None
+    assert isinstance(projection, Projection)
     seen: list[tuple[int, ...]] = []
     newcomer = projection.newcomer
 
@@ -702,6 +703,9 @@ def test_overdue_requests_go_oldest_first() -> None:
         ("patience", 0.0),
         ("hold_s", -1.0),
         ("hold_s", float("inf")),
+        ("kv_peak_quantile", 0.4),
+        ("kv_peak_quantile", 1.0),
+        ("kv_peak_quantile", float("nan")),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:

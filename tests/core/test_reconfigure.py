@@ -45,14 +45,15 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
+from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.core.time_limits import pool_entry
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver
 
+    from balanceroute.proxy.core.ledger import Follower
     from balanceroute.proxy.core.pool import Pool
-    from balanceroute.proxy.core.projection import Projection
 
 P0, P1 = PrefillerId(0), PrefillerId(1)
 RANK0, RANK1 = RankId(0), RankId(1)
@@ -251,7 +252,7 @@ class Rehearsed:
         return None if self.rehearsing or self._then is None else self._then.slots_beyond_batch
 
     @property
-    def projection(self) -> "Projection | None":
+    def projection(self) -> "Follower | None":
         return None if self._then is None else self._then.projection
 
     @property
@@ -351,7 +352,9 @@ def test_what_follows_is_as_if_it_had_had_this_shape_from_the_start(name: str, s
 
     def ahead(scheduler: Scheduler) -> object:
         projection, loads = scheduler.policy.projection, scheduler.ledger.loads
-        return loads.tolist() if projection is None else projection.loads_ahead(loads).tolist()
+        if isinstance(projection, Projection):
+            return projection.loads_ahead(loads).tolist()
+        return loads.tolist()
 
     # Before the times to live that differ are over.
     while life.now_ns < 150 or not always.ledger.started.any():

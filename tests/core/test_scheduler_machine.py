@@ -11,7 +11,6 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.core.known_request import Known
+from tests.core.reserved_ranks import reserved_ranks
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import LifecycleError
@@ -58,6 +58,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 CONFIGS = st.builds(
@@ -84,6 +85,7 @@ PARAMETERS = st.fixed_dictionaries(
         "patience": st.none() | st.sampled_from([1.0, float("inf")]),
         "refresh_tokens": st.integers(1, 4),
         "bypass_slots": st.integers(0, 2),
+        "kv_peak_quantile": st.none() | st.sampled_from([0.5, 0.99]),
     }
 )
 INDEX = st.integers(0, 1_000)
@@ -128,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.build(SchedulerConfig(ranks=1, batch_limit=1), {})
 
     @initialize(config=CONFIGS, parameters=PARAMETERS)
-    def build(self, config: SchedulerConfig, parameters: dict[str, float]) -> None:
+    def build(self, config: SchedulerConfig, parameters: dict[str, float | None]) -> None:
         self.config = config
         self.parameters = parameters
         self.predictor = Survival()
@@ -151,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 settings=chosen,
                 rng=random.Random(5),
                 predictor=self.predictor,
+                rank_kv_tokens=config.rank_kv_tokens,
             ),
         )
 
@@ -544,7 +547,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ranks = self.may_go(self.open_ranks, oldest.lost_on_ranks)
         assert all(self.on_rank(rank) for rank in ranks), "a rank stays empty while requests wait"
         if self.config.rank_kv_tokens is None:
-            assert all(self.free_slots(rank) <= 0 for rank in ranks), "a free slot stays empty"
+            full = all(self.free_slots(rank) <= 0 for rank in ranks)
+            assert full or reserved_ranks(self.policy), "a free slot stays empty"
             passed_over = [known for known in waiting if known.number in late]
             if self.name in {"br-0", "br-h"} and not all(one.lost_on_ranks for one in passed_over):
                 assert late.issuperset(admitted), "an overdue request was passed over"
@@ -615,7 +619,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.ledger.bound,
             scheduler.ledger.started,
         ]
-        if self.policy.projection is not None:
+        if isinstance(self.policy.projection, Projection):
             parts.append(self.policy.projection.loads_ahead(scheduler.ledger.loads).tolist())
         return "\n".join(map(repr, parts))
 
@@ -690,15 +694,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.live, "a request is stuck"
         self.nothing_leaked()
         scheduler = self.scheduler
-        assert not scheduler.requests
-        assert len(scheduler.pool) == 0
+        assert not [*scheduler.requests, *scheduler.pool]
         assert not scheduler.ledger.loads.any()
         assert not scheduler.ledger.bound.any()
         held = scheduler.prefillers.held_tokens + scheduler.prefillers.prefills
         assert not any(held + scheduler.prefillers.direct)
-        if self.policy.projection is not None:
-            zeros = np.zeros(self.config.ranks, np.int64)
-            assert not self.policy.projection.loads_ahead(zeros).any()
+        if isinstance(self.policy.projection, Projection):
+            assert not self.policy.projection.loads_ahead(0 * scheduler.ledger.loads).any()
 
 
 POLICIES_DRIVEN = [
@@ -736,13 +738,14 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
-def random_policy_settings(rng: random.Random) -> dict[str, float]:
+def random_policy_settings(rng: random.Random) -> dict[str, float | None]:
     return {
         "horizon_steps": rng.randint(1, 6),
         "window": rng.randint(1, 6),
         "patience": rng.choice([1.0, 20.0, float("inf")]),
         "refresh_tokens": rng.randint(1, 4),
         "bypass_slots": rng.randrange(3),
+        "kv_peak_quantile": rng.choice([None, 0.5, 0.99]),
     }
 
 

@@ -288,3 +288,71 @@ def test_the_fleet_does_what_a_naive_model_does(
         assert sorted(finished) == sorted(request for done, _ in ends for request in done)
         assert dropped == [request for _, lost in ends for request in lost]
         assert engine.loads == [rank.load() for rank in model]
+
+
+def test_a_rank_that_recomputes_takes_its_dropped_request_back_first() -> None:
+    """Memory for 30: 10 and 15 grow by two each step until they do not fit."""
+    computed: list[int] = []
+
+    def recompute_ns(tokens: int) -> int:
+        computed.append(tokens)
+        return 1_000 * tokens
+
+    fleet = DecodeFleet(
+        ranks=2,
+        batch_limit=4,
+        step_base_ns=100,
+        step_ns_per_token=1.0,
+        rank_kv_tokens=30,
+        recompute_ns=recompute_ns,
+    )
+    old, young, waiting = RequestId(0), RequestId(1), RequestId(2)
+    fleet.submit(old, RankId(0), kv_tokens=10, output_tokens=6)
+    fleet.submit(young, RankId(0), kv_tokens=15, output_tokens=9)
+    assert fleet.join() == [old, young]
+    fleet.submit(waiting, RankId(0), kv_tokens=25, output_tokens=1)
+    for _ in range(2):
+        assert fleet.begin_step() < 1_000
+        assert fleet.end_step() == ([], [])
+    fleet.begin_step()
+    assert fleet.end_step() == ([], [young])
+    # It emits nothing while it waits, and nothing overtakes it.
+    for _ in range(2):
+        assert fleet.join() == []
+        assert fleet.begin_step() < 1_000
+        assert fleet.emissions == {old: 1, young: 0}
+        assert fleet.end_step() == ([], [])
+    fleet.begin_step()
+    assert fleet.end_step() == ([old], [])
+    # The step in which it joins again computes its 18 tokens, for all ranks.
+    assert fleet.join() == []
+    assert fleet.begin_step() == 100 + 18 + 18_000
+    assert computed == [18]
+    assert fleet.end_step() == ([], [])
+    assert fleet.begin_step() == 100 + 19
+    assert fleet.loads == [19, 0]
+    fleet.withdraw(young)
+    assert fleet.end_step() == ([], [])
+    assert fleet.join() == [waiting]
+
+
+def test_a_dropped_request_that_is_withdrawn_is_forgotten() -> None:
+    fleet = DecodeFleet(
+        ranks=1,
+        batch_limit=4,
+        step_base_ns=100,
+        step_ns_per_token=1.0,
+        rank_kv_tokens=20,
+        recompute_ns=lambda tokens: tokens,
+    )
+    old, young = RequestId(0), RequestId(1)
+    for request in (old, young):
+        fleet.submit(request, RankId(0), kv_tokens=10, output_tokens=5)
+    fleet.join()
+    fleet.begin_step()
+    assert fleet.end_step() == ([], [young])
+    fleet.begin_step()
+    fleet.withdraw(young)
+    assert fleet.end_step() == ([], [])
+    assert fleet.begin_step() == 100 + 12
+    assert fleet.emissions == {}

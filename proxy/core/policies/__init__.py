@@ -42,6 +42,7 @@ from balanceroute.proxy.core.policies.round_robin import RoundRobin
 from balanceroute.proxy.core.policies.scored_rank import ScoredRank
 from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
+from balanceroute.proxy.core.policies.within_peak import WithinPeak
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.prefill.tblb_scores import (
     Scores,
@@ -89,6 +90,8 @@ class PolicySettings:
         refresh_tokens: M, tokens between two predictions of a request.
         bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
         paper: Use the paper's two-stage rule and projection.
+        kv_peak_quantile: A rank takes a request only if this quantile of its KV tokens is expected to
+            fit as long as its requests run; None if only their present tokens must fit.
     """
 
     horizon_steps: int = 40
@@ -103,6 +106,7 @@ class PolicySettings:
     refresh_tokens: int = 20
     bypass_slots: int = 2
     paper: bool = False
+    kv_peak_quantile: float | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -114,6 +118,9 @@ class PolicySettings:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}, must be at least {least}")
+        quantile = self.kv_peak_quantile
+        if quantile is not None and not 0.5 <= quantile < 1.0:
+            raise ConfigError(f"kv_peak_quantile is {quantile}, must be in [0.5, 1)")
         if not 0.0 < self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
         if not 0.0 <= self.hold_s < inf:
@@ -270,4 +277,11 @@ def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
     settings = inputs.settings.resolved(ranks=inputs.ranks, batch_limit=inputs.batch_limit)
-    return POLICIES[name](replace(inputs, settings=settings))
+    policy = POLICIES[name](replace(inputs, settings=settings))
+    quantile, capacity = settings.kv_peak_quantile, inputs.rank_kv_tokens
+    # What binds early ignores memory: it queues in the engine.
+    if quantile is None or capacity is None or policy.slots_beyond_batch is None:
+        return policy
+    return WithinPeak(
+        policy, inputs.predictor, ranks=inputs.ranks, capacity=capacity, quantile=quantile
+    )

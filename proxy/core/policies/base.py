@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import BoundRequest
+from balanceroute.proxy.core.ledger import BoundRequest, Follower
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.turnover import Turnover
 
 # Stands for "no limit" in `Fleet.free_slots` and `Fleet.free_kv_tokens`.
@@ -39,6 +38,8 @@ class Fleet:
         turnover: How fast requests leave the ranks. Read-only.
         speeds: float64[G], KV tokens that each rank reads in the same time, 1 on average; None if
             all are equally fast.
+        room_after: Admits an entry to a rank, and returns the KV tokens that then still fit; None if
+            it takes its own.
     """
 
     is_open: NDArray[np.bool_]
@@ -49,6 +50,7 @@ class Fleet:
     requests: Callable[[], list[BoundRequest]] = list
     turnover: Turnover = field(default_factory=Turnover)
     speeds: NDArray[np.float64] | None = None
+    room_after: Callable[[int, PoolEntry], int] | None = None
 
     def room(self, rank: int) -> int:
         """Return the KV tokens of the largest request that fits on `rank`; slots do not count.
@@ -97,7 +99,10 @@ class Fleet:
         self.bound[rank] += entry.slots
         # A request of several sequences may need more slots than are free.
         self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
-        self.free_kv_tokens[rank] -= entry.kv_tokens
+        if self.room_after is None:
+            self.free_kv_tokens[rank] -= entry.kv_tokens
+        else:
+            self.free_kv_tokens[rank] = self.room_after(rank, entry)
 
 
 def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bool_]) -> int | None:
@@ -130,8 +135,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def projection(self) -> Projection | None:
-        """The projection that the ledger keeps up to date for this policy, if it needs one."""
+    def projection(self) -> Follower | None:
+        """What the ledger keeps up to date for this policy, usually a projection; None for nothing."""
         ...
 
     @property

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
@@ -100,7 +101,7 @@ def make_config(
         listening=listening,
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
-        policies=given.read(PolicyOptions).settings,
+        policies=_policies(given, scheduling),
         times=times,
         aimd=aimd,
         failures=failures,
@@ -256,6 +257,13 @@ def _check_body_budget(given: Given, limits: ExchangeLimits) -> None:
 
 
 # Scheduling.
+
+
+def _policies(given: Given, scheduling: SchedulingSettings) -> PolicySettings:
+    policies = given.read(PolicyOptions).settings
+    if policies.kv_peak_quantile is not None and scheduling.rank_kv_tokens is None:
+        raise ConfigError(f"{given.where('kv_peak_quantile')}: needs --rank-kv-tokens too")
+    return policies
 
 
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:

@@ -96,6 +96,15 @@ class PolicyOptions:
         0,
         10**9,
     )
+    kv_peak_quantile: float | None = number(
+        None,
+        "with the KV tokens of a rank known: it takes a request only if this quantile of what its "
+        "requests will hold fits, until they end",
+        0.5,
+        0.999999,
+        word="none",
+        metavar="Q",
+    )
     paper: bool = switch(False, "the paper's exact two-stage rule")
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.predictors import Predictor, RequestFeatures
-    from balanceroute.proxy.core.projection import Projection
+    from balanceroute.proxy.core.ledger import Follower
 
 _NO_REQUEST = RequestId(-1)
 _NOT_TAKEN = "request {!r} was not taken from the pool, or is there twice"
@@ -141,7 +141,7 @@ class FaultyPolicy:
         return self._inner.slots_beyond_batch
 
     @property
-    def projection(self) -> "Projection | None":
+    def projection(self) -> "Follower | None":
         """See `Policy`."""
         return self._inner.projection
 

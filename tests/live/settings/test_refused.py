@@ -104,6 +104,7 @@ from balanceroute.proxy.core.errors import ConfigError
         ({"patience": 0}, "--patience", "is 0, must be from 1e-09 to inf"),
         ({"refresh_tokens": 0}, "--refresh-tokens", "is 0, must be"),
         ({"bypass_slots": -1}, "--bypass-slots", "is -1, must be"),
+        ({"kv_peak_quantile": 1}, "--kv-peak-quantile", "must be from 0.5 to 0.999999, or 'none'"),
         ({"paper": 1}, "--paper", "is 1, must be true or false"),
         ({"queue_ttl_s": 0}, "--queue-ttl-s", "is 0, must be from 0.001 to 1e+06"),
         ({"aimd": "post3"}, "--aimd", "must be one of off, post5, post4"),

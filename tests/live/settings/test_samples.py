@@ -132,10 +132,12 @@ FILES = {
 AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
+# Means something with another setting alone.
+WITH_MEMORY = {"kv_peak_quantile"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_MEMORY
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 
@@ -147,6 +149,13 @@ def test_the_layerwise_connector_is_told_where_the_engines_reach_the_proxy(tmp_p
         of_file(tmp_path, 'host = "0.0.0.0"', top=top, flags={"admin": False})
     with pytest.raises(ConfigError, match="metaserver_url: nixl never calls back"):
         of_file(tmp_path, 'metaserver_url = "http://proxy:8000"')
+
+
+def test_the_quantile_of_the_kv_peak_needs_the_memory_of_a_rank(tmp_path: Path) -> None:
+    config = of_file(tmp_path, "kv_peak_quantile = 0.95\nrank_kv_tokens = 1000")
+    assert config.policies.kv_peak_quantile == 0.95
+    with pytest.raises(ConfigError, match="kv_peak_quantile: needs --rank-kv-tokens too"):
+        of_file(tmp_path, "kv_peak_quantile = 0.95")
 
 
 @pytest.mark.parametrize("name", SAMPLES)

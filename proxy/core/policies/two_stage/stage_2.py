@@ -26,8 +26,9 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
         rank = _roomiest(work, open_ranks)
         chosen = _choose(work, rank, reservations)
         for entry in chosen:
-            # Entries of several slots each may need more than are free.
-            if fleet.free_slots[rank] > 0:
+            # Entries of several slots each may need more than are free, and entries that grow more
+            # memory than they hold now.
+            if fleet.free_slots[rank] > 0 and entry.kv_tokens <= fleet.room(rank):
                 work.admit(entry, rank)
         # A rank that takes nothing is done: room only shrinks during a round.
         open_ranks[rank] = bool(chosen) and fleet.free_slots[rank] > 0

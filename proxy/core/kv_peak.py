@@ -1,0 +1,254 @@
+"""How many more KV tokens fit on a rank, given how its requests will grow and when they will end.
+
+The requests of a rank hold L(h) = sum of x_i = w_i + n_i h over those that still run in h steps. A
+request runs with the probability S_i(h) that the predictor gives, so L(h) has the central moments
+
+    M = sum of x S,    V = sum of x**2 S (1 - S),    K = sum of x**3 S (1 - S) (1 - 2 S),
+
+and its quantile is nearly M + z V**0.5 with z = u + (u**2 - 1) K / (6 V**1.5), u that of the normal
+distribution (Cornish and Fisher, to the third moment: on a rank of few large requests, of which most
+still run, L falls short of M by more than it exceeds it). It is never above T = sum of x.
+
+A newcomer **fits** if that, with it, is within the rank's memory at every h. The largest one follows
+in closed form at each point of the grid, for a newcomer that runs as long as the mean candidate. Once
+one is admitted, its own curve counts.
+
+That the expected peak of a batch decides, and not its present size, is from Past-Future (Gong et al.,
+arXiv 2507.10150); there the lengths are drawn from the past ones, and the peak is that of one draw.
+"""
+
+from math import erfc, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.curves import LONGEST, Curves
+from balanceroute.proxy.core.deposits import Deposits
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.trajectories import HORIZON_OUTPUTS, POINTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from balanceroute.proxy.core.ledger import Follower
+    from balanceroute.proxy.core.pool import Pool, PoolEntry
+    from balanceroute.proxy.core.prediction import Predictor
+
+_POINTS = np.arange(POINTS)
+_FIRST_WIDTH = 32
+# A predictor that expects no end must not cost memory and time without one.
+_MOST_STEPS = 1 << 15
+# A rank's row is as good as new for so many parts of a point's width.
+_FRESH_PARTS = 4
+
+
+class Residents:
+    """The bound requests in arrays; passes every change on to another follower of the ledger.
+
+    Args:
+        ranks: G.
+        other: The policy's own follower; None if it has none.
+
+    Attributes:
+        now: The step clock.
+        changed: bool[G], ranks that requests joined or left since the caller cleared it.
+    """
+
+    def __init__(self, ranks: int, other: "Follower | None") -> None:
+        self.ranks = ranks
+        self._other = other
+        self._reset()
+
+    def _reset(self) -> None:
+        self.now = 0
+        self.changed = np.ones(self.ranks, np.bool_)
+        self.requests = Deposits(0)
+
+    def clear(self) -> None:
+        """Remove all requests."""
+        self._reset()
+        if self._other is not None:
+            self._other.clear()
+
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
+    ) -> None:
+        """Add a request that holds `kv_tokens`, each sequence having emitted `age` tokens."""
+        self.requests.add(
+            request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self.now
+        )
+        self.changed[rank] = True
+        if self._other is not None:
+            self._other.bind(request, rank, kv_tokens, age, sequences)
+
+    def start(self, request: RequestId) -> None:
+        """Note that the request grows with the steps from now on."""
+        place = self.requests.place_of[request]
+        self.requests.since[place] = self.now
+        self.requests.started[place] = True
+        if self._other is not None:
+            self._other.start(request)
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Correct one request's tokens."""
+        self.requests.tokens[self.requests.place_of[request]] += tokens
+        if self._other is not None:
+            self._other.emit(request, tokens)
+
+    def unbind(self, request: RequestId) -> None:
+        """Remove a request."""
+        place = self.requests.remove(request)
+        self.changed[self.requests.rank[place]] = True
+        self.requests.rank[place] = -1
+        if self._other is not None:
+            self._other.unbind(request)
+
+    def step(self) -> None:
+        """Advance by one step."""
+        self.now += 1
+        if self._other is not None:
+            self._other.step()
+
+    def check(self) -> None:
+        """Check the other follower."""
+        if self._other is not None:
+            self._other.check()
+
+
+class PeakRoom:
+    """The room of every rank.
+
+    Args:
+        residents: The bound requests.
+        predictor: Asked for each candidate once.
+        capacity: KV tokens that fit on a rank.
+        quantile: Of L(h), that must fit; from 0.5 to below 1.
+    """
+
+    def __init__(
+        self, residents: Residents, predictor: "Predictor", *, capacity: int, quantile: float
+    ) -> None:
+        self._residents = residents
+        self._curves = Curves(predictor)
+        self._capacity = capacity
+        self._normal = _normal_quantile(quantile)
+        self._width = _FIRST_WIDTH
+        # M, V, K and T of each rank, at each point.
+        self._moments = np.zeros((residents.ranks, 4, POINTS))
+        self._made_at = np.full(residents.ranks, -1)
+        self._newcomer = np.ones(POINTS)
+
+    def of_ranks(
+        self, ranks: NDArray[np.bool_], entries: "Sequence[PoolEntry]", pool: "Pool"
+    ) -> NDArray[np.int64]:
+        """Return int64[G], the KV tokens of the largest request that fits; 0 for ranks not asked for.
+
+        Args:
+            ranks: bool[G], the ranks in question.
+            entries: The candidates, at least one.
+            pool: Where they wait.
+        """
+        requests = [entry.request for entry in entries]
+        known = self._residents.requests.place_of
+        self._curves.make_room(len(entries), lambda one: one in known or one in pool)
+        self._fit_grid(requests)
+        ages = np.array([entry.age for entry in entries], np.int64)
+        survival = self._curves.survival(requests, ages, self._width)
+        self._newcomer = survival.mean(axis=0)
+        self._project(ranks)
+        room = np.zeros(len(ranks), np.int64)
+        room[ranks] = self._largest(self._moments[ranks])
+        return room
+
+    def admit(self, rank: int, entry: "PoolEntry") -> int:
+        """Add a request to a rank, and return what then still fits there."""
+        survival = self._curves.survival(
+            [entry.request], np.array([entry.age], np.int64), self._width
+        )
+        grown = entry.kv_tokens + entry.slots * self._width * _POINTS
+        self._moments[rank] += _moments(grown[None], survival)[0]
+        self._made_at[rank] = -1  # The round may be undone.
+        return int(self._largest(self._moments[rank : rank + 1])[0])
+
+    def _fit_grid(self, requests: "Sequence[RequestId]") -> None:
+        """Ask about the candidates, on a grid that reaches as far as their outputs do."""
+        self._curves.ask(requests, self._width)
+        lasting = self._curves.lasting_output(self._width)
+        fitting = max(1, round(HORIZON_OUTPUTS * lasting / (POINTS - 1)))
+        width = min(round(1.25 * fitting), _MOST_STEPS // LONGEST)
+        if fitting <= self._width <= 2 * fitting or width == self._width:
+            return
+        self._curves.stretch(width / self._width)
+        self._width = width
+        self._made_at[:] = -1
+
+    def _project(self, ranks: NDArray[np.bool_]) -> None:
+        """Make the rows of the ranks that changed, or were not made anew for long."""
+        residents = self._residents
+        age = residents.now - self._made_at
+        old = (self._made_at < 0) | (age < 0) | (_FRESH_PARTS * age >= self._width)
+        stale = ranks & (residents.changed | old)
+        if not stale.any():
+            return
+        running = residents.requests.running_on(stale, residents.now)
+        survival = self._curves.survival(running.requests, running.ages, self._width)
+        grown = running.kv_tokens[:, None] + np.multiply.outer(
+            running.sequences, self._width * _POINTS
+        )
+        moments = _moments(grown, survival)
+        self._moments[stale] = 0.0
+        order = np.argsort(running.ranks, kind="stable")
+        sorted_ranks = running.ranks[order]
+        starts = np.flatnonzero(np.diff(sorted_ranks, prepend=-1))
+        if len(starts):
+            self._moments[sorted_ranks[starts]] = np.add.reduceat(moments[order], starts, axis=0)
+        self._made_at[stale] = residents.now
+        residents.changed[stale] = False
+
+    def _largest(self, moments: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return int64[n], the largest mean newcomer that fits beside float64[n, 4, POINTS] each.
+
+        With A = capacity - M and S the newcomer's survival, x = w + h solves
+
+            A - x S = z (V + x**2 S (1 - S))**0.5,
+
+        which is x = (A**2 - z**2 V) / (A S + z (A**2 S (1 - S) + (S**2 - z**2 S (1 - S)) V)**0.5).
+        """
+        means, variances, thirds, totals = moments.transpose(1, 0, 2)
+        skew = np.zeros_like(means)
+        np.divide(thirds, variances**1.5, out=skew, where=variances > 0.0)
+        z = np.maximum(self._normal + (self._normal**2 - 1.0) / 6.0 * skew, 0.0)
+        left, runs = self._capacity - means, self._newcomer
+        doubt = runs * (1.0 - runs)
+        spare = left**2 - z**2 * variances
+        root = np.sqrt(np.maximum(left**2 * doubt + (runs**2 - z**2 * doubt) * variances, 0.0))
+        divisor = left * runs + z * root
+        largest = np.full_like(left, np.inf)
+        np.divide(spare, divisor, out=largest, where=divisor > 0.0)
+        largest = np.where((left > 0.0) & (spare >= 0.0), largest, 0.0)
+        # What fits even if all of them stay.
+        largest = np.maximum(largest, self._capacity - totals)
+        room = (largest - self._width * _POINTS).min(axis=1)
+        return np.asarray(np.maximum(room, 0.0), np.int64)
+
+
+def _normal_quantile(probability: float) -> float:
+    """Return the quantile of the standard normal distribution at 0.5 or above, to 2**-50."""
+    # `statistics` has it, but draws random numbers as well.
+    low, high = 0.0, 16.0
+    for _ in range(54):
+        middle = (low + high) / 2.0
+        if erfc(-middle / sqrt(2.0)) / 2.0 < probability:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _moments(grown: NDArray[np.int64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return float64[n, 4, POINTS], what each request adds to M, V, K and T."""
+    means = grown * survival
+    variances = means * (grown - means)
+    thirds = variances * (grown - 2.0 * means)
+    return np.stack([means, variances, thirds, np.asarray(grown, np.float64)], axis=1)
