@@ -90,6 +90,20 @@ def test_where_it_fits_a_large_one_goes_though_another_rank_is_reserved_for_it()
     assert admitted(rule, fleet([9_000, 5_000, 9_000, 9_000], [0, 1, 0, 0]), pool) == [(1, 1)]
 
 
+@pytest.mark.parametrize("empty", [1, 2])
+def test_an_empty_rank_takes_a_large_one_whatever_rank_is_reserved_for_it(empty: int) -> None:
+    """It can shed nothing more, and while other ranks admit nothing no credit grows."""
+    rule, pool = policy(), pool_of(entry(0, 30_000, overtaken=20), entry(1, 100))
+    assert admitted(rule, fleet([9_000, 5_000, 9_000, 9_000], [0, 1, 0, 0]), pool) == [(1, 1)]
+    assert rule.reservations.of_rank == {1: LARGE}
+    pool.add(entry(2, 40_000))
+    loads, free = [9_000] * RANKS, [0] * RANKS
+    loads[empty], free[empty] = 0, 1
+    view = fleet(loads, free)
+    view.bound[empty] = 0
+    assert admitted(rule, view, pool) == [(0, empty)]
+
+
 @pytest.mark.parametrize(
     ("overtaken", "margin", "reserved"),
     [

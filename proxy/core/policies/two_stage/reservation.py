@@ -20,7 +20,8 @@ waits for ever, however large.
 
 **Who may reserve?** An entry is **late** by the admissions beyond its turn, first come, first served,
 in lengths of the pool. From a quarter of a pool on it may reserve the rank that has most room at the
-moment, provided that this is enough of its size: all of it, less 40 % per pool of lateness.
+moment, provided that this is enough of its size: all of it, less 40 % per pool of lateness. An empty
+rank has all the room that it will ever have, so it takes a late entry at once.
 """
 
 from math import exp
@@ -76,7 +77,9 @@ class Reservations:
         own = self.of_rank[rank]
         for index, entry in enumerate(candidates):
             if entry.request == own and view.has_room[index]:
-                if _tolerable(work, entry, float(view.overflow[index])):
+                # An empty rank has nothing left to shed.
+                overflow = float(view.overflow[index])
+                if not work.fleet.bound[rank] or _tolerable(work, entry, overflow):
                     return [entry]
                 break
         others = view.has_room & ~view.reserved
@@ -129,8 +132,11 @@ class _View:
             self.reserved |= [entry.request in reserved for entry in candidates]
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
-        """Return the best choice of what has no other rank to itself, or fills this one as well."""
-        free = self.has_room & (self.fills | ~self.reserved)
+        """Return the best choice of what has no other rank to itself, or fills this one as well.
+
+        An empty rank waits for nobody: it takes what has another rank to itself, too.
+        """
+        free = self.has_room & (self.fills | ~self.reserved | (work.fleet.bound[rank] == 0))
         if free.all():
             return best_choice(work, rank, self.candidates, self.scores)
         candidates = [
