@@ -11,6 +11,6 @@ def test_nothing_is_left_behind_and_every_answer_is_right_or_a_true_error(tmp_pa
     assert not report.wrong, report.text()
     rows = {name.strip(): value for name, value, _ in report.rows}
     # What a run without faults and departures would look like.
-    assert int(rows["left"]) > 10
+    assert rows["left"] != "0"
     assert rows["retries"] != "0"
     assert rows["requests with faults"] == "150"
