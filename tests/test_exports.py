@@ -58,7 +58,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
     retry_budget
     session session_host short_answer stall_watch
 proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
-    step_clock stranded sweep tick_timer unique_tokens
+    step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options checks config configure declared engines policy_options reader scheduling
     setting tenant_file

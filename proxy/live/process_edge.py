@@ -3,14 +3,17 @@
 import asyncio
 import gc
 import logging
+import random
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
+from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.telemetry.line_writer import LineWriter
 from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
 from balanceroute.proxy.live.telemetry.request_log import RequestLog
@@ -70,6 +73,19 @@ class Logs:
         """Write what waits."""
         for one in self._writers:
             one.close(timeout_s=_FLUSH_S)
+
+
+def make_environment(logs: Logs, shortages: "Callable[[], int]") -> Environment:
+    """Return what a process on a real machine gives the proxy; see `Environment`."""
+    return Environment(
+        log=logs.requests,
+        rng=random.SystemRandom(),
+        unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
+        stopwatch=time.perf_counter,
+        log_lines_dropped=logs.dropped,
+        descriptor_shortages=shortages,
+        write_loads=logs.write_loads,
+    )
 
 
 class Serving(Protocol):

@@ -5,10 +5,8 @@ import hashlib
 import json
 import logging
 import os
-import random
 import signal
 import socket
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,10 +15,10 @@ import uvloop
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch
-from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
+    make_environment,
     serve_until_told,
     settle_garbage_collector,
     with_descriptors,
@@ -75,14 +73,8 @@ async def _serve(
     def processes() -> dict[str, int]:
         return process.processes()
 
-    environment = Environment(
-        log=logs.requests,
-        rng=random.SystemRandom(),
-        unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
-        stopwatch=time.perf_counter,
-        log_lines_dropped=logs.dropped,
-        descriptor_shortages=lambda: watch.shortages,
-        write_loads=logs.write_loads,
+    environment = replace(
+        make_environment(logs, lambda: watch.shortages),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],

@@ -22,7 +22,7 @@ from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.processes.uplink import Uplink
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
-from balanceroute.proxy.live.scheduling.sweep import SWEEP_S
+from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S
 from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.process_log import redact_too

@@ -1,18 +1,17 @@
 """Running the proxy as one process."""
 
 import logging
-import random
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch
-from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
     announcement,
+    make_environment,
     serve_until_told,
     settle_garbage_collector,
     with_descriptors,
@@ -46,15 +45,8 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
     logs = Logs(config, loads=True)
     signals = Signals(logs.reopen)
     config, descriptors = with_descriptors(config)
-    environment = Environment(
-        log=logs.requests,
-        rng=random.SystemRandom(),
-        unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
-        stopwatch=time.perf_counter,
-        log_lines_dropped=logs.dropped,
-        descriptor_shortages=lambda: watch.shortages,
-        write_loads=logs.write_loads,
-        read_credentials=read_credentials,
+    environment = replace(
+        make_environment(logs, lambda: watch.shortages), read_credentials=read_credentials
     )
     proxy = Proxy(config, environment)
 

@@ -1,14 +1,11 @@
 """What a relay looks at four times a second while it has requests."""
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.scheduling.sweep import SWEEP_S
+from balanceroute.proxy.live.scheduling.sweep_timer import SweepTimer
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.live.scheduling.isolation import Isolation
 
@@ -22,39 +19,28 @@ class RelaySweep:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, Session]",
+        sessions: Sized,
         stalls: "StallWatch",
         isolation: "Isolation",
         tell: Callable[[float], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._sessions = sessions
         self._stalls = stalls
         self._isolation = isolation
         self._tell = tell
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = SweepTimer(sessions, self._sweep)
 
     def begin(self) -> None:
         """See that there are sweeps, until no request is left."""
-        if self._timer is None:
+        if not self._timer.runs:
             self._stalls.begin()
-            self._wait(self._loop.time())
+            self._timer.begin()
 
     def stop(self) -> None:
         """Call off the next sweep."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.stop()
 
-    def _wait(self, now_s: float) -> None:
-        self._timer = self._loop.call_later(SWEEP_S, self._sweep, now_s + SWEEP_S)
-
-    def _sweep(self, expected_s: float) -> None:
-        self._timer = None
-        now_s, isolation = self._loop.time(), self._isolation
+    def _sweep(self, now_s: float, late_s: float) -> None:
+        isolation = self._isolation
         isolation.run("timer", self._stalls.tick)
-        for session in list(self._sessions.values()):
-            isolation.run_for(session, "timer", session.check_deadline, now_s)
-        isolation.run("timer", self._tell, max(0.0, now_s - expected_s))
-        if self._sessions:
-            self._wait(now_s)
+        isolation.check_deadlines(now_s)
+        isolation.run("timer", self._tell, late_s)

@@ -38,7 +38,8 @@ from balanceroute.proxy.live.scheduling.isolation import Isolation
 from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
-from balanceroute.proxy.live.scheduling.sweep import SWEEP_S, Sweep
+from balanceroute.proxy.live.scheduling.sweep import Sweep
+from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S
 from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
 from balanceroute.proxy.live.telemetry.record import Log
 

@@ -58,6 +58,11 @@ class Isolation:
         except Exception as error:
             self.crashed(session.number, session.record.request_id, what, error)
 
+    def check_deadlines(self, now_s: float) -> None:
+        """Have every request act on the deadline of its leg."""
+        for session in list(self._sessions.values()):
+            self.run_for(session, "timer", session.check_deadline, now_s)
+
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a request whose handling failed: a 500, or an error event, and nothing held."""
         self.failures.report(what, error, request_id=request_id)

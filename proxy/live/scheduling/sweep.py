@@ -1,7 +1,8 @@
 """What is looked at four times a second while there are requests."""
 
-import asyncio
 from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.scheduling.sweep_timer import SweepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.stranded import Stranded
     from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
-
-# How often deadlines are looked at and progress is taken, in seconds.
-SWEEP_S = 0.25
 
 
 class Sweep:
@@ -38,7 +36,6 @@ class Sweep:
         isolation: "Isolation",
         has_deadlines: bool,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._sessions = sessions
         self._decisions = decisions
         self._predictors = predictors
@@ -47,40 +44,29 @@ class Sweep:
         self._stranded = stranded
         self._isolation = isolation
         self._has_deadlines = has_deadlines
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = SweepTimer(sessions, self._sweep)
 
     def begin(self) -> None:
         """See that there are sweeps, until no request is left."""
-        if self._timer is None:
+        if not self._timer.runs:
             self._stranded.begin()
             self._stalls.begin()
-            self._wait(self._loop.time())
+            self._timer.begin()
 
     def stop(self) -> None:
         """Call off the next sweep."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.stop()
 
-    def _wait(self, now_s: float) -> None:
-        self._timer = self._loop.call_later(SWEEP_S, self._sweep, now_s + SWEEP_S)
+    def _sweep(self, now_s: float, late_s: float) -> None:
+        isolation, progress = self._isolation, self._decisions.progress
+        isolation.run("timer", self._look_after, late_s)
+        if self._has_deadlines:
+            isolation.check_deadlines(now_s)
+        isolation.run("predictor", self._predictors.score, progress.started, progress.age)
+        isolation.run("timer", self._give_up_stranded, now_s)
 
-    def _sweep(self, expected_s: float) -> None:
-        self._timer = None
-        now_s, isolation, progress = self._loop.time(), self._isolation, self._decisions.progress
-        try:
-            isolation.run("timer", self._look_after, now_s, expected_s)
-            if self._has_deadlines:
-                for session in list(self._sessions.values()):
-                    isolation.run_for(session, "timer", session.check_deadline, now_s)
-            isolation.run("predictor", self._predictors.score, progress.started, progress.age)
-            isolation.run("timer", self._give_up_stranded, now_s)
-        finally:
-            if self._sessions:
-                self._wait(now_s)
-
-    def _look_after(self, now_s: float, expected_s: float) -> None:
-        self._metrics.loop_lag(max(0.0, now_s - expected_s))
+    def _look_after(self, late_s: float) -> None:
+        self._metrics.loop_lag(late_s)
         self._stalls.tick()
         self._decisions.look_after()
 
