@@ -3,58 +3,44 @@
 from functools import partial
 
 import pytest
+from tests.sim.service_run import run
 
 from balanceroute.proxy.core.admission import ADMISSIONS, AimdSettings
-from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.service_levels import Group, Targets
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import make_simulation
-from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.recorder import Recorder
-from balanceroute.proxy.sim.service_log import ServiceLog
-from balanceroute.proxy.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
 MS = 1_000_000
 FIXED = AimdSettings(cap_min=3, cap_max=3, cap_initial=3)
 
 
-def run(deployment: Deployment, *, deadline_ns: int | None = None) -> Recorder:
+def run_400(deployment: Deployment, *, deadline_ns: int | None = None) -> Recorder:
     """Run 400 requests, half as many again as the ranks can do with three each."""
     requests = [
         TraceRequest(40 * MS * number, 100, 20, deadline_ns=deadline_ns) for number in range(400)
     ]
-    simulation = make_simulation(
-        deployment,
-        Workload(requests, []),
-        "fifo",
-        PolicySettings(),
-        FORECASTS["none"],
-        seed="0",
-        service=ServiceLog(requests),
-    )
-    recorder = simulation.run()
-    simulation.scheduler.check()
-    assert not simulation.scheduler.requests
-    return recorder
+    return run(deployment, requests)
 
 
 def test_no_more_run_than_the_limit_says() -> None:
-    free = run(Deployment(2, 16)).metrics().mean_running
+    free = run_400(Deployment(2, 16)).metrics().mean_running
     assert free > 12
-    assert run(Deployment(2, 16, aimd=FIXED)).metrics().mean_running == pytest.approx(6, abs=0.1)
+    assert run_400(Deployment(2, 16, aimd=FIXED)).metrics().mean_running == pytest.approx(
+        6, abs=0.1
+    )
 
 
 def test_a_wait_before_prefill_ends_with_its_time_to_live() -> None:
-    unlimited = run(Deployment(2, 16, aimd=FIXED)).metrics()
-    limited = run(Deployment(2, 16, aimd=FIXED, queue_ttl_ns=500 * MS)).metrics()
+    unlimited = run_400(Deployment(2, 16, aimd=FIXED)).metrics()
+    limited = run_400(Deployment(2, 16, aimd=FIXED, queue_ttl_ns=500 * MS)).metrics()
     assert unlimited.ttft_s_max > 3
     assert limited.ttft_s_max < 0.6
 
 
 def test_the_limit_follows_the_time_to_first_token() -> None:
     settings = AimdSettings(target_ns=100 * MS, cap_min=1, cap_max=16, cap_initial=1)
-    simulated = run(Deployment(2, 16, aimd=settings, queue_ttl_ns=50 * MS)).metrics()
+    simulated = run_400(Deployment(2, 16, aimd=settings, queue_ttl_ns=50 * MS)).metrics()
     assert simulated.mean_running > 3
 
 
@@ -69,7 +55,7 @@ def test_the_hopeless_are_refused_instead_of_expiring() -> None:
     )
     figures = {}
     for name, one in (("bounded", deployment), ("early", early)):
-        service = run(one, deadline_ns=1_000 * MS).service
+        service = run_400(one, deadline_ns=1_000 * MS).service
         assert service is not None
         figures[name] = service.figures(Targets())[Group("", 0)]
     assert figures["bounded"].refused == 0

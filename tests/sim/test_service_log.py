@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from tests.sim.service_run import run
 
 from balanceroute.proxy.core.admission import BoundedQueue, Ending
 from balanceroute.proxy.core.events import Ticket
@@ -15,7 +16,6 @@ from balanceroute.proxy.sim.experiment import make_simulation
 from balanceroute.proxy.sim.forecast import FORECASTS
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder, RunMetrics
-from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
@@ -24,23 +24,6 @@ MS = 1_000_000
 SLOW = Deployment(
     1, 16, step_base_ns=5 * MS, prefill=PrefillModel(servers=1, base_ns=10 * MS, ns_per_token=0.0)
 )
-
-
-def run(deployment: Deployment, requests: list[TraceRequest]) -> Recorder:
-    requests = sorted(requests, key=lambda request: request.arrival_ns)
-    simulation = make_simulation(
-        deployment,
-        Workload(requests, []),
-        "fifo",
-        PolicySettings(),
-        FORECASTS["none"],
-        seed="0",
-        service=ServiceLog(requests),
-    )
-    recorder = simulation.run()
-    simulation.scheduler.check()
-    assert not simulation.scheduler.requests
-    return recorder
 
 
 def measured(recorder: Recorder, targets: Targets | None = None) -> tuple[ByGroup, RunMetrics]:

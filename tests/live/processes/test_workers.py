@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +38,29 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def until_started(exchanges: "list[Exchanged]") -> None:
-    """Wait until each stream has brought a few tokens."""
-    while not all(len(one.events) > 3 for one in exchanges):  # noqa: ASYNC110 - none tells.
+@asynccontextmanager
+async def workers(make_exchanged: "MakeExchanged", *flags: str) -> AsyncIterator[Served]:
+    """Serve with two relays before emulated engines."""
+    async with (
+        engines() as fleet,
+        serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS, *flags) as served,
+    ):
+        yield served
+
+
+async def long_streams(served: Served, count: int) -> "list[Exchanged]":
+    """Begin streams, and wait until each has brought a few tokens."""
+    streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(count)]
+    while not all(len(one.events) > 3 for one in streams):  # noqa: ASYNC110 - none tells.
         await asyncio.sleep(0.005)
+    return streams
+
+
+async def finish(streams: "list[Exchanged]") -> None:
+    """Wait until each stream has ended as it should."""
+    for one in streams:
+        await one.end()
+        assert one.done
 
 
 async def until_free(served: Served) -> None:
@@ -57,13 +78,7 @@ def test_several_processes_serve_as_one(make_exchanged: "MakeExchanged", tmp_pat
     log = tmp_path / "log"
 
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(
-                *(make_exchanged, fleet.prefill_urls, fleet.decode_urls),
-                *(*WORKERS, "--log", str(log)),
-            ) as served,
-        ):
+        async with workers(make_exchanged, "--log", str(log)) as served:
             assert sorted(processes(served)) == ["relay0", "relay1", "scheduler0"]
             exchanges = [served.client.send(b"POST", COMPLETIONS, STREAM) for _ in range(16)]
             for one in exchanges:
@@ -89,16 +104,10 @@ def test_several_processes_serve_as_one(make_exchanged: "MakeExchanged", tmp_pat
 
 def test_sigterm_lets_streams_of_every_relay_finish(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
-        ):
-            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
-            await until_started(streams)
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 8)
             served.process.send_signal(signal.SIGTERM)
-            for one in streams:
-                await one.end()
-                assert one.done
+            await finish(streams)
             assert await served.exit() == (0, "")
 
     play(main())
@@ -108,12 +117,8 @@ def test_a_relay_that_is_killed_breaks_its_own_streams_alone(
     make_exchanged: "MakeExchanged",
 ) -> None:
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
-        ):
-            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(16)]
-            await until_started(streams)
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 16)
             before = processes(served)
             os.kill(before["relay0"], signal.SIGKILL)
             for one in streams:
@@ -138,18 +143,12 @@ def test_a_relay_that_is_killed_breaks_its_own_streams_alone(
 
 def test_streams_go_on_while_the_scheduler_process_hangs(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
-        ):
-            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
-            await until_started(streams)
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 8)
             scheduler = processes(served)["scheduler0"]
             os.kill(scheduler, signal.SIGSTOP)
             try:
-                for one in streams:
-                    await one.end()
-                    assert one.done
+                await finish(streams)
                 late = served.client.send(b"POST", COMPLETIONS, STREAM)
             finally:
                 os.kill(scheduler, signal.SIGCONT)
@@ -163,18 +162,12 @@ def test_streams_go_on_when_the_scheduler_process_is_killed(
     make_exchanged: "MakeExchanged",
 ) -> None:
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
-        ):
-            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
-            await until_started(streams)
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 8)
             before = processes(served)
             os.kill(before["scheduler0"], signal.SIGKILL)
             late = served.client.send(b"POST", COMPLETIONS, STREAM)
-            for one in streams:
-                await one.end()
-                assert one.done
+            await finish(streams)
             assert (await late.end()).done
             after = processes(served)
             assert after["scheduler0"] != before["scheduler0"]
@@ -186,17 +179,11 @@ def test_streams_go_on_when_the_scheduler_process_is_killed(
 
 def test_a_new_version_takes_over_while_streams_go_on(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *WORKERS) as served,
-        ):
-            streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(8)]
-            await until_started(streams)
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 8)
             old = set(processes(served).values())
             served.process.send_signal(signal.SIGUSR2)
-            for one in streams:
-                await one.end()
-                assert one.done
+            await finish(streams)
             while any(map(exists, old)):  # noqa: ASYNC110 - they are not our children.
                 await asyncio.sleep(0.01)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
