@@ -267,6 +267,24 @@ def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> N
     assert attacker["rejected"] > 2 * attacker["ok"]
 
 
+SCORE_CLAIMS = [claim for claim in script("score_table").CLAIMS if claim.sign]
+
+
+@pytest.mark.parametrize(
+    "claim", SCORE_CLAIMS, ids=lambda one: f"{one.pool}-{one.clients}-{one.rule}"
+)
+def test_scores_win_and_lose_where_their_authors_say(claim: object) -> None:
+    module = script("score_table")
+    assert module.holds(claim, module.gains(claim, 1))
+
+
+def test_a_claim_of_the_other_sign_fails() -> None:
+    module = script("score_table")
+    claim = module.CLAIMS[0]
+    found = module.gains(claim, 1)
+    assert not module.holds(module.replace(claim, sign=-claim.sign), found)
+
+
 def test_early_refusal_leaves_few_to_expire() -> None:
     module = script("admission_table")
     setup = module.replace(module.DEADLINE_SETUP, pool_limit=2)
