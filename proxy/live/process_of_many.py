@@ -95,6 +95,7 @@ async def _serve(
     try:
         await process.start()
         signals.on_hangup(on_hangup)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, process.hand_over)
         settle_garbage_collector()
         tell_ready()
         await serve_until_told(process, watch, signals)

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import BoundedQueue
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
 
 _log = logging.getLogger(__name__)
+# So long a client may take to use a connection that it believes to be open, once it is handed over.
+_IDLE_S = 2.0
 
 
 class RelayApp:
@@ -58,6 +62,7 @@ class RelayApp:
         loop = asyncio.get_running_loop()
         self._config = config
         self._place, self._digest = place, digest
+        self._ends_s = math.inf
         out = Uplink(loop.call_soon)
         counts = StreamCounts(out.send)
         self.mirror = Mirror(EngineConnections(config), self._quarantined)
@@ -152,6 +157,20 @@ class RelayApp:
         self.public.use(credentials)
         return {"api_keys": len(credentials.api_keys)}
 
+    async def hand_over(self) -> None:
+        """Leave new connections to another process; return when those that are open have ended.
+
+        Or when time is up, which is then up for `drain` too.
+        """
+        loop, server = asyncio.get_running_loop(), self.public.server
+        self._ends_s = loop.time() + self._config.times.drain_timeout_s
+        server.hand_over(idle_s=_IDLE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._ends_s):
+                # Not at once: who shakes hands is not counted yet.
+                await asyncio.sleep(_IDLE_S)
+                await server.drain()
+
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
         server = self.public.server
@@ -160,8 +179,9 @@ class RelayApp:
         if not decode_first:
             server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
+        ends_s = asyncio.get_running_loop().time() + self._config.times.drain_timeout_s
         try:
-            async with asyncio.timeout(self._config.times.drain_timeout_s):
+            async with asyncio.timeout_at(min(ends_s, self._ends_s)):
                 await self.host.drained()
                 server.stop_accepting()
                 await server.drain()

@@ -39,7 +39,8 @@ class RelayProcess:
         self._app = app
         self._path = path
         self._listeners = listeners
-        self._welcome = asyncio.Event()
+        self._welcome, self._left = asyncio.Event(), asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
         self._channel: Channel[ToRelay]
         self._link: asyncio.Task[None]
 
@@ -54,23 +55,40 @@ class RelayProcess:
             LinkError: The scheduler process does not take this relay.
         """
         self._link = asyncio.create_task(self._stay_connected())
-        welcome = asyncio.create_task(self._welcome.wait())
-        await asyncio.wait((welcome, self._link), return_when=asyncio.FIRST_COMPLETED)
-        welcome.cancel()
-        if self._link.done():
-            self._link.result()
+        await self._until(self._welcome)
         await self._app.start([socket.socket(fileno=number) for number in self._listeners])
 
     async def watch(self) -> None:
-        """Raise if it cannot serve any more."""
-        await self._link
+        """Return when it was handed over and has no client left. Raise if it cannot serve any more."""
+        await self._until(self._left)
+
+    def hand_over(self) -> None:
+        """Leave new connections to another process."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
 
     async def close(self) -> None:
         """End what is left and close every socket."""
         self._link.cancel()
+        if self._leaving is not None:
+            self._leaving.cancel()
         await self._app.close()
         await asyncio.sleep(0)  # What was said last is sent at the end of the loop's turn.
         self._channel.close("the relay ends")
+
+    async def _leave(self) -> None:
+        await self._app.hand_over()
+        self._left.set()
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Wait for something to happen. Raises LinkError if the scheduler process does not take it."""
+        happened = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait((happened, self._link), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            happened.cancel()
+        if self._link.done():
+            self._link.result()
 
     async def _stay_connected(self) -> None:
         """Keep a connection to the scheduler process.

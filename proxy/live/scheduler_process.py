@@ -53,6 +53,11 @@ class SchedulerProcess:
                 found[f"relay-{place}"] = pid
         return found
 
+    def hand_over(self) -> None:
+        """Leave administrators to another process, and serve relays until they are gone."""
+        if self._app.admin is not None:
+            self._app.admin.stop_accepting()
+
     async def drain(self) -> None:
         """Drain, and serve relays until they are gone: their clients may still be reading."""
         await self._app.drain()

@@ -1,6 +1,8 @@
 """Running the proxy as one process."""
 
+import asyncio
 import logging
+import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -58,12 +60,18 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
     try:
         await proxy.start()
         signals.on_hangup(on_hangup)
+        # Which would end it.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _stay)
         settle_garbage_collector()
         _announce(proxy, descriptors)
         await serve_until_told(proxy, watch, signals)
     finally:
         logs.close()
     return 0
+
+
+def _stay() -> None:
+    _log.warning("SIGUSR2 is of no use with one process: --workers of 2 or more take over")
 
 
 def _announce(proxy: Proxy, descriptors: int) -> None:

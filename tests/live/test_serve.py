@@ -66,6 +66,22 @@ def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") ->
     play(main())
 
 
+def test_one_process_stays_when_it_is_told_to_hand_over(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", "-") as served,
+        ):
+            served.process.send_signal(signal.SIGUSR2)
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            served.process.send_signal(signal.SIGTERM)
+            status, said = await served.exit()
+            assert status == 0
+            assert "SIGUSR2 is of no use with one process" in said
+
+    play(main())
+
+
 def test_sigterm_lets_a_running_stream_finish(
     make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ _END_S = 10.0
 
 
 class Generation:
-    """Processes that belong together. `run` them; `end` them.
+    """Processes that belong together. `run` them; `hand_over` or `end` them.
 
     Args:
         command: Returns the command line of a part.
@@ -34,7 +34,8 @@ class Generation:
     ) -> None:
         self._drain_s = drain_s
         self._serving = asyncio.Event()
-        self._ending = False
+        self._handed_over = self._ending = False
+        self._bound: asyncio.TimerHandle | None = None
         self._socket = _listen_at(path)
         own, count = self._socket.fileno(), len(relays)
         parts = [Part("scheduler", str(path), _numbers(admin), count, relay_listener=own)]
@@ -48,16 +49,20 @@ class Generation:
         ]
 
     async def run(self) -> None:
-        """Keep the processes running until they have ended after `end`.
+        """Keep the processes running until they have ended after `end` or `hand_over`.
 
         Raises:
             StartError: One of them does not start.
             OSError: One of them cannot be run at all.
         """
         tasks = [asyncio.create_task(one.run()) for one in self._processes]
+        scheduler, *relays = tasks
+        tasks.append(asyncio.create_task(self._end_scheduler_after(relays)))
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(scheduler, tasks[-1])
         finally:
+            if self._bound is not None:
+                self._bound.cancel()
             for one in self._processes:
                 one.kill()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -69,11 +74,19 @@ class Generation:
 
     def end(self) -> None:
         """Let requests end, but take no new ones. A second time, end at once."""
+        self._ending = True
         for one in self._processes:
             one.end()
-        if not self._ending:
-            self._ending = True
-            asyncio.get_running_loop().call_later(self._drain_s + _END_S, self._kill)
+        self._bound_end()
+
+    def hand_over(self) -> None:
+        """Leave new connections to another generation, and let those that are open end."""
+        self._handed_over = True
+        scheduler, *relays = self._processes
+        scheduler.send(signal.SIGUSR2)
+        for one in relays:
+            one.hand_over()
+        self._bound_end()
 
     def send(self, number: signal.Signals) -> None:
         """Send every process a signal."""
@@ -84,7 +97,20 @@ class Generation:
         for one in self._processes:
             one.kill()
 
+    async def _end_scheduler_after(self, relays: "Sequence[asyncio.Task[None]]") -> None:
+        """After a hand-over: it serves the relays to their end."""
+        await asyncio.gather(*relays)
+        if not self._ending:
+            self._processes[0].end()
+
+    def _bound_end(self) -> None:
+        if self._bound is None:
+            loop = asyncio.get_running_loop()
+            self._bound = loop.call_later(self._drain_s + _END_S, self._kill)
+
     def _one_is_ready(self) -> None:
+        if self._handed_over:  # The scheduler process was started again.
+            self._processes[0].send(signal.SIGUSR2)
         if all(one.ready for one in self._processes):
             self._serving.set()
 

@@ -106,6 +106,11 @@ class KeptProcess:
         self._ending = signal.SIGTERM
         self.send(signal.SIGTERM)
 
+    def hand_over(self) -> None:
+        """Tell it that another process serves in its place, and to start no more."""
+        self._ending = signal.SIGTERM
+        self.send(signal.SIGUSR2 if self.ready else signal.SIGTERM)
+
     def kill(self) -> None:
         """End it, whatever it does."""
         self._ending = signal.SIGKILL

@@ -5,8 +5,9 @@ It takes no part in serving, has no thread of its own and no state but what it s
     SIGTERM, SIGINT   The processes drain, and everything ends. A second one ends it at once.
     SIGHUP            Passed on: every process reads logs, keys and certificates again.
     SIGUSR2           A new version takes over: new processes are started of the program and the
-                      settings as they are now on the disk. When they serve, the old ones drain. The
-                      listening sockets stay open throughout.
+                      settings as they are now on the disk. When they serve, the old ones accept no
+                      more connections, and end with those that are open. The listening sockets stay
+                      open throughout.
 
 If the supervisor itself dies, its processes end at once, because their standard input does.
 """
@@ -117,7 +118,7 @@ class Supervisor:
             _log.warning("a new version is starting already")
 
     async def _renew(self, folder: Path) -> None:
-        """Start a new generation; when it serves, end the old one."""
+        """Start a new generation; when it serves, hand over to it."""
         old = self._newest
         try:
             new = self._launch(folder)
@@ -130,8 +131,8 @@ class Supervisor:
             )
             return
         self._newest = new
-        _log.info("a new version serves: the old one drains")
-        old.end()
+        _log.info("a new version serves: the old one lets its connections end")
+        old.hand_over()
 
     def _launch(self, folder: Path) -> Generation:
         path = folder / str(next(self._numbers))

@@ -151,13 +151,29 @@ class Server:
 
     def stop_accepting(self) -> None:
         """Close the listeners and idle connections; the others close after their present answer."""
+        self._close_listeners()
+        if self._service is not None:
+            for connection in list(self._service.connections):
+                connection.end(0.0)
+
+    def hand_over(self, *, idle_s: float) -> None:
+        """Close the listeners, which another process has too, and let open connections end.
+
+        Each closes after its present answer. An idle one may be about to bring a request: it closes after
+        the answer to that, or after so many seconds without one.
+        """
+        self._close_listeners()
+        if self._service is not None:
+            until_s = self._service.loop.time() + idle_s
+            for connection in self._service.connections:
+                connection.end(until_s)
+
+    def _close_listeners(self) -> None:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
         if self._service is not None:
             self._service.stopping = True
-            for connection in list(self._service.connections):
-                connection.close_if_idle()
 
     async def drain(self) -> None:
         """Wait until no connection is left."""

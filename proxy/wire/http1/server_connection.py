@@ -207,12 +207,13 @@ class ServerConnection(asyncio.Protocol):
 
     # Called by the server.
 
-    def close_if_idle(self) -> None:
-        """Close unless a request is being read or answered."""
+    def end(self, idle_until_s: float) -> None:
+        """See `SweptConnection`."""
+        self.closes_after_answer = True
         if self._stage is _Stage.HEAD and not self._incoming.buffer:
-            self._close()
-        else:
-            self.closes_after_answer = True
+            self.deadline_s = min(self.deadline_s, idle_until_s)
+            if not idle_until_s:
+                self._close()
 
     @property
     def idle_since_s(self) -> float | None:
@@ -238,7 +239,6 @@ class ServerConnection(asyncio.Protocol):
 
     def expire(self, now_s: float) -> None:
         """Act on a deadline that has passed."""
-        limits = self._service.limits
         match self._stage:
             case _Stage.HEAD if self._incoming.buffer and self._incoming.begun:
                 self._refuse(Rejection(408, "the request's head did not arrive in time"))
@@ -246,8 +246,8 @@ class ServerConnection(asyncio.Protocol):
                 self._idle_since_s = now_s
                 self._check_stall(now_s)
             case _Stage.HEAD:
-                self.deadline_s = self._idle_since_s + limits.keep_alive_timeout_s
-                if self._incoming.begun or self.deadline_s <= now_s:
+                self.deadline_s = self._idle_since_s + self._service.limits.keep_alive_timeout_s
+                if self._incoming.begun or self.closes_after_answer or self.deadline_s <= now_s:
                     self._close()
             case _Stage.BODY:
                 self.deadline_s = self._incoming.body_deadline_s

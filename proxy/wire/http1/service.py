@@ -34,8 +34,8 @@ class SweptConnection(Evictable, Protocol):
     def expire(self, now_s: float) -> None:
         """Act on a deadline that has passed."""
 
-    def close_if_idle(self) -> None:
-        """Close unless a request is being read or answered."""
+    def end(self, idle_until_s: float) -> None:
+        """Close after the present answer; if idle, after the next one or at that time: 0 for at once."""
 
     def drop(self) -> None:
         """Abort now."""

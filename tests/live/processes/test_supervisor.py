@@ -45,16 +45,17 @@ def note(what):
     with open(sys.argv[2], "a") as file:
         file.write(f"{name} {os.getpid()} {what}\\n")
 """
-# Answers each connection with its number, until it is told to end or its supervisor dies.
+# Answers each connection with its number, until it is told to end or its supervisor dies. A relay ends
+# also if it is told that another one serves in its place.
 SERVES = (
     HEAD
     + """
 ends = []
 def on_signal(number, _):
     note(signal.Signals(number).name)
-    if number == signal.SIGTERM:
+    if number == signal.SIGTERM or (number == signal.SIGUSR2 and part["role"] == "relay"):
         ends.append(number)
-for number in (signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
     signal.signal(number, on_signal)
 woken, wake = socket.socketpair()
 wake.setblocking(False)
@@ -204,15 +205,18 @@ def test_its_processes_do_not_outlive_it(tmp_path: Path) -> None:
 def test_a_new_version_takes_over_without_a_refused_connection(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as one:
-            old = {pid for _, pid in one.noted("begins")}
+            begun = dict(one.noted("begins"))
+            old = set(begun.values())
             answers = set()
             one.process.send_signal(signal.SIGUSR2)
-            while len(one.noted("SIGTERM")) < 3:
+            while not one.noted("SIGTERM"):
                 answers.add(await one.ask())
             await until_gone(sorted(old))
             new = {pid for _, pid in one.noted("begins")} - old
             assert len(new) == 3
-            assert {pid for _, pid in one.noted("SIGTERM")} == old
+            assert {pid for _, pid in one.noted("SIGUSR2")} == old
+            # It has served the old relays until they were gone.
+            assert [pid for _, pid in one.noted("SIGTERM")] == [begun["scheduler0"]]
             assert await one.ask() in new
             assert answers <= old | new
             assert await one.end() == 0
@@ -238,7 +242,7 @@ def test_a_new_version_that_does_not_start_changes_nothing(tmp_path: Path) -> No
             await until_gone([pid for _, pid in failed])
             bad.unlink()
             # The next one does, if the failed one is over; before that the signal is passed over.
-            while len({pid for _, pid in one.noted("SIGTERM")} & old) < 3:
+            while len({pid for _, pid in one.noted("SIGUSR2")} & old) < 3:
                 assert await one.ask()
                 one.process.send_signal(signal.SIGUSR2)
             assert await one.end() == 0

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.live.served import COMPLETIONS, STREAM, Served, engines, play, serving
+from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, MakeExchanged
@@ -177,17 +177,33 @@ def test_streams_go_on_when_the_scheduler_process_is_killed(
     play(main())
 
 
-def test_a_new_version_takes_over_while_streams_go_on(make_exchanged: "MakeExchanged") -> None:
+def test_a_new_version_takes_over_and_no_request_notices(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
         async with workers(make_exchanged) as served:
+            over = asyncio.Event()
+
+            async def keep_asking(*, reuse: bool) -> None:
+                client = Client(served.ports()[0], make_exchanged)
+                while not over.is_set():
+                    answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
+                    assert answer.done, (answer.status, answer.body, answer.error)
+                    if not reuse:
+                        client.close()
+                client.close()
+
             streams = await long_streams(served, 8)
             old = set(processes(served).values())
-            served.process.send_signal(signal.SIGUSR2)
-            await finish(streams)
-            while any(map(exists, old)):  # noqa: ASYNC110 - they are not our children.
-                await asyncio.sleep(0.01)
-            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            async with asyncio.TaskGroup() as group:
+                for i in range(8):
+                    group.create_task(keep_asking(reuse=i % 2 == 0))
+                served.process.send_signal(signal.SIGUSR2)
+                await finish(streams)
+                while any(map(exists, old)):  # noqa: ASYNC110 - they are not our children.
+                    await asyncio.sleep(0.01)
+                assert (await served.admin.get("/ready")).status == 200
+                over.set()
             assert len(processes(served)) == 3
+            await until_free(served)
             served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
 

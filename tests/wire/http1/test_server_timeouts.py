@@ -64,6 +64,29 @@ def test_a_connection_without_a_request_is_closed_silently() -> None:
     run(main, seed=0)
 
 
+def test_after_a_hand_over_an_idle_connection_has_a_last_answer_or_a_last_moment() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        scene = Scene(loop)
+        used, writer = await scene.open()
+        unused, other = await scene.open()
+        for is_last in (False, True):
+            writer.write(GET)
+            await asyncio.sleep(0.1)
+            scene.desk.replies[-1].send(200, [], b"here")
+            assert (b"connection: close" in await used.readuntil(b"here")) == is_last
+            scene.server.hand_over(idle_s=2.0)
+        assert await used.read() == b""
+        assert scene.elapsed_s() < 1
+        assert await unused.read() == b""
+        assert 2 <= scene.elapsed_s() <= 3.2
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", scene.server.port)
+        writer.close()
+        await scene.end(other)
+
+    run(main, seed=0)
+
+
 def test_a_shorter_limit_is_checked_more_often() -> None:
     async def main(loop: VirtualLoop) -> None:
         scene = Scene(loop, ServerLimits(header_timeout_s=0.1))

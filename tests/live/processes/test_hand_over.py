@@ -1,0 +1,61 @@
+"""A relay whose listening sockets another process has taken, in virtual time."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 20, "ignore_eos": True}
+STREAM = BODY | {"stream": True}
+LONG = STREAM | {"max_tokens": 800}
+
+
+def hand_over(site: "Site") -> "asyncio.Task[None]":
+    assert isinstance(site.world, SplitWorld)
+    return asyncio.create_task(site.world.relays[0].hand_over())
+
+
+def test_every_open_connection_has_its_answer_and_then_it_is_over(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        long = site.send(COMPLETIONS, LONG)
+        await long.until_events(3)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200  # Leaves a connection idle.
+        over = hand_over(site)
+        await asyncio.sleep(1.0)
+        last = await site.post(COMPLETIONS, STREAM)
+        assert last.done
+        assert last.header(b"connection") == b"close"
+        alone = site.send(COMPLETIONS, BODY)
+        await alone.end()
+        assert alone.error is not None  # It would be the other process's.
+        await asyncio.sleep(2.0)
+        assert not over.done()
+        assert not long.over
+        await long.end()
+        assert long.done
+        await over
+
+    play(scenario, relays=1)
+
+
+def test_it_takes_no_longer_than_a_drain_and_then_says_so_to_clients(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert isinstance(site.world, SplitWorld)
+        (relay,) = site.world.relays
+        endless = site.send(COMPLETIONS, LONG)
+        await endless.until_events(3)
+        began_s = site.loop.time()
+        await hand_over(site)
+        assert 5.0 <= site.loop.time() - began_s <= 5.1
+        await relay.drain()
+        assert site.loop.time() - began_s <= 5.2
+        assert not endless.over
+        await relay.close()
+        await endless.end()
+        assert "shutting down" in endless.chunks[-1]["error"]["message"]
+
+    play(scenario, relays=1, flags={"drain_timeout_s": 5.0})
