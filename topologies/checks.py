@@ -152,9 +152,12 @@ def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Itera
     for process in processes:
         place_of = f"engines.{process.role.role}"
         name = process.name
-        if process.port is not None:
-            api = range(process.port, process.port + 1)
-            yield PortUse(process.host, api, f"{place_of}.port", f"{name}'s API")
+        if process.ports:
+            yield PortUse(process.host, process.ports, f"{place_of}.port", f"{name}'s API")
+        if process.supervisor_port is not None:
+            supervisor = range(process.supervisor_port, process.supervisor_port + 1)
+            key = f"{place_of}.supervisor_port"
+            yield PortUse(process.host, supervisor, key, f"{name}'s supervisor")
         if process.rpc_port is not None and process.ranks.start == 0:
             rpc = range(process.rpc_port, process.rpc_port + 1)
             yield PortUse(process.host, rpc, f"{place_of}.rpc_port", f"{name}'s RPC")

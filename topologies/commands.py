@@ -100,7 +100,7 @@ def proxy_command(engines: Engines, topology: str) -> Command:
 
 def _about(process: EngineProcess) -> str:
     role = process.role
-    parts = [process.url or f"headless, served by {process.head}"]
+    parts = [" ".join(process.urls) or f"headless, served by {process.head}"]
     if role.data_parallel > 1:
         ranks = process.ranks
         first, last = ranks.start, ranks.stop - 1
@@ -136,11 +136,11 @@ def _words(
 ) -> Iterator[tuple[str, ...]]:
     role = process.role
     yield "vllm", "serve", engines.weights
-    if process.port is None:
+    if not process.ports:
         yield ("--headless",)
     else:
         yield from _flag("host", process.host)
-        yield from _flag("port", process.port)
+        yield from _flag("port", process.ports.start)
         if models:
             yield from _flag("served_model_name", list(models))
     yield from _flag("tensor_parallel_size", role.tensor_parallel)
@@ -167,10 +167,13 @@ def _data_parallel(process: EngineProcess) -> Iterator[tuple[str, ...]]:
     yield from _flag("data_parallel_size", role.data_parallel)
     if role.dp_mode == "external":
         yield from _flag("data_parallel_rank", process.ranks.start)
-    elif len(process.ranks) < role.data_parallel:
+    elif role.dp_mode == "supervised" or len(process.ranks) < role.data_parallel:
         yield from _flag("data_parallel_size_local", len(process.ranks))
         if process.ranks.start:
             yield from _flag("data_parallel_start_rank", process.ranks.start)
+    if process.supervisor_port is not None:
+        yield ("--data-parallel-multi-port-external-lb",)
+        yield from _flag("data_parallel_supervisor_port", process.supervisor_port)
     yield from _flag("data_parallel_address", process.head)
     yield from _flag("data_parallel_rpc_port", process.rpc_port)
 

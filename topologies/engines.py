@@ -21,6 +21,7 @@ tensor_parallel = 16                   # Devices of a rank; default 1.
 data_parallel = 1                      # Ranks of an instance; default 1.
 dp_mode = "external"                   # One of DP_MODES; needed if it has several ranks.
 rpc_port = 12321                       # Of an instance's first rank; needed likewise.
+supervisor_port = 9256                 # Of a host's supervisor; needed if dp_mode is "supervised".
 max_num_seqs = 8
 kv_port = 36000                        # The connector's: see `connector_facts.py`.
 [engines.prefill.flags]                # Goes before [engines.flags], key by key; as do
@@ -48,7 +49,9 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 DEVICES = ("cuda", "npu", "cpu")
 # external: one API server a rank. internal: one API server an instance, and X-data-parallel-rank.
-DP_MODES = ("external", "internal")
+# supervised: one API server a rank; one process a host starts them and ends them together
+# (vLLM 0.32, entrypoints/launchers/dp_supervisor.py).
+DP_MODES = ("external", "internal", "supervised")
 MAX_RANKS = 10_000
 # The keys of the ports that one connector or another needs.
 _KV_PORT_KEYS = tuple(dict.fromkeys(facts.port_key for facts in CONNECTORS.values()))
@@ -64,11 +67,13 @@ _OWN_FLAGS = {
     "data_parallel_address": "it follows from hosts",
     "data_parallel_external_lb": "write dp_mode",
     "data_parallel_hybrid_lb": "write dp_mode",
+    "data_parallel_multi_port_external_lb": "write dp_mode",
     "data_parallel_rank": "it follows from data_parallel and hosts",
     "data_parallel_rpc_port": "write rpc_port",
     "data_parallel_size": "write data_parallel",
     "data_parallel_size_local": "it follows from data_parallel and hosts",
     "data_parallel_start_rank": "it follows from data_parallel and hosts",
+    "data_parallel_supervisor_port": "write supervisor_port",
     "gpu_memory_utilization": "write the role's gpu_memory_utilization",
     "headless": "it follows from dp_mode and hosts",
     "host": "it is each host's own address",
@@ -124,6 +129,8 @@ class RoleEngines:
         data_parallel: Ranks of an instance.
         dp_mode: One of `DP_MODES`; None if an instance is one rank.
         rpc_port: An instance's first rank listens on it for the others; None if there are none.
+        supervisor_port: Of the first supervisor on a host, which tells whether all its ranks are
+            healthy; None if there is none.
         max_num_seqs: Batch limit of a rank.
         max_num_batched_tokens: Token limit of a step; None for vLLM's default.
         gpu_memory_utilization: Share of a device's memory, 0 to 1; None for vLLM's default.
@@ -144,6 +151,7 @@ class RoleEngines:
     data_parallel: int
     dp_mode: str | None
     rpc_port: int | None
+    supervisor_port: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float | None
@@ -258,21 +266,29 @@ def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
             raise table.error(key, "means nothing with data_parallel = 1")
         if data_parallel > 1 and value is None:
             raise table.error(key, f"is missing: data_parallel = {data_parallel} needs it")
+    supervisor_port = table.port("supervisor_port")
+    if (supervisor_port is None) == (dp_mode == "supervised"):
+        reason = "is missing: it needs one" if supervisor_port is None else "means nothing"
+        raise table.error("supervisor_port", f"{reason} with dp_mode = {dp_mode!r}")
     port = table.port("port")
     if port is None:
         raise table.error("port", "is missing")
+    instances = _instances(table, len(hosts), data_parallel)
+    if dp_mode == "supervised" and data_parallel * instances < 2 * len(hosts):
+        raise table.error("data_parallel", "a supervisor takes two ranks or more on each host")
     recomputes = table.switch("recompute_scheduler")
     if recomputes and not CONNECTORS[connector].recomputes:
         raise table.error("recompute_scheduler", "is vllm-ascend's: it needs its connectors")
     return RoleEngines(
         role=role,
         hosts=hosts,
-        instances=_instances(table, len(hosts), data_parallel),
+        instances=instances,
         port=port,
         tensor_parallel=table.integer("tensor_parallel", 1, 1024) or 1,
         data_parallel=data_parallel,
         dp_mode=dp_mode,
         rpc_port=rpc_port,
+        supervisor_port=supervisor_port,
         max_num_seqs=table.required_integer("max_num_seqs", 1, 1_000_000),
         max_num_batched_tokens=table.integer("max_num_batched_tokens", 1, 10**9),
         gpu_memory_utilization=table.number("gpu_memory_utilization", 0.01, 1),

@@ -18,7 +18,7 @@ class EngineProcess:
         slot: The index of its instance among those that begin on the same host.
         head: The host of its instance's first rank.
         ranks: The data-parallel ranks of its instance that it hosts.
-        port: The port of its API; None if another process serves it.
+        ports: The ports of its API servers; empty if another process serves it.
         devices: The host's devices that it uses; empty for a CPU.
         kv_port: The connector's first port, as configured; None if it needs none. The ports that it
             derives from it differ by connector: see `kv_ports`.
@@ -31,19 +31,25 @@ class EngineProcess:
     host: str
     head: str
     ranks: range
-    port: int | None
+    ports: range
     devices: range
     kv_port: int | None
 
     @property
-    def url(self) -> str | None:
-        """The URL of its API; None if it serves none."""
-        return None if self.port is None else f"http://{bracketed(self.host)}:{self.port}"
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of its API servers; empty if it has none."""
+        return tuple(f"http://{bracketed(self.host)}:{port}" for port in self.ports)
 
     @property
     def rpc_port(self) -> int | None:
         """The port on which its instance's first rank listens for the others; None if there are none."""
         return None if self.role.rpc_port is None else self.role.rpc_port + self.slot
+
+    @property
+    def supervisor_port(self) -> int | None:
+        """The port of its supervisor; None if it has none."""
+        first = self.role.supervisor_port
+        return None if first is None else first + self.slot
 
     def kv_ports(self, connector: ConnectorFacts) -> range:
         """Return the ports on its host that its connector listens on."""
@@ -74,15 +80,18 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
     span = max(1, len(hosts) // role.instances)
     per_host = max(1, role.instances // len(hosts))
     local = role.data_parallel // span
-    # An external rank is a process of its own; the ranks of an internal instance share one a host.
-    width = local if role.dp_mode == "internal" else 1
+    # An external rank is a process of its own; those of another instance share one a host.
+    width = 1 if role.dp_mode == "external" else local
     for instance in range(role.instances):
         slot = instance % per_host
         first_host = instance // per_host * span
         head = hosts[first_host]
         for start in range(0, role.data_parallel, width):
             host = hosts[first_host + start // local]
-            headless = role.dp_mode == "internal" and start > 0
+            servers = width if role.dp_mode == "supervised" else 1
+            if role.dp_mode == "internal" and start > 0:
+                servers = 0
+            port = role.port + served[host]
             used = 0 if engines.device == "cpu" else role.tensor_parallel * width
             found.append(
                 EngineProcess(
@@ -93,13 +102,13 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
                     host=host,
                     head=head,
                     ranks=range(start, start + width),
-                    port=None if headless else role.port + served[host],
+                    ports=range(port, port + servers),
                     devices=range(devices[host], devices[host] + used),
                     kv_port=_kv_port(connector, role, slot, served[host]),
                 )
             )
             devices[host] += used
-            served[host] += not headless
+            served[host] += servers
     return found
 
 

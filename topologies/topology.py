@@ -182,21 +182,17 @@ def _addresses(
     following: dict[str, list[PrefillEntry | DecodeEntry]] = {"prefill": [], "decode": []}
     for process in place(engines):
         role = process.role
-        if process.url is None:
-            continue
-        if process.port is not None and process.port > MAX_PORT:
-            reason = f"comes to {process.port} for {process.name}, beyond {MAX_PORT}"
+        if process.ports.stop - 1 > MAX_PORT:
+            reason = f"comes to {process.ports.stop - 1} for {process.name}, beyond {MAX_PORT}"
             raise table.error(f"engines.{role.role}.port", reason)
         if role.role == "prefill":
             bootstrap = None
             if CONNECTORS[engines.connector].has_bootstrap:
                 bootstrap = f"http://{bracketed(process.host)}:{process.kv_port}"
-            following["prefill"].append(PrefillEntry(process.url, bootstrap))
-        elif role.dp_mode == "internal":
-            ids = tuple(range(role.data_parallel))
-            following["decode"].append(DecodeEntry(process.url, ids))
+            following["prefill"] += [PrefillEntry(url, bootstrap) for url in process.urls]
         else:
-            following["decode"].append(DecodeEntry(process.url))
+            ids = tuple(range(role.data_parallel)) if role.dp_mode == "internal" else None
+            following["decode"] += [DecodeEntry(url, ids) for url in process.urls]
     given: dict[str, tuple[PrefillEntry | DecodeEntry, ...]]
     given = {"prefill": prefill, "decode": decode}
     for key, entries in given.items():

@@ -10,6 +10,7 @@ from balanceroute.proxy.cli.topology import check_topology
 from balanceroute.topologies import read_topology, shipped_topologies
 
 GROUP = 'data_parallel = 4\ndp_mode = "external"\nrpc_port = 1234'
+SUPERVISED = 'data_parallel = 4\ndp_mode = "supervised"\nrpc_port = 1234'
 SAME_HOST = 'hosts = ["10.0.0.1"]'
 
 
@@ -44,6 +45,11 @@ def test_nothing_is_wrong_with_the_smallest(connector: str, tmp_path: Path) -> N
             text(decode=f"{GROUP}\nport = 1231"),
             "engines.decode.port",
             "decode-3's API would listen on 10.0.0.2:1234, where decode-0's RPC has 1234",
+        ),
+        (
+            text(decode=f"{SUPERVISED}\nsupervisor_port = 8203"),
+            "engines.decode.supervisor_port",
+            "decode-0's supervisor would listen on 10.0.0.2:8203, where decode-0's API has 8200-8203",
         ),
         (
             text(top="[proxy]\nport = 8100\nhost = '10.0.0.1'", engines='proxy_host = "10.0.0.1"'),

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.topologies.engine_files import engines_of, text
+from tests.topologies.engine_files import engines_of, read, text
 
 from balanceroute.proxy.cli.topology import commands_of
 from balanceroute.topologies import Command, engine_commands, read_topology, shipped_topologies
@@ -110,6 +110,27 @@ def test_internal_ranks_beyond_the_first_host_are_headless(tmp_path: Path) -> No
     assert value(tail, "--data-parallel-start-rank") == "2"
     assert value(tail, "--data-parallel-address") == "10.0.0.2"
     assert (head.environment["CUDA_VISIBLE_DEVICES"], tail.host) == ("0,1", "10.0.0.3")
+
+
+def test_a_supervisor_serves_all_ranks_of_its_host_at_ports_of_their_own(tmp_path: Path) -> None:
+    decode = 'hosts = ["10.0.0.2", "10.0.0.3"]\ninstances = 1\ndata_parallel = 4\nrpc_port = 1234'
+    supervised = f'{decode}\ndp_mode = "supervised"\nsupervisor_port = 9256'
+    topology = read(tmp_path, text(decode=supervised))
+    assert topology.engines is not None
+    head, tail = engine_commands(topology.engines, ())[1:]
+    for command, start_rank in ((head, None), (tail, "2")):
+        assert value(command, "--port") == "8200"
+        assert value(command, "--data-parallel-size-local") == "2"
+        assert value(command, "--data-parallel-supervisor-port") == "9256"
+        assert value(command, "--data-parallel-address") == "10.0.0.2"
+        assert ("--data-parallel-multi-port-external-lb",) in command.words
+        assert {"--headless", "--data-parallel-rank"}.isdisjoint(words(command))
+        starts = [item[1] for item in command.words if item[0] == "--data-parallel-start-rank"]
+        assert starts == ([start_rank] if start_rank else [])
+        assert command.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert [(entry.url, entry.rank_ids) for entry in topology.decode] == [
+        (f"http://10.0.0.{host}:{port}", None) for host in (2, 3) for port in (8200, 8201)
+    ]
 
 
 def test_instances_on_one_host_have_ports_and_devices_of_their_own(tmp_path: Path) -> None:

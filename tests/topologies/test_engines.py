@@ -54,6 +54,7 @@ def test_addresses_beside_the_engines_must_agree(tmp_path: Path) -> None:
 
 RANKS = "data_parallel = 4"
 FULL = f'{RANKS}\ndp_mode = "external"\nrpc_port = 1234'
+SUPERVISED = f'{RANKS}\ndp_mode = "supervised"\nrpc_port = 1234\nsupervisor_port = 9256'
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,22 @@ FULL = f'{RANKS}\ndp_mode = "external"\nrpc_port = 1234'
         (
             text(decode=f'{RANKS}\ndp_mode = "hybrid"\nrpc_port = 1'),
             "engines.decode.dp_mode",
-            "known: external, internal",
+            "known: external, internal, supervised",
+        ),
+        (
+            text(decode=f'{RANKS}\ndp_mode = "supervised"\nrpc_port = 1'),
+            "engines.decode.supervisor_port",
+            "is missing: it needs one with dp_mode = 'supervised'",
+        ),
+        (
+            text(decode=f"{FULL}\nsupervisor_port = 9256"),
+            "engines.decode.supervisor_port",
+            "means nothing with dp_mode",
+        ),
+        (
+            text(decode=f'{SUPERVISED}\nhosts = ["a", "b", "c", "d"]\ninstances = 1'),
+            "engines.decode.data_parallel",
+            "two ranks or more on each host",
         ),
         (
             text(decode=f'{FULL}\nhosts = ["a", "b", "c"]\ninstances = 1'),

@@ -22,6 +22,9 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
     hosts = tuple(f"{role}{i}" for i in range(heads * span))
     data_parallel = span * draw(st.integers(1, 3))
     several = data_parallel > 1
+    # A supervisor takes two ranks or more.
+    modes = DP_MODES if data_parallel >= 2 * span else DP_MODES[:2]
+    dp_mode = draw(st.sampled_from(modes)) if several else None
     return RoleEngines(
         role=role,
         hosts=hosts,
@@ -29,8 +32,9 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
         port=8000,
         tensor_parallel=draw(st.sampled_from([1, 2, 4])),
         data_parallel=data_parallel,
-        dp_mode=draw(st.sampled_from(DP_MODES)) if several else None,
+        dp_mode=dp_mode,
         rpc_port=39_000 if several else None,
+        supervisor_port=39_500 if dp_mode == "supervised" else None,
         max_num_seqs=8,
         max_num_batched_tokens=None,
         gpu_memory_utilization=None,
@@ -107,8 +111,11 @@ def test_every_instance_has_one_head_and_a_url(engines: Engines) -> None:
     }
     for process in processes:
         assert process.head == heads[process.role.role, process.instance]
-        headless = process.role.dp_mode == "internal" and process.ranks.start > 0
-        assert (process.url is None) == headless
+        match process.role.dp_mode:
+            case "internal":
+                assert len(process.urls) == (process.ranks.start == 0)
+            case _:
+                assert len(process.urls) == len(process.ranks)
 
 
 @given(fleets())
