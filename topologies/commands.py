@@ -100,7 +100,10 @@ def proxy_command(engines: Engines, topology: str) -> Command:
 
 def _about(process: EngineProcess) -> str:
     role = process.role
-    parts = [" ".join(process.urls) or f"headless, served by {process.head}"]
+    parts = [f"headless, served by {process.head}"]
+    if process.ports:
+        last = process.ports.stop - 1
+        parts = [process.urls[0] + (f" to {last}" if len(process.ports) > 1 else "")]
     if role.data_parallel > 1:
         ranks = process.ranks
         first, last = ranks.start, ranks.stop - 1
@@ -182,11 +185,8 @@ def _additional(process: EngineProcess) -> dict[str, object]:
     role = process.role
     found = dict(role.additional)
     if role.recompute_scheduler:
-        scheduler = found.get("scheduler_config")
-        found["scheduler_config"] = {
-            **(scheduler if isinstance(scheduler, dict) else {}),
-            "recompute_scheduler_enable": True,
-        }
+        # All versions know it here; only those from v0.25 on also within scheduler_config.
+        found["recompute_scheduler_enable"] = True
     return found
 
 

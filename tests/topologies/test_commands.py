@@ -167,7 +167,8 @@ def test_ascend_engines_are_told_of_each_other(tmp_path: Path) -> None:
         assert command.environment["HCCL_IF_IP"] == command.host
         assert command.environment["HCCL_SOCKET_IFNAME"] == "eth1"
     assert json.loads(value(found[1], "--additional-config")) == {
-        "scheduler_config": {"x": 1, "recompute_scheduler_enable": True}
+        "scheduler_config": {"x": 1},
+        "recompute_scheduler_enable": True,
     }
 
 
