@@ -4,6 +4,7 @@
 [engines]
 weights = "/weights/DeepSeek-V3-W8A8"  # Model of `vllm serve`: a folder or a hub name.
 device = "npu"                         # One of DEVICES.
+version = "0.23.0"                     # Of vLLM, or of vllm-ascend with "npu"; optional.
 devices_per_host = 16                  # Assigned in order, prefill first; not for "cpu".
 proxy_host = "10.0.0.1"                # Host of the proxy.
 interface = "eth0"                     # The hosts' network interface; optional.
@@ -170,6 +171,8 @@ class Engines:
 
     Attributes:
         weights: The model argument of `vllm serve`.
+        version: The version of vLLM, or of vllm-ascend with device "npu", whose options these are;
+            None if the file does not say.
         devices_per_host: Devices of a host; None for CPUs.
         proxy_host: The host of the proxy.
         interface: The hosts' network interface; None to leave it to the libraries.
@@ -182,6 +185,7 @@ class Engines:
     weights: str
     connector: str
     device: str
+    version: str | None
     devices_per_host: int | None
     proxy_host: str
     interface: str | None
@@ -232,6 +236,7 @@ def read_engines(table: Table, connector: str | None) -> Engines:
         weights=engines.required_text("weights"),
         connector=connector,
         device=device,
+        version=engines.text("version"),
         devices_per_host=engines.integer("devices_per_host", 1, 1024),
         proxy_host=proxy_host,
         interface=engines.text("interface"),

@@ -59,6 +59,7 @@ def fleets(draw: st.DrawFn) -> Engines:
         weights="w",
         connector=connector,
         device="npu" if npu else "cuda",
+        version=None,
         devices_per_host=10_000 if not npu else 15,
         proxy_host="proxy",
         interface=None,
