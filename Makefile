@@ -35,6 +35,7 @@ test: $(INSTALLED) ## the tests
 
 test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minutes, and 6 GB once)
 	@$(BIN)/python scripts/check_engines
+	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/demo.py

@@ -17,7 +17,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay service_levels sim validate wire
-proxy.cli: emulate engine_flags evaluate evaluation_plots hash_key judgement_report outputs parser past_flags replay serve
+proxy.cli: emulate engine_flags engine_parser evaluate evaluation_plots hash_key judgement_report outputs parser past_flags replay serve
     simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle losses pace policies pool prediction prefill prefill_queue projection
@@ -76,9 +76,9 @@ proxy.wire.http1: chunked client client_connection fetch heads incoming_body
     incoming_request reply server server_connection service
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
-topologies: CONNECTORS Command ConnectorFacts DecodeEntry Engines Finding KvFlow MAX_RANKS PortUse
-    PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill did_you_mean
-    engine_commands proxy_command read_topology shipped_topologies
+topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding KvFlow MAX_RANKS
+    PortUse PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill check_options
+    did_you_mean engine_commands known_options proxy_command read_topology shipped_topologies
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace write_native
 """
 PUBLIC = {

@@ -3,10 +3,12 @@
 This folder is a leaf: it imports nothing else of the project.
 """
 
-from balanceroute.topologies.checks import Finding, PortUse, check_engines, check_local_prefill
+from balanceroute.topologies.checks import PortUse, check_engines, check_local_prefill
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
 from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts, KvFlow
+from balanceroute.topologies.engine_options import EngineOptions, check_options, known_options
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
+from balanceroute.topologies.findings import Finding
 from balanceroute.topologies.tables import TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
     DecodeEntry,
@@ -22,6 +24,7 @@ __all__ = [
     "Command",
     "ConnectorFacts",
     "DecodeEntry",
+    "EngineOptions",
     "Engines",
     "Finding",
     "KvFlow",
@@ -32,8 +35,10 @@ __all__ = [
     "TopologyError",
     "check_engines",
     "check_local_prefill",
+    "check_options",
     "did_you_mean",
     "engine_commands",
+    "known_options",
     "proxy_command",
     "read_topology",
     "shipped_topologies",

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Literal
 
 from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
 from balanceroute.topologies.engines import Engines, RoleEngines
+from balanceroute.topologies.findings import Finding
 from balanceroute.topologies.placement import EngineProcess, place
 from balanceroute.topologies.tables import MAX_PORT
 
@@ -17,24 +17,6 @@ _ASCEND_DIRECT_FIRST = 20_000
 _ASCEND_DIRECT_PER_DEVICE = 1_000
 # vllm-ascend's MLAPO_MAX_SUPPORTED_TOKENS (attention/mla_v1.py).
 _MLAPO_TOKENS = 1_024
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding about a topology.
-
-    Attributes:
-        level: "error" if it cannot work, "note" if it may be intended.
-        key: The key in question, as in `engines.prefill.port`; "" if the reason has it.
-        reason: The problem.
-    """
-
-    level: Literal["error", "note"]
-    key: str
-    reason: str
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.level, self.key, self.reason) if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """`balanceroute topology`: check a topology, and show how each of its hosts is started."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.cli.engine_parser import installed_python, parse_with
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.topologies import (
     Command,
@@ -11,8 +13,10 @@ from balanceroute.topologies import (
     PortUse,
     check_engines,
     check_local_prefill,
+    check_options,
     did_you_mean,
     engine_commands,
+    known_options,
     proxy_command,
     read_topology,
 )
@@ -39,6 +43,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Say what is wrong with a topology, and where. Opens no connection.",
     )
     check.set_defaults(run=run_check)
+    check.add_argument(
+        "--engine-python",
+        metavar="PYTHON",
+        help="an interpreter with vLLM, whose parser judges the engines' flags (default: this one if "
+        "it has vLLM, else the list of the options of a version)",
+    )
     show = actions.add_parser(
         "commands",
         help="show each process's command and environment",
@@ -66,13 +76,45 @@ def run_check(arguments: argparse.Namespace) -> int:
     """
     topology = read_topology(arguments.topology)
     findings = tuple(check_topology(topology))
+    options, refused = _check_flags(topology, arguments.engine_python)
+    findings += refused
     for finding in findings:
         print(f"{topology.path}: {finding}")  # noqa: T201 - the command's answer.
     errors = sum(finding.level == "error" for finding in findings)
     if errors:
         return 2
-    print(f"{topology.path}: {_summary(topology)}")  # noqa: T201
+    print(f"{topology.path}: {_summary(topology)}{options}")  # noqa: T201
     return 0
+
+
+def _check_flags(topology: "Topology", python: str | None) -> tuple[str, tuple[Finding, ...]]:
+    """Return what judged the engines' flags, and its findings.
+
+    Raises:
+        ConfigError: The interpreter cannot be used.
+    """
+    engines = topology.engines
+    if engines is None:
+        return "", ()
+    python = python or installed_python()
+    options, theirs = known_options(engines)
+    findings = tuple(check_options(engines))
+    if python is None:
+        which = "" if theirs else " (another version than theirs)"
+        return f"; flags by the list of {options.engine}{which}", findings
+    # The environment and vllm-ascend's own keys are no matter of the parser.
+    findings = tuple(found for found in findings if found.level == "note")
+    sys.stderr.write(f"asking the parser of {python}\n")
+    commands = engine_commands(engines, topology.models)
+    version, parsed = parse_with(python, commands)
+    refused = dict[str, Finding]()
+    for command, one in zip(commands, parsed, strict=True):
+        if one.fault:
+            refused.setdefault(one.fault, Finding("error", command.name, one.fault))
+    if engines.version is not None and engines.device != "npu" and version != engines.version:
+        reason = f"is {engines.version}, but {python} has vLLM {version}"
+        findings += (Finding("note", "engines.version", reason),)
+    return f"; flags by the parser of vLLM {version}", (*findings, *refused.values())
 
 
 def run_commands(arguments: argparse.Namespace) -> int:

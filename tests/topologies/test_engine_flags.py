@@ -1,96 +1,32 @@
-"""The engines know the flags: real vLLM's parser for GPUs and CPUs, a documented list for Ascend."""
+"""The engines know the flags: real vLLM's parser for GPUs and CPUs, lists of options for all."""
 
 import json
 import os
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from tests.script import ROOT
+from tests.topologies.engine_files import read, text
 
-from balanceroute.topologies import Command, engine_commands, read_topology, shipped_topologies
+from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.cli.engine_parser import parse_with
+from balanceroute.topologies import (
+    Command,
+    Engines,
+    check_options,
+    engine_commands,
+    known_options,
+    read_topology,
+    shipped_topologies,
+)
+
+OPTIONS = ROOT / "topologies" / "options"
 
 # An interpreter with vLLM; its parser needs no accelerator.
 PYTHON = "BALANCEROUTE_VLLM_PYTHON"
-PARSE = """
-import json, sys
-from vllm.engine.arg_utils import AsyncEngineArgs
-try:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-except ImportError:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-try:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-except ImportError:
-    from vllm.utils import FlexibleArgumentParser
-for words in json.load(sys.stdin):
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-    validate_parsed_serve_args(arguments)
-    engine = AsyncEngineArgs.from_cli_args(arguments)
-    transfer = engine.kv_transfer_config
-    print(json.dumps([
-        arguments.port, engine.data_parallel_size, engine.data_parallel_rank, engine.max_num_seqs,
-        transfer.kv_connector, transfer.kv_role, transfer.kv_load_failure_policy,
-    ]))
-"""
-_TUTORIALS = "https://docs.vllm.ai/projects/ascend/en/latest/tutorials"
-_PD = f"{_TUTORIALS}/features/pd_disaggregation_mooncake_multi_node.html"
-_CONFIG = (
-    "https://docs.vllm.ai/projects/ascend/en/latest/user_guide/configuration/additional_config.html"
-)
-_DP = "https://docs.vllm.ai/en/latest/serving/data_parallel_deployment.html"
-ASCEND_FLAGS = {
-    "--additional-config": _PD,
-    "--compilation-config": _PD,
-    "--data-parallel-address": _PD,
-    "--data-parallel-rank": _PD,
-    "--data-parallel-rpc-port": _PD,
-    "--data-parallel-size": _PD,
-    "--data-parallel-size-local": _DP,
-    "--data-parallel-start-rank": _DP,
-    "--enable-expert-parallel": _PD,
-    "--enforce-eager": _PD,
-    "--gpu-memory-utilization": _PD,
-    "--headless": _DP,
-    "--host": _PD,
-    "--kv-transfer-config": _PD,
-    "--max-model-len": _PD,
-    "--max-num-batched-tokens": _PD,
-    "--max-num-seqs": _PD,
-    "--no-enable-prefix-caching": _PD,
-    "--port": _PD,
-    "--quantization": _PD,
-    "--seed": _PD,
-    "--served-model-name": _PD,
-    "--tensor-parallel-size": _PD,
-    "--trust-remote-code": _PD,
-}
-ASCEND_ADDITIONAL = {
-    "enable_shared_expert_dp": _CONFIG,
-    "mlapo_keep_prefill_weights": _CONFIG,
-    "multistream_overlap_shared_expert": _CONFIG,
-    "scheduler_config": _CONFIG,
-}
-ASCEND_ENVIRONMENT = {
-    "ASCEND_RT_VISIBLE_DEVICES": _PD,
-    "GLOO_SOCKET_IFNAME": _PD,
-    "HCCL_BUFFSIZE": _PD,
-    "HCCL_CONNECT_TIMEOUT": f"{_TUTORIALS}/models/DeepSeek-V3.1.html",
-    "HCCL_EXEC_TIMEOUT": f"{_TUTORIALS}/models/DeepSeek-V3.1.html",
-    "HCCL_IF_IP": _PD,
-    "HCCL_OP_EXPANSION_MODE": _PD,
-    "HCCL_SOCKET_IFNAME": _PD,
-    "OMP_NUM_THREADS": _PD,
-    "OMP_PROC_BIND": _PD,
-    "PYTORCH_NPU_ALLOC_CONF": _PD,
-    "TASK_QUEUE_ENABLE": _PD,
-    "TP_SOCKET_IFNAME": _PD,
-    "VLLM_HOST_IP": "https://docs.vllm.ai/en/latest/configuration/env_vars.html",
-    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": (
-        "https://docs.vllm.ai/en/latest/features/mooncake_connector_usage.html"
-    ),
-}
-
-
 # One decode group over two hosts, behind the first one's port: what no shipped topology has.
 OVER_TWO_HOSTS = """
 name = "wide"
@@ -124,15 +60,19 @@ side_channel_port = 5600
 """
 
 
-def commands(*, npu: bool) -> list[Command]:
-    """Return the engine commands of the shipped topologies on Ascend, or on anything else."""
-    found: list[Command] = []
-    for name in shipped_topologies():
-        topology = read_topology(name)
-        if topology.engines is not None and (topology.engines.device == "npu") == npu:
-            found += engine_commands(topology.engines, topology.models)
+def engines_of(*, npu: bool) -> list[Engines]:
+    """Return the engines of the shipped topologies on Ascend, or on anything else."""
+    read = [read_topology(name).engines for name in shipped_topologies()]
+    found = [e for e in read if e is not None and (e.device == "npu") == npu]
     assert found
     return found
+
+
+def commands(*, npu: bool) -> list[Command]:
+    """Return their commands."""
+    return [
+        command for engines in engines_of(npu=npu) for command in engine_commands(engines, ("m",))
+    ]
 
 
 def value(command: Command, flag: str) -> str | None:
@@ -147,38 +87,113 @@ def test_vllm_parses_every_command(tmp_path: Path) -> None:
     wide = read_topology(path)
     assert wide.engines is not None
     given = [*commands(npu=False), *engine_commands(wide.engines, wide.models)]
-    # vLLM takes the model as the first word after `serve`.
-    words = [[word for item in command.words for word in item][2:] for command in given]
-    result = subprocess.run(
-        [os.environ[PYTHON], "-c", PARSE],
-        input=json.dumps(words),
+    version, parsed = parse_with(os.environ[PYTHON], given)
+    assert {engines.version for engines in engines_of(npu=False)} == {version.partition("+")[0]}
+    for command, one in zip(given, parsed, strict=True):
+        assert not one.fault, command.one_line()
+        values = one.values
+        assert str(values["port"]) == (value(command, "--port") or "8000")
+        assert str(values["data_parallel_size"]) == (value(command, "--data-parallel-size") or "1")
+        rank = values["data_parallel_rank"]
+        assert (None if rank is None else str(rank)) == value(command, "--data-parallel-rank")
+        assert str(values["max_num_seqs"]) == value(command, "--max-num-seqs")
+        config = json.loads(value(command, "--kv-transfer-config") or "")
+        assert values["kv_connector"] == config["kv_connector"]
+        assert (values["kv_role"], values["kv_policy"]) == (config["kv_role"], "fail")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with vLLM")
+def test_the_list_of_a_version_is_what_its_parser_knows() -> None:
+    listed = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/list_engine_options.py"), os.environ[PYTHON]],
         capture_output=True,
         text=True,
         timeout=600,
-        check=False,
+        check=True,
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    parsed = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
-    assert len(parsed) == len(given)
-    for command, (port, ranks, rank, seqs, connector, role, policy) in zip(
-        given, parsed, strict=True
-    ):
-        assert str(port) == (value(command, "--port") or "8000")
-        assert str(ranks) == (value(command, "--data-parallel-size") or "1")
-        assert (None if rank is None else str(rank)) == value(command, "--data-parallel-rank")
-        assert str(seqs) == value(command, "--max-num-seqs")
-        config = json.loads(value(command, "--kv-transfer-config") or "")
-        assert (connector, role) == (config["kv_connector"], config["kv_role"])
-        assert policy == "fail"
+    version = tomllib.loads((OPTIONS / "vllm-0.32.0.toml").read_text())
+    assert tomllib.loads(listed.stdout) == version
 
 
-def test_every_ascend_flag_is_documented() -> None:
-    for command in commands(npu=True):
-        assert command.words[0][:2] == ("vllm", "serve")
-        assert {item[0] for item in command.words[1:]} <= ASCEND_FLAGS.keys()
-        assert command.environment.keys() <= ASCEND_ENVIRONMENT.keys()
-        additional = json.loads(value(command, "--additional-config") or "{}")
-        assert additional.keys() <= ASCEND_ADDITIONAL.keys()
+def test_every_layout_names_a_version_whose_options_are_listed() -> None:
+    """The parser itself judges in `make test-vllm`; here the lists do, and for Ascend only they."""
+    layouts = [*engines_of(npu=False), *engines_of(npu=True)]
+    for engines in layouts:
+        options, theirs = known_options(engines)
+        assert theirs, engines.version
+        assert options.engine == f"vllm{'-ascend' * (engines.device == 'npu')} {engines.version}"
+        assert not list(check_options(engines))
+        for command in engine_commands(engines, ()):
+            flags = {item[0].partition("=")[0] for item in command.words[1:]}
+            known = {f"--{flag.replace('_', '-')}" for flag in options.flags}
+            assert flags <= known | {f"--no-{flag[2:]}" for flag in known}
+            given = {name for name in command.environment if name.startswith("VLLM_")}
+            assert given <= options.variables
+
+
+UNKNOWN = (
+    (
+        "flags = { kv_cache_dtpye = 'fp8' }",
+        "flags.kv_cache_dtpye",
+        "did you mean 'kv_cache_dtype'?",
+    ),
+    ("compilation = { cudagraph_mod = 'NONE' }", "compilation.cudagraph_mod", "cudagraph_mode"),
+    ("kv_transfer = { kv_buffer_divice = 'cpu' }", "kv_transfer.kv_buffer_divice", "kv_buffer_dev"),
+)
+
+
+@pytest.mark.parametrize(("decode", "key", "reason"), UNKNOWN)
+@pytest.mark.parametrize(("version", "level"), [("0.32.0", "error"), ("0.9.9", "note")])
+def test_an_option_that_the_version_does_not_know_is_found(
+    decode: str, key: str, reason: str, version: str, level: str, tmp_path: Path
+) -> None:
+    engines = read(tmp_path, text(engines=f'version = "{version}"', decode=decode)).engines
+    assert engines is not None
+    (found,) = check_options(engines)
+    assert str(found).startswith(f"{level}: engines.decode.{key}: vllm 0.32.0 knows no such ")
+    assert reason in found.reason
+
+
+def test_what_an_engine_passes_over_is_a_note(tmp_path: Path) -> None:
+    decode = (
+        "environment = { VLLM_RPC_TIMEOUT = 1, HCCL_ANYTHING = 1 }\n"
+        "additional = { enable_mlapoo = true, mlapo_keep_prefill_weights = true }"
+    )
+    content = text("mooncake-ascend", engines='version = "0.23.0"', decode=decode)
+    engines = read(tmp_path, content).engines
+    assert engines is not None
+    assert [
+        str(found).partition(": vllm-ascend 0.23.0 knows")[0] for found in check_options(engines)
+    ] == [
+        "note: engines.decode.environment.VLLM_RPC_TIMEOUT",
+        "note: engines.decode.additional.enable_mlapoo",
+    ]
+
+
+def answering(folder: Path, found: list[list[object]]) -> str:
+    """Return a program that answers as the parser of another interpreter does."""
+    program = folder / "python"
+    answer = json.dumps({"version": "0.32.0", "found": found})
+    program.write_text(f"#!/bin/sh\ncat >/dev/null\necho starting\necho '{answer}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_the_parser_of_an_installed_engine_goes_before_the_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = text(engines='version = "0.32.0"', decode="flags = { not_listed = 1 }")
+    path = str(read(tmp_path, content).path)
+    python = answering(tmp_path, [["", {}], ["", {}]])
+    assert main(["topology", "check", path, "--engine-python", python]) == 0
+    assert "flags by the parser of vLLM 0.32.0" in capsys.readouterr().out
+    fault = "unrecognized arguments: --not-listed"
+    python = answering(tmp_path, [["", {}], [fault, {}]])
+    assert main(["topology", "check", path, "--engine-python", python]) == 2
+    assert f"error: decode-0: {fault}" in capsys.readouterr().out
+    assert main(["topology", "check", path, "--engine-python", str(tmp_path / "absent")]) == 2
+    assert "--engine-python: " in capsys.readouterr().err
 
 
 def test_every_ascend_transfer_says_what_the_connector_asserts() -> None:
