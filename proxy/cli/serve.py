@@ -13,6 +13,7 @@ from balanceroute.topologies import read_topology
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from balanceroute.proxy.live.processes.part import Part
     from balanceroute.topologies import Topology
 
 
@@ -60,14 +61,27 @@ def run(arguments: argparse.Namespace) -> int:
         TopologyError: The topology cannot be used.
         OSError: A file cannot be read, or an address cannot be bound.
     """
-    topology = None if arguments.topology is None else read_topology(arguments.topology)
-    return configure_and_serve(topology, flags_given(arguments), arguments)
+    part = part_of(arguments)
+    topology = None
+    if arguments.topology is not None:
+        topology = read_topology(arguments.topology, copy=None if part is None else part.topology)
+    return configure_and_serve(topology, flags_given(arguments), arguments, part)
+
+
+def part_of(arguments: argparse.Namespace) -> "Part | None":
+    """Return what one process of several is; None for the command itself. Raises ConfigError."""
+    if arguments.process is None:
+        return None
+    from balanceroute.proxy.live.processes.part import Part  # noqa: PLC0415
+
+    return Part.read(arguments.process)
 
 
 def configure_and_serve(
     topology: "Topology | None",
     given: "Mapping[str, object]",
     arguments: argparse.Namespace,
+    part: "Part | None" = None,
     engines: "Mapping[str, object]" = MappingProxyType({}),
 ) -> int:
     """Serve until a signal ends it; return the exit status.
@@ -76,6 +90,7 @@ def configure_and_serve(
         topology: The file, if there is one.
         given: The values of the settings' flags by name.
         arguments: Of the command; its further processes are started by the same words.
+        part: What this process is, if it is one of those.
         engines: The URLs of the engines that this command has started, by flag.
 
     Raises:
@@ -87,14 +102,15 @@ def configure_and_serve(
 
     config = make_config(topology, given, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
-    if arguments.process is not None:
+    if part is not None:
         from balanceroute.proxy.live.process_of_many import serve_part  # noqa: PLC0415
 
-        return serve_part(config, renew, arguments.process)
+        return serve_part(config, renew, part)
     if config.listening.workers != 1:
         from balanceroute.proxy.live.supervise import supervise  # noqa: PLC0415
 
-        return supervise(config, arguments.words, engines)
+        file = None if topology is None else topology.path
+        return supervise(config, arguments.words, file, engines)
     from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
 
     return serve(config, renew)

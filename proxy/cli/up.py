@@ -14,6 +14,7 @@ from balanceroute.proxy.cli.serve import (
     add_serve_flags,
     configure_and_serve,
     flags_given,
+    part_of,
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.process import (
@@ -55,19 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
         TopologyError: The topology cannot be used.
         EngineProcessError: The engines did not start, or ended.
     """
-    topology = read_topology(arguments.topology)
+    part = part_of(arguments)
+    topology = read_topology(arguments.topology, copy=None if part is None else part.topology)
     given = flags_given(arguments)
-    if arguments.process is not None:
-        from balanceroute.proxy.live.processes.part import Part  # noqa: PLC0415
-
-        return configure_and_serve(
-            topology, given | Part.read(arguments.process).engines, arguments
-        )
+    if part is not None:
+        return configure_and_serve(topology, given | part.engines, arguments, part)
     with engine_process(emulate_command(topology)) as process:
         engines = addresses(ready_line(process))
         _greet(engines)
         with _watched(process) as ended:
-            status = configure_and_serve(topology, given | engines, arguments, engines)
+            status = configure_and_serve(topology, given | engines, arguments, None, engines)
         if ended:
             raise EngineProcessError(f"the emulated engines ended {ended[0]}")
         return status

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
@@ -23,7 +22,7 @@ from balanceroute.proxy.live.process_edge import (
     settle_garbage_collector,
     with_descriptors,
 )
-from balanceroute.proxy.live.processes.part import Part, supervisor_gone, tell_ready
+from balanceroute.proxy.live.processes.part import supervisor_gone, tell_ready
 from balanceroute.proxy.live.relay_app import RelayApp
 from balanceroute.proxy.live.relay_process import RelayProcess
 from balanceroute.proxy.live.renewal import renew
@@ -33,6 +32,7 @@ from balanceroute.proxy.live.scheduler_process import SchedulerProcess
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from balanceroute.proxy.live.processes.part import Part
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
 
@@ -40,29 +40,27 @@ _log = logging.getLogger(__name__)
 
 
 def serve_part(
-    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", word: str
+    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", part: "Part"
 ) -> int:
     """Serve as one process of several until the supervisor ends it; return the exit status.
 
     Args:
         config: All settings.
         read_credentials: Reads keys, certificates and tenants again. Raises ConfigError.
-        word: What this process is; see `Part.word`.
+        part: What this process is.
 
     Raises:
-        ConfigError: The word says nothing, or the settings cannot be served.
+        ConfigError: The settings cannot be served.
     """
-    try:
-        part = Part.read(word)
-    except ValueError as error:
-        raise ConfigError(f"--process: {error}") from None
     return uvloop.run(_serve(config, read_credentials, part))
 
 
 async def _serve(
-    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", part: Part
+    config: "ProxyConfig", read_credentials: "Callable[[], Credentials]", part: "Part"
 ) -> int:
-    digest = hashlib.sha256(json.dumps(config.redacted(), default=str).encode()).hexdigest()
+    # But for keys and tenants: one that starts later may read newer files of them.
+    settings = config.redacted() | {"credentials": None}
+    digest = hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()
     is_scheduler = part.role == "scheduler"
     logs = Logs(config, loads=is_scheduler, process=part.name)
     signals = Signals(logs.reopen)

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -14,10 +16,11 @@ from balanceroute.proxy.live.listeners import not_bound
 from balanceroute.proxy.live.process_edge import Logs, announcement
 from balanceroute.proxy.live.processes.kept_process import INPUT_FAULT, StartError
 from balanceroute.proxy.live.processes.listening import listen
-from balanceroute.proxy.live.processes.supervisor import Supervisor
+from balanceroute.proxy.live.processes.supervisor import Commands, Supervisor
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from balanceroute.proxy.live.processes.part import Part
     from balanceroute.proxy.live.settings.config import ProxyConfig
@@ -25,18 +28,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def supervise(config: "ProxyConfig", words: Sequence[str], engines: Mapping[str, object]) -> int:
+def supervise(
+    config: "ProxyConfig",
+    words: Sequence[str],
+    topology: Path | None,
+    engines: Mapping[str, object],
+) -> int:
     """Serve with several processes until a signal ends it; return the exit status.
 
     Args:
         config: All settings; the processes read theirs again.
         words: The command line, the command first: each process is started by the same.
+        topology: The file that they name, if there is one.
         engines: The URLs of the engines that the command has started, by flag.
 
     Raises:
         ConfigError: An address cannot be bound.
     """
-    return uvloop.run(_supervise(config, partial(_command, words, engines)))
+    return uvloop.run(_supervise(config, partial(_commands, words, topology, engines)))
 
 
 def workers_of(config: "ProxyConfig") -> int:
@@ -44,7 +53,7 @@ def workers_of(config: "ProxyConfig") -> int:
     return config.listening.workers or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-async def _supervise(config: "ProxyConfig", command: "partial[list[str]]") -> int:
+async def _supervise(config: "ProxyConfig", commands: Commands) -> int:
     logs = Logs(config, loads=False, process="supervisor")
     workers, listening = workers_of(config), config.listening
     try:
@@ -61,7 +70,7 @@ async def _supervise(config: "ProxyConfig", command: "partial[list[str]]") -> in
             _log.info("serving", extra={"fields": {"relays": workers, "port": ports[0]}})
 
         supervisor = Supervisor(
-            command,
+            commands,
             relays,
             admin,
             drain_s=config.times.drain_timeout_s,
@@ -84,7 +93,21 @@ def _listen(place: str, host: str, port: int, copies: int) -> "list[list[socket.
         raise not_bound(place, host, port, error) from None
 
 
-def _command(words: Sequence[str], engines: Mapping[str, object], part: "Part") -> list[str]:
-    word = replace(part, engines=dict(engines)).word()
-    first, *others = words
-    return [sys.executable, "-m", "balanceroute.proxy", first, f"--process={word}", *others]
+def _commands(
+    words: Sequence[str], topology: Path | None, engines: Mapping[str, object], path: Path
+) -> "Callable[[Part], list[str]]":
+    """Return what starts the parts of a generation, whose socket is to be at a path.
+
+    All read the topology as it is now, whenever they start.
+    """
+    copy = ""
+    if topology is not None:
+        copy = f"{path}.toml"
+        copyfile(topology, copy)
+
+    def command(part: "Part") -> list[str]:
+        word = replace(part, engines=dict(engines), topology=copy).word()
+        first, *others = words
+        return [sys.executable, "-m", "balanceroute.proxy", first, f"--process={word}", *others]
+
+    return command

@@ -12,7 +12,7 @@ from balanceroute.proxy.live.processes.part import READY
 
 _log = logging.getLogger(__name__)
 
-# A process that ends so often in a row before it is ready will never be.
+# A process that ends so often before it was ever ready will never be.
 _STARTS = 5
 _READY_S = 60.0
 _BACKOFF_S = 0.1
@@ -74,8 +74,8 @@ class KeptProcess:
         """Keep it running until it ends after `end`.
 
         Raises:
-            StartError: It ends before it is ready: once with a fault of the user's input if it never
-                served, or else several times in a row.
+            StartError: It never served, and ends before it is ready: with a fault of the user's input,
+                or several times in a row.
             OSError: It cannot be run at all.
         """
         failed, pause_s = 0, _BACKOFF_S
@@ -86,15 +86,15 @@ class KeptProcess:
                 return
             fields = {"ended": self.name, "status": status}
             _log.error("a process ended", extra={"fields": fields})
-            if served:
-                failed = 0
-            elif status != -signal.SIGKILL or self._hung:  # Else somebody else's doing.
-                failed += 1
-            if (status == INPUT_FAULT and not self._served) or failed == _STARTS:
-                raise StartError(
-                    f"the process {self.name} ended {_how(status)} before it was ready",
-                    INPUT_FAULT if status == INPUT_FAULT else 1,
-                )
+            # If it served once, others may serve meanwhile: it is started until it does again.
+            if not self._served:
+                if status != -signal.SIGKILL or self._hung:  # Else somebody else's doing.
+                    failed += 1
+                if status == INPUT_FAULT or failed == _STARTS:
+                    raise StartError(
+                        f"the process {self.name} ended {_how(status)} before it was ready",
+                        INPUT_FAULT if status == INPUT_FAULT else 1,
+                    )
             if served and time.monotonic() - began_s > _STEADY_S:
                 pause_s = _BACKOFF_S
             else:

@@ -8,6 +8,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.json import decode, encode
 
+from balanceroute.proxy.core.errors import ConfigError
+
 READY = b"ready\n"
 """What a process writes to its standard output when it serves."""
 
@@ -24,6 +26,8 @@ class Part(Struct, frozen=True, omit_defaults=True):
         relay: Which relay it is, from 0.
         relay_listener: Of the scheduler process, the inherited descriptor behind `path`.
         engines: The URLs of the engines that `up` has started, by flag.
+        topology: A copy of the topology file, as it was when the first of its siblings started; empty
+            for none.
     """
 
     role: Literal["scheduler", "relay"]
@@ -33,6 +37,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     relay: int = 0
     relay_listener: int = -1
     engines: dict[str, object] = {}
+    topology: str = ""
 
     @property
     def name(self) -> str:
@@ -54,9 +59,12 @@ class Part(Struct, frozen=True, omit_defaults=True):
         """Return what `word` was made of.
 
         Raises:
-            ValueError: It is none.
+            ConfigError: It is none.
         """
-        return decode(word, type=cls)
+        try:
+            return decode(word, type=cls)
+        except ValueError as error:
+            raise ConfigError(f"--process: {error}") from None
 
 
 def tell_ready() -> None:

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.processes.generation import Generation
+from balanceroute.proxy.live.processes.part import Part
 
 if TYPE_CHECKING:
     import socket
 
-    from balanceroute.proxy.live.processes.part import Part
+Commands = Callable[[Path], Callable[[Part], Sequence[str]]]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class Supervisor:
     """Runs generations of processes, of which the newest serves.
 
     Args:
-        command: Returns the command line of a part.
+        commands: Called with where the socket of a new generation is to be; returns what returns the
+            command line of each of its parts.
         relays: The listening sockets of each relay.
         admin: Those of the scheduler process.
         drain_s: How long requests may take to end.
@@ -45,14 +47,14 @@ class Supervisor:
 
     def __init__(
         self,
-        command: "Callable[[Part], Sequence[str]]",
+        commands: "Commands",
         relays: "Sequence[Sequence[socket.socket]]",
         admin: "Sequence[socket.socket]",
         *,
         drain_s: float,
         hang_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self._command = command
+        self._commands = commands
         self._relays = relays
         self._admin = admin
         self._drain_s = drain_s
@@ -136,7 +138,8 @@ class Supervisor:
 
     def _launch(self, folder: Path) -> Generation:
         path = folder / str(next(self._numbers))
-        new = Generation(self._command, path, self._relays, self._admin, self._drain_s)
+        command = self._commands(path)
+        new = Generation(command, path, self._relays, self._admin, self._drain_s)
         self._running[new] = asyncio.create_task(new.run())
         return new
 

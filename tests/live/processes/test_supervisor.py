@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.processes.part import Part
 
 # Serves with two relays whatever program it is given, in which PART is what the process is, and
@@ -22,13 +23,13 @@ from balanceroute.proxy.live.processes.kept_process import StartError
 from balanceroute.proxy.live.processes.listening import listen
 from balanceroute.proxy.live.processes.supervisor import Supervisor
 
-def command(part):
-    return [sys.executable, "-I", "-S", "-c", sys.argv[1], part.word(), sys.argv[2]]
+def commands(path):
+    return lambda part: [sys.executable, "-I", "-S", "-c", sys.argv[1], part.word(), sys.argv[2]]
 
 async def main():
     relays = listen("127.0.0.1", 0, copies=2)
     port = relays[0][0].getsockname()[1]
-    supervisor = Supervisor(command, relays, [], drain_s=20.0)
+    supervisor = Supervisor(commands, relays, [], drain_s=20.0)
     await supervisor.run(lambda: print(port, flush=True))
 
 try:
@@ -191,6 +192,28 @@ def test_a_process_that_is_killed_is_replaced_and_nobody_is_refused(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_a_process_that_served_is_started_until_it_serves_again(tmp_path: Path) -> None:
+    program = SERVES.replace(
+        'note("begins")',
+        'note("begins")\nif os.path.exists(sys.argv[2] + ".bad"): note("fails"); sys.exit(2)',
+    )
+
+    async def main() -> None:
+        async with supervised(program, tmp_path) as one:
+            assert one.process.stdout is not None
+            one.port = int(await one.process.stdout.readline())
+            bad = tmp_path / "notes.bad"
+            bad.touch()
+            os.kill(dict(one.noted("begins"))["scheduler0"], signal.SIGKILL)
+            await one.until_noted("fails", 2)
+            assert await one.ask()
+            bad.unlink()
+            await one.until_noted("begins", 6)
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
 def test_its_processes_do_not_outlive_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as one:
@@ -287,5 +310,5 @@ def test_a_part_is_one_word_of_a_command() -> None:
     assert part.name == "relay-1"
     assert part.inherited == (3, 4)
     assert Part("scheduler", "x", (5,), 2, relay_listener=6).inherited == (5, 6)
-    with pytest.raises(ValueError, match="role"):
+    with pytest.raises(ConfigError, match=r"--process: .*role"):
         Part.read("{}")

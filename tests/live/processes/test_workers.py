@@ -141,6 +141,35 @@ def test_a_relay_that_is_killed_breaks_its_own_streams_alone(
     play(main())
 
 
+def test_a_process_that_is_replaced_has_the_settings_of_the_others(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    topology, keys = tmp_path / "fleet.toml", tmp_path / "keys"
+    keys.write_text("one\n")
+    keys.chmod(0o600)
+
+    async def main() -> None:
+        async with engines() as fleet:
+            prefill, decode = fleet.prefill_urls, fleet.decode_urls
+            listed = [f'[[prefill]]\nurl = "{url}"\n' for url in prefill]
+            listed += [f'[[decode]]\nurl = "{url}"\n' for url in decode]
+            topology.write_text("".join(listed) + "[proxy]\nbatch = 4\n")
+            flags = [*WORKERS, "--topology", str(topology), "--api-key-file", str(keys)]
+            async with serving(make_exchanged, prefill, decode, *flags) as served:
+                before = processes(served)
+                topology.write_text("nonsense")
+                keys.write_text("one\ntwo\n")
+                for name in ("relay0", "relay1", "scheduler0"):
+                    os.kill(before[name], signal.SIGKILL)
+                headers = [(b"authorization", b"Bearer two")]
+                late = served.client.send(b"POST", COMPLETIONS, STREAM, headers)
+                assert (await late.end()).done
+                served.process.send_signal(signal.SIGTERM)
+                assert await served.exit() == (0, "")
+
+    play(main())
+
+
 def test_streams_go_on_while_the_scheduler_process_hangs(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
         async with workers(make_exchanged) as served:
