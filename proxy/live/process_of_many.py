@@ -22,7 +22,7 @@ from balanceroute.proxy.live.process_edge import (
     settle_garbage_collector,
     with_descriptors,
 )
-from balanceroute.proxy.live.processes.part import supervisor_gone, tell_ready
+from balanceroute.proxy.live.processes.part import supervisor_gone, tell_alive
 from balanceroute.proxy.live.relay_app import RelayApp
 from balanceroute.proxy.live.relay_process import RelayProcess
 from balanceroute.proxy.live.renewal import renew
@@ -95,8 +95,9 @@ async def _serve(
         signals.on_hangup(on_hangup)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, process.hand_over)
         settle_garbage_collector()
-        tell_ready()
+        alive = asyncio.create_task(tell_alive())
         await serve_until_told(process, watch, signals)
+        alive.cancel()
     finally:
         orphan.cancel()
         logs.close()

@@ -22,6 +22,7 @@ class Generation:
         relays: The listening sockets of each relay.
         admin: Those of the scheduler process.
         drain_s: How long requests may take to end.
+        hang_s: A process that stands still for so long is replaced.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class Generation:
         path: Path,
         relays: Sequence[Sequence[socket.socket]],
         admin: Sequence[socket.socket],
+        *,
         drain_s: float,
+        hang_s: float,
     ) -> None:
         self._drain_s = drain_s
         self._serving = asyncio.Event()
@@ -44,7 +47,7 @@ class Generation:
             for index, sockets in enumerate(relays)
         ]
         self._processes = [
-            KeptProcess(part.name, command(part), part.inherited, self._one_is_ready)
+            KeptProcess(part.name, command(part), part.inherited, self._one_is_ready, hang_s=hang_s)
             for part in parts
         ]
 

@@ -8,7 +8,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.processes.part import READY
+from balanceroute.proxy.live.processes.part import BEAT_S, READY
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class KeptProcess:
         command: What to run.
         descriptors: Those that it inherits.
         on_ready: Called each time it is ready.
+        hang_s: One that stands still for so long is killed.
 
     Attributes:
         ready: Whether it serves now.
@@ -54,12 +55,15 @@ class KeptProcess:
         command: Sequence[str],
         descriptors: Sequence[int],
         on_ready: Callable[[], None],
+        *,
+        hang_s: float,
     ) -> None:
         self.name = name
         self.ready = False
         self._command = command
         self._descriptors = descriptors
         self._on_ready = on_ready
+        self._hang_s = hang_s
         self._process: Process | None = None
         self._served = False  # Ever.
         self._hung = False  # Or said something else than that it serves.
@@ -138,12 +142,32 @@ class KeptProcess:
             if served:
                 self.ready = self._served = True
                 self._on_ready()
+                await self._until_silent(process)
             elif self._hung:
                 self.send(signal.SIGKILL)
             return await process.wait(), served
         finally:
             self.send(signal.SIGKILL)  # If this was cancelled.
             self.ready, self._process = False, None
+
+    async def _until_silent(self, process: Process) -> None:
+        """Wait until it ends, and kill it if it stands still."""
+        assert process.stdout is not None
+        silent_s = 0.0
+        while silent_s < self._hang_s:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    said = await process.stdout.read(1024)
+            except TimeoutError:
+                # Not by the clock: the whole machine may have stood still.
+                silent_s += BEAT_S
+            else:
+                silent_s = 0.0
+                if not said:
+                    return
+        fields = {"hung": self.name, "seconds": silent_s}
+        _log.error("a process stands still: it is killed", extra={"fields": fields})
+        self.send(signal.SIGKILL)
 
 
 async def _first_line(process: Process) -> bytes | None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from typing import Literal
 
 from msgspec import Struct
@@ -11,7 +12,9 @@ from msgspec.json import decode, encode
 from balanceroute.proxy.core.errors import ConfigError
 
 READY = b"ready\n"
-"""What a process writes to its standard output when it serves."""
+"""What a process writes to its standard output when it serves; then it writes anything every `BEAT_S`."""
+
+BEAT_S = 1.0
 
 
 class Part(Struct, frozen=True, omit_defaults=True):
@@ -67,11 +70,21 @@ class Part(Struct, frozen=True, omit_defaults=True):
             raise ConfigError(f"--process: {error}") from None
 
 
-def tell_ready() -> None:
-    """Tell the supervisor that this process serves."""
+async def tell_alive() -> None:
+    """Tell the supervisor that this process serves, and every second that it does not stand still."""
     sys.stdout.flush()
-    os.write(1, READY)
+    pipe = os.dup(1)
     os.dup2(2, 1)  # Nobody reads what else may be printed.
+    os.set_blocking(pipe, False)  # The supervisor may stand still.
+    said = READY
+    try:
+        while True:
+            with suppress(OSError):
+                os.write(pipe, said)
+            said = b"."
+            await asyncio.sleep(BEAT_S)
+    finally:
+        os.close(pipe)
 
 
 async def supervisor_gone() -> None:

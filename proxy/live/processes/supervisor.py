@@ -42,6 +42,7 @@ class Supervisor:
         relays: The listening sockets of each relay.
         admin: Those of the scheduler process.
         drain_s: How long requests may take to end.
+        hang_s: A process that stands still for so long is replaced.
         hang_up: Called on SIGHUP.
     """
 
@@ -52,12 +53,13 @@ class Supervisor:
         admin: "Sequence[socket.socket]",
         *,
         drain_s: float,
+        hang_s: float = 10.0,
         hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._commands = commands
         self._relays = relays
         self._admin = admin
-        self._drain_s = drain_s
+        self._times = {"drain_s": drain_s, "hang_s": hang_s}
         self._hang_up = hang_up
         self._numbers = count()
         self._running: dict[Generation, asyncio.Task[None]] = {}
@@ -139,7 +141,7 @@ class Supervisor:
     def _launch(self, folder: Path) -> Generation:
         path = folder / str(next(self._numbers))
         command = self._commands(path)
-        new = Generation(command, path, self._relays, self._admin, self._drain_s)
+        new = Generation(command, path, self._relays, self._admin, **self._times)
         self._running[new] = asyncio.create_task(new.run())
         return new
 

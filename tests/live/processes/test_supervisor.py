@@ -29,7 +29,7 @@ def commands(path):
 async def main():
     relays = listen("127.0.0.1", 0, copies=2)
     port = relays[0][0].getsockname()[1]
-    supervisor = Supervisor(commands, relays, [], drain_s=20.0)
+    supervisor = Supervisor(commands, relays, [], drain_s=20.0, hang_s=HANG_S)
     await supervisor.run(lambda: print(port, flush=True))
 
 try:
@@ -39,14 +39,14 @@ except StartError as error:
     sys.exit(error.status)
 """
 HEAD = """
-import json, os, select, signal, socket, sys
+import contextlib, json, os, select, signal, socket, sys
 part = json.loads(sys.argv[1])
 name = part["role"] + str(part.get("relay", 0))
 def note(what):
     with open(sys.argv[2], "a") as file:
         file.write(f"{name} {os.getpid()} {what}\\n")
 """
-# Answers each connection with its number, until it is told to end or its supervisor dies. A relay ends
+# Says that it is alive, and answers each connection with its number, until it is told to end or its supervisor dies. A relay ends
 # also if it is told that another one serves in its place.
 SERVES = (
     HEAD
@@ -65,7 +65,9 @@ listeners = [socket.socket(fileno=number) for number in part["listeners"]]
 note("begins")
 os.write(1, b"ready\\n")
 while not ends:
-    for one in select.select([0, woken, *listeners], [], [])[0]:
+    with contextlib.suppress(OSError):
+        os.write(1, b".")
+    for one in select.select([0, woken, *listeners], [], [], 0.2)[0]:
         if one == 0:
             note("orphan")
             ends.append(0)
@@ -121,10 +123,13 @@ class Supervised:
 
 
 @asynccontextmanager
-async def supervised(program: str, folder: Path) -> AsyncIterator[Supervised]:
+async def supervised(
+    program: str, folder: Path, *, hang_s: float = 60.0
+) -> AsyncIterator[Supervised]:
+    supervisor = SUPERVISOR.replace("HANG_S", str(hang_s))
     notes = folder / "notes"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SUPERVISOR, program, str(notes)),
+        *(sys.executable, "-c", supervisor, program, str(notes)),
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(folder)},
     )
@@ -138,8 +143,8 @@ async def supervised(program: str, folder: Path) -> AsyncIterator[Supervised]:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Supervised]:
-    async with supervised(SERVES, folder) as one:
+async def serving(folder: Path, *, hang_s: float = 60.0) -> AsyncIterator[Supervised]:
+    async with supervised(SERVES, folder, hang_s=hang_s) as one:
         assert one.process.stdout is not None
         one.port = int(await one.process.stdout.readline())
         yield one
@@ -187,6 +192,22 @@ def test_a_process_that_is_killed_is_replaced_and_nobody_is_refused(tmp_path: Pa
             assert after["relay1"] == before["relay1"]
             assert after["relay0"] != before["relay0"]
             assert after["scheduler0"] != before["scheduler0"]
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
+def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, hang_s=1.0) as one:
+            before = dict(one.noted("begins"))
+            for name in ("relay0", "scheduler0"):
+                os.kill(before[name], signal.SIGSTOP)
+            await until_gone([before["relay0"], before["scheduler0"]])
+            after = dict(await one.until_noted("begins", 5))
+            assert after["relay0"] != before["relay0"]
+            assert after["scheduler0"] != before["scheduler0"]
+            assert await one.ask()
             assert await one.end() == 0
 
     asyncio.run(main())

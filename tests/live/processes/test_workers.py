@@ -5,10 +5,11 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
 
 if TYPE_CHECKING:
@@ -180,7 +181,24 @@ def test_streams_go_on_while_the_scheduler_process_hangs(make_exchanged: "MakeEx
                 await finish(streams)
                 late = served.client.send(b"POST", COMPLETIONS, STREAM)
             finally:
-                os.kill(scheduler, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # It has hung for too long, and was replaced.
+                    os.kill(scheduler, signal.SIGCONT)
+            assert (await late.end()).done
+            await until_free(served)
+
+    play(main())
+
+
+@pytest.mark.slow
+def test_a_scheduler_process_that_hangs_for_good_is_replaced(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def main() -> None:
+        async with workers(make_exchanged) as served:
+            streams = await long_streams(served, 8)
+            os.kill(processes(served)["scheduler0"], signal.SIGSTOP)
+            late = served.client.send(b"POST", COMPLETIONS, STREAM)
+            await finish(streams)
             assert (await late.end()).done
             await until_free(served)
 
