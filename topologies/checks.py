@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
 from balanceroute.topologies.engines import Engines, RoleEngines
 from balanceroute.topologies.findings import Finding
+from balanceroute.topologies.pair_checks import check_pair, hccl_ports
 from balanceroute.topologies.placement import EngineProcess, place
 from balanceroute.topologies.tables import MAX_PORT
 
@@ -47,6 +48,7 @@ def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Findi
         *_devices(engines, processes),
         *_sizes(engines),
         *_connector(engines),
+        *check_pair(engines),
         *_clashes([*_engine_ports(engines, processes), *also]),
         *_reserved(engines, processes),
         *_progress(engines.decode),
@@ -176,16 +178,21 @@ def _reserved(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[
     if engines.device != "npu" or engines.devices_per_host is None:
         return
     end = _ASCEND_DIRECT_FIRST + engines.devices_per_host * _ASCEND_DIRECT_PER_DEVICE
-    reported: set[str] = set()
+    direct = "Mooncake's AscendDirectTransport takes ports at random,"
+    hosts = {host for role in engines.roles for host in role.hosts}
+    taken = [(direct, range(_ASCEND_DIRECT_FIRST, end), hosts)]
+    for role in engines.roles:
+        ports = hccl_ports(role)
+        if ports is not None:
+            taken.append((f"HCCL of {role.role} (HCCL_IF_BASE_PORT) takes", ports, {*role.hosts}))
+    reported: set[tuple[str, str]] = set()
     for use in _engine_ports(engines, processes):
-        overlaps = use.ports.start < end and use.ports.stop > _ASCEND_DIRECT_FIRST
-        if overlaps and use.key not in reported:
-            reported.add(use.key)
-            reason = (
-                f"{use.owner} would listen on {_ports(use.ports)}: Mooncake's AscendDirectTransport "
-                f"takes ports from {_ASCEND_DIRECT_FIRST} to {end - 1} at random"
-            )
-            yield Finding("error", use.key, reason)
+        for who, ports, where in taken:
+            overlaps = use.ports.start < ports.stop and use.ports.stop > ports.start
+            if overlaps and use.host in where and (use.key, who) not in reported:
+                reported.add((use.key, who))
+                reason = f"{use.owner} would listen on {_ports(use.ports)}: {who} {_ports(ports)}"
+                yield Finding("error", use.key, reason)
 
 
 def _progress(decode: RoleEngines) -> Iterator[Finding]:

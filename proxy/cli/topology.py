@@ -223,6 +223,13 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
         given = "inf" if config.lease_s is None else f"{config.lease_s:g}"
         reason = f"is {given}, but prefillers free KV caches after {lease_s} s ([engines].lease_s)"
         yield Finding("error", "proxy.lease_s", reason)
+    margin_s = config.scheduling.lease_margin_s
+    if config.lease_s is not None and config.lease_s < 2 * margin_s:
+        reason = (
+            f"is {config.lease_s:g}: less lease_margin_s ({margin_s:g}), within which no transfer "
+            f"starts, a KV cache may wait {config.lease_s - margin_s:g} s only"
+        )
+        yield Finding("note", "proxy.lease_s", reason)
     role = engines.prefill
     if config.scheduling.probe_limit is not None and config.scheduling.probe_limit > (
         role.max_num_seqs * (role.data_parallel if role.dp_mode == "internal" else 1)

@@ -10,6 +10,7 @@ from balanceroute.proxy.cli.topology import check_topology
 from balanceroute.topologies import read_topology, shipped_topologies
 
 GROUP = 'data_parallel = 4\ndp_mode = "external"\nrpc_port = 1234'
+DRAFT = "flags = { speculative_config = { method = 'mtp', num_speculative_tokens = 3 } }"
 SUPERVISED = 'data_parallel = 4\ndp_mode = "supervised"\nrpc_port = 1234'
 SAME_HOST = 'hosts = ["10.0.0.1"]'
 
@@ -79,12 +80,47 @@ def test_nothing_is_wrong_with_the_smallest(connector: str, tmp_path: Path) -> N
         (
             text("mooncake-ascend", prefill="kv_port = 27998\ntensor_parallel = 4"),
             "engines.prefill.kv_port",
-            "listen on 27998-28001: Mooncake's AscendDirectTransport takes ports from 20000 to 27999",
+            "listen on 27998-28001: Mooncake's AscendDirectTransport takes ports at random, 20000-27999",
         ),
         (
             text("mooncake-layerwise", decode="port = 20000"),
             "engines.decode.port",
             "AscendDirectTransport takes ports",
+        ),
+        (
+            text("mooncake-ascend", prefill="port = 60015"),
+            "engines.prefill.port",
+            "listen on 60015: HCCL of prefill (HCCL_IF_BASE_PORT) takes 60000-60015",
+        ),
+        (
+            text(
+                "mooncake-ascend",
+                engines="environment = { HCCL_IF_BASE_PORT = 45000 }",
+                decode="kv_port = 44999\nenvironment = { HCCL_HOST_SOCKET_PORT_RANGE = '50000' }",
+                prefill="kv_port = 44999\ntensor_parallel = 2",
+            ),
+            "engines.prefill.kv_port",
+            "listen on 44999-45000: HCCL of prefill (HCCL_IF_BASE_PORT) takes 45000-45015",
+        ),
+        (
+            text(decode="flags = { kv_cache_dtype = 'fp8' }"),
+            "engines.decode.flags.kv_cache_dtype",
+            "is 'fp8', but prefill's is 'auto': the KV caches differ",
+        ),
+        (
+            text(prefill="flags = { quantization = 'fp8' }"),
+            "engines.decode.flags.quantization",
+            "is 'auto', but prefill's is 'fp8'",
+        ),
+        (
+            text(decode=DRAFT),
+            "engines.decode.flags.speculative_config",
+            "has method 'mtp', but prefill's None",
+        ),
+        (
+            text(engines=DRAFT, decode="max_num_batched_tokens = 63"),
+            "engines.decode.max_num_batched_tokens",
+            "is 63, less than 64: each of max_num_seqs (16) takes one token and 3 drafted ones",
         ),
         (
             text(decode=f"{GROUP}\ntensor_parallel = 4"),
@@ -162,6 +198,22 @@ PARSED = "flags = { reasoning_parser = 'qwen3', "
             text("mooncake-ascend", top="[proxy]\nhost = '::'"),
             "engines.decode.recompute_scheduler",
         ),
+        (text(top="[proxy]\nhost = '::'", engines="lease_s = 8"), "proxy.lease_s"),
+        (
+            text(
+                top="[proxy]\nhost = '::'",
+                decode=f'{GROUP}\nhosts = ["10.0.0.2", "10.0.0.3"]\ninstances = 1',
+            ),
+            "engines.interface",
+        ),
+        (
+            text(
+                "mooncake-layerwise",
+                top="[proxy]\nhost = '10.0.0.9'",
+                decode=f"{SAME_HOST}\nkv_port = 36100",
+            ),
+            "engines.prefill.environment",
+        ),
         (
             text(top="[proxy]\nhost = '::'", decode=PARSED + "stream_interval = 4 }"),
             "engines.decode.flags.stream_interval",
@@ -178,6 +230,11 @@ def test_what_may_be_meant_so_is_a_note(
     assert [line.split(": ")[:2] for line in found(tmp_path, content)] == [["note", key]]
     assert main(["topology", "check", str(tmp_path / "fleet.toml")]) == 0
     assert "nothing is wrong with it: " in capsys.readouterr().out
+
+
+def test_roles_may_draft_different_numbers_of_tokens(tmp_path: Path) -> None:
+    more = DRAFT.replace("tokens = 3", "tokens = 1")
+    assert not found(tmp_path, text(top="[proxy]\nhost = '::'", prefill=more, decode=DRAFT))
 
 
 def test_a_range_that_clashes_often_is_told_once(tmp_path: Path) -> None:
