@@ -40,7 +40,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     check = actions.add_parser(
         "check",
         help="say what is wrong, and where; status 2 if anything cannot work",
-        description="Say what is wrong with a topology, and where. Opens no connection.",
+        description="Say what is wrong with a topology, and where. Without --online no connection is "
+        "opened.",
     )
     check.set_defaults(run=run_check)
     check.add_argument(
@@ -48,6 +49,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PYTHON",
         help="an interpreter with vLLM, whose parser judges the engines' flags (default: this one if "
         "it has vLLM, else the list of the options of a version)",
+    )
+    check.add_argument(
+        "--online",
+        action="store_true",
+        help="also compare the running engines: their /version, /v1/models and /metrics",
     )
     show = actions.add_parser(
         "commands",
@@ -78,12 +84,19 @@ def run_check(arguments: argparse.Namespace) -> int:
     findings = tuple(check_topology(topology))
     options, refused = _check_flags(topology, arguments.engine_python)
     findings += refused
+    memory = ""
+    if arguments.online:
+        # Here, so that a check of the file alone starts without it.
+        from balanceroute.proxy.cli.online_check import check_online  # noqa: PLC0415
+
+        found, memory = check_online(topology)
+        findings += tuple(found)
     for finding in findings:
         print(f"{topology.path}: {finding}")  # noqa: T201 - the command's answer.
     errors = sum(finding.level == "error" for finding in findings)
     if errors:
         return 2
-    print(f"{topology.path}: {_summary(topology)}{options}")  # noqa: T201
+    print(f"{topology.path}: {_summary(topology)}{options}{memory}")  # noqa: T201
     return 0
 
 

@@ -1,0 +1,213 @@
+"""Running engines compared with a topology and with each other: `balanceroute topology check --online`.
+
+Of each engine three pages are read: /version, /v1/models and /metrics. No request reaches a model.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.engine_connections import EngineConnections
+from balanceroute.proxy.live.engines.engine_gauges import MAX_PAGE_BYTES
+from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.fetcher import Fetcher
+from balanceroute.proxy.live.engines.model_list import ServedModel
+from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.topologies import Finding
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.engine_url import EngineUrl
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.topologies import Topology
+
+_CACHE_METRIC = "vllm:cache_config_info"
+_AT_ONCE = 32
+
+
+class _Version(msgspec.Struct):
+    """The answer of /version."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one engine says of itself.
+
+    Attributes:
+        ranks: The data-parallel ranks that the topology expects behind the address; None if it
+            leaves that to the engine.
+        caches: The labels of the KV cache's configuration, one set for each rank.
+        fault: Why it could not be asked; "" if it was.
+    """
+
+    role: str
+    url: str
+    ranks: int | None = 1
+    version: str = ""
+    models: tuple[ServedModel, ...] = ()
+    caches: tuple[dict[str, str], ...] = field(default=())
+    fault: str = ""
+
+    def cache_values(self, label: str) -> list[str]:
+        """Return the values of a label, each once."""
+        return sorted({cache[label] for cache in self.caches if label in cache})
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """KV tokens that a rank holds, the least of its ranks; None if it does not say."""
+        sizes = [
+            int(cache["num_gpu_blocks"]) * int(cache["block_size"])
+            for cache in self.caches
+            if cache.get("num_gpu_blocks", "").isdecimal()
+            and cache.get("block_size", "").isdecimal()
+        ]
+        return min(sizes, default=None)
+
+
+def check_online(topology: "Topology") -> tuple[list[Finding], str]:
+    """Ask all engines of a topology; return the findings, and the KV memory of the ranks in words.
+
+    Raises:
+        ConfigError: Its proxy cannot be configured, or its engines are emulated.
+    """
+    if topology.emulation is not None:
+        raise ConfigError(f"{topology.path}: --online: its engines are emulated")
+    config = make_config(topology, {}, environment=os.environ)
+    seen = asyncio.run(_look_at_all(config))
+    return [*judge(topology, config.engines.connector, seen)], _memory(config, seen)
+
+
+def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Yield what does not fit: an engine and the topology, or a prefiller and a decode engine."""
+    answered = []
+    for one in seen:
+        if one.fault:
+            yield Finding("error", f"{one.role} {one.url}", one.fault)
+        else:
+            answered.append(one)
+            yield from _judge_one(topology, one)
+    prefillers = [one for one in answered if one.role == "prefill"]
+    decoders = [one for one in answered if one.role == "decode"]
+    reported: set[str] = set()
+    for prefill in prefillers:
+        for decode in decoders:
+            for finding, what in _judge_pair(connector, prefill, decode):
+                # One pair stands for all others of the same two values.
+                if what not in reported:
+                    reported.add(what)
+                    yield finding
+
+
+def _judge_one(topology: "Topology", one: Seen) -> Iterator[Finding]:
+    key = f"{one.role} {one.url}"
+    names = {model.name for model in one.models}
+    for name in topology.models:
+        if name not in names:
+            reason = f"does not serve {name!r}, but {', '.join(sorted(names)) or 'no model'}"
+            yield Finding("error", key, reason)
+    engines = topology.engines
+    # vllm-ascend's version is not vLLM's.
+    wanted = None if engines is None or engines.device == "npu" else engines.version
+    if wanted not in (None, one.version.partition("+")[0]):
+        yield Finding("note", key, f"has vLLM {one.version}, the topology is for {wanted}")
+    if one.ranks is not None and one.caches and len(one.caches) != one.ranks:
+        reason = f"has {len(one.caches)} data-parallel ranks, the topology {one.ranks}"
+        yield Finding("error", key, reason)
+    longest = max((model.max_model_len or 0 for model in one.models), default=0)
+    if one.kv_tokens is not None and one.kv_tokens < longest:
+        reason = f"holds {one.kv_tokens:,} KV tokens, less than its max_model_len ({longest:,})"
+        yield Finding("note", key, reason)
+
+
+def _judge_pair(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Finding, str]]:
+    key = f"decode {decode.url} and prefill {prefill.url}"
+    if prefill.version != decode.version:
+        what = f"have vLLM {decode.version} and {prefill.version}"
+        refused = connector == "nixl"
+        result = (
+            'NIXL refuses the pair ("NIXL compatibility hash mismatch")' if refused else "untested"
+        )
+        yield Finding("error" if refused else "note", key, f"{what}: {result}"), what
+    for label in ("cache_dtype", "block_size"):
+        mine, others = decode.cache_values(label), prefill.cache_values(label)
+        if mine and others and mine != others:
+            what = f"have {label} {', '.join(mine)} and {', '.join(others)}"
+            if label == "cache_dtype":
+                yield Finding("error", key, f"{what}: the KV caches differ"), what
+            else:
+                yield Finding("note", key, f"{what}: not every connector converts"), what
+    lengths = {model.name: model for model in prefill.models}
+    for model in decode.models:
+        other = lengths.get(model.name)
+        if other is None:
+            continue
+        for label, ours, theirs in (
+            ("weights", model.card.get("root"), other.card.get("root")),
+            ("max_model_len", model.max_model_len, other.max_model_len),
+        ):
+            if ours != theirs:
+                what = f"have {label} {ours} and {theirs} of {model.name!r}"
+                yield Finding("note", key, what), what
+
+
+def _memory(config: "ProxyConfig", seen: Sequence[Seen]) -> str:
+    sizes = [one.kv_tokens for one in seen if one.role == "decode" and one.kv_tokens is not None]
+    if not sizes:
+        return ""
+    least, batch = min(sizes), config.scheduling.batch
+    return f"; a decode rank holds {least:,} KV tokens, {least // batch:,} for each of {batch}"
+
+
+async def _look_at_all(config: "ProxyConfig") -> list[Seen]:
+    key = config.credentials.engine_key
+    fetcher = Fetcher(
+        EngineConnections(config),
+        timeout_s=2 * config.times.connect_timeout_s,
+        key=None if key is None else key.value,
+    )
+    decoders: dict[EngineUrl, int | None] = {}
+    for server in config.decoders:
+        decoders[server.url] = None if server.discover else len(server.rank_ids or (0,))
+    targets: list[tuple[str, EngineUrl, int | None]] = [
+        *(("prefill", server.url, None) for server in config.prefillers),
+        *(("decode", url, ranks) for url, ranks in decoders.items()),
+    ]
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def look(role: str, url: "EngineUrl", ranks: int | None) -> Seen:
+        async with turns:
+            return await _look_at(fetcher, role, url.base, ranks)
+
+    try:
+        return await asyncio.gather(*(look(*target) for target in targets))
+    finally:
+        fetcher.close()
+
+
+async def _look_at(fetcher: Fetcher, role: str, url: str, ranks: int | None) -> Seen:
+    page = "/version"
+    try:
+        version = msgspec.json.decode(
+            await fetcher.body(url + page, max_bytes=1 << 16), type=_Version
+        ).version
+        page = "/v1/models"
+        models = parse_models(await fetcher.body(url + page, max_bytes=1 << 20))
+        page = "/metrics"
+        metrics = await fetcher.body(url + page, max_bytes=MAX_PAGE_BYTES)
+        caches = tuple(
+            sample.labels
+            for family in text_string_to_metric_families(metrics.decode(errors="replace"))
+            if family.name == _CACHE_METRIC
+            for sample in family.samples
+        )
+    except (FetchError, ModelsPageError, ValueError) as error:
+        return Seen(role, url, fault=f"{page}: {error}")
+    return Seen(role, url, ranks, version, models, caches)

@@ -1,0 +1,203 @@
+"""Running engines, by the pages they show, against a topology and each other."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.__main__ import main
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What an engine shows."""
+
+    version: str = "0.32.0"
+    name: str = "m"
+    root: str = "weights"
+    max_model_len: int = 1024
+    ranks: int = 1
+    block_size: int = 16
+    cache_dtype: str = "auto"
+    key: str = ""
+
+    def page(self, path: str) -> str | None:
+        card = {"id": self.name, "root": self.root, "max_model_len": self.max_model_len}
+        caches = "".join(
+            f'vllm:cache_config_info{{block_size="{self.block_size}",engine="{rank}",'
+            f'cache_dtype="{self.cache_dtype}",num_gpu_blocks="100"}} 1.0\n'
+            for rank in range(self.ranks)
+        )
+        return {
+            "/version": json.dumps({"version": self.version}),
+            "/v1/models": json.dumps({"object": "list", "data": [card]}),
+            "/metrics": f"# TYPE vllm:cache_config_info gauge\n{caches}",
+        }.get(path)
+
+
+@contextmanager
+def engine(pages: Pages) -> Iterator[str]:
+    """Serve the pages; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.page(self.path)
+            allowed = not pages.key or self.headers["authorization"] == f"Bearer {pages.key}"
+            body = (page or "").encode()
+            self.send_response(200 if page and allowed else 404 if allowed else 401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The command's answer, with the engines' names in place of their URLs."""
+
+    status: int
+    lines: list[str]
+
+
+def check(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    prefill: tuple[Pages, ...] = (Pages(),),
+    decode: tuple[Pages, ...] = (Pages(),),
+    top: str = 'model = "m"',
+    ranks: str = "",
+) -> Checked:
+    """Check a topology of running engines, called P0, P1 and so on, and D0."""
+    with ExitStack() as stack:
+        urls = {f"P{i}": stack.enter_context(engine(pages)) for i, pages in enumerate(prefill)}
+        urls |= {f"D{i}": stack.enter_context(engine(pages)) for i, pages in enumerate(decode)}
+        entries = "".join(
+            f'[[{"prefill" if name[0] == "P" else "decode"}]]\nurl = "{url}"\n'
+            f"{ranks if name[0] == 'D' else ''}\n"
+            for name, url in urls.items()
+        )
+        path = folder / "fleet.toml"
+        path.write_text(f'{top}\nconnector = "nixl"\n{entries}[proxy]\nbatch = 10\n')
+        status = main(["topology", "check", str(path), "--online"])
+    said = capsys.readouterr().out.replace(f"{path}: ", "")
+    for name, url in urls.items():
+        said = said.replace(url, name)
+    return Checked(status, said.splitlines())
+
+
+def test_engines_that_fit_are_told_with_their_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = check(tmp_path, capsys, decode=(Pages(ranks=2),), ranks="ranks = 2")
+    assert found.status == 0
+    assert found.lines == [
+        "nothing is wrong with it; a decode rank holds 1,600 KV tokens, 160 for each of 10"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "status", "line"),
+    [
+        (
+            Pages(),
+            Pages(version="0.31.1"),
+            2,
+            "error: decode D0 and prefill P0: have vLLM 0.31.1 and 0.32.0: NIXL refuses the pair "
+            '("NIXL compatibility hash mismatch")',
+        ),
+        (
+            Pages(),
+            Pages(cache_dtype="fp8"),
+            2,
+            "error: decode D0 and prefill P0: have cache_dtype fp8 and auto: the KV caches differ",
+        ),
+        (
+            Pages(),
+            Pages(block_size=32),
+            0,
+            "note: decode D0 and prefill P0: have block_size 32 and 16: not every connector converts",
+        ),
+        (
+            Pages(root="/old"),
+            Pages(),
+            0,
+            "note: decode D0 and prefill P0: have weights weights and /old of 'm'",
+        ),
+        (
+            Pages(),
+            Pages(max_model_len=512),
+            0,
+            "note: decode D0 and prefill P0: have max_model_len 512 and 1024 of 'm'",
+        ),
+        (Pages(name="other"), Pages(), 2, "error: prefill P0: does not serve 'm', but other"),
+        (Pages(), Pages(ranks=3), 2, "error: decode D0: has 3 data-parallel ranks, the topology 1"),
+        (Pages(key="secret"), Pages(), 2, "error: prefill P0: /version: protocol: status 401"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_engines(
+    prefill: Pages,
+    decode: Pages,
+    status: int,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = check(tmp_path, capsys, prefill=(prefill,), decode=(decode,))
+    assert found.status == status
+    assert [said for said in found.lines if "nothing is wrong" not in said] == [line]
+
+
+def test_a_rank_too_small_for_the_longest_context_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Pages(max_model_len=2000)
+    found = check(tmp_path, capsys, prefill=(replace(long, block_size=32),), decode=(long,))
+    assert "note: decode D0: holds 1,600 KV tokens, less than its max_model_len (2,000)" in (
+        found.lines
+    )
+
+
+def test_one_pair_stands_for_all_of_the_same_two_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Pages(version="0.31.1")
+    found = check(tmp_path, capsys, prefill=(Pages(), Pages(), old), decode=(Pages(), old))
+    pairs = [line for line in found.lines if "have vLLM" in line]
+    assert [line.partition(": NIXL")[0] for line in pairs] == [
+        "error: decode D1 and prefill P0: have vLLM 0.31.1 and 0.32.0",
+        "error: decode D0 and prefill P2: have vLLM 0.32.0 and 0.31.1",
+    ]
+
+
+def test_an_engine_that_does_not_answer_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine(Pages()) as url, engine(Pages()) as other:
+        pass  # Their ports are closed from here on.
+    path = tmp_path / "fleet.toml"
+    path.write_text(f'[[prefill]]\nurl = "{url}"\n[[decode]]\nurl = "{other}"\n')
+    assert main(["topology", "check", str(path), "--online"]) == 2
+    said = capsys.readouterr().out
+    assert f"error: prefill {url}: /version: " in said
+    assert f"error: decode {other}: /version: " in said
+
+
+def test_emulated_engines_are_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "check", "emulated-2p8d", "--online"]) == 2
+    assert "its engines are emulated" in capsys.readouterr().err
