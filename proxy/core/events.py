@@ -136,6 +136,9 @@ class InBatch:
     pulled_from: PrefillerId | None = None
 
 
+AdoptedPhase = InQueue | OnPrefiller | InPool | OnRank | InBatch
+
+
 @dataclass(frozen=True, slots=True)
 class RequestAdopted:
     """A request that an earlier scheduler accepted goes on with this one.
@@ -160,7 +163,7 @@ class RequestAdopted:
 
     request: RequestId
     ticket: Ticket
-    phase: InQueue | OnPrefiller | InPool | OnRank | InBatch
+    phase: AdoptedPhase
     prompt_tokens: int
     waiting_since_ns: int
     decode: bool = True

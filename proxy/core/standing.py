@@ -6,8 +6,12 @@ the actions that reach it. So it is right also about what the earlier scheduler 
 what it decided and never sent.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.events import (
+    AdoptedPhase,
     DecodeLost,
     DecodeStarted,
     Event,
@@ -57,7 +61,7 @@ class Standing:
     def __init__(self, request: RequestId, ticket: Ticket, now_ns: int) -> None:
         self._request = request
         self._ticket = ticket
-        self._phase: InQueue | OnPrefiller | InPool | OnRank | InBatch = InQueue()
+        self._phase: AdoptedPhase = InQueue()
         self._kv: KvOnPrefiller | None = None  # Until a rank has it.
         self._decode = ticket.decode
         self._prompt_tokens = ticket.prompt_tokens
@@ -95,6 +99,45 @@ class Standing:
             lost_on_prefillers=self._lost_on_prefillers,
             lost_on_ranks=self._lost_on_ranks,
         )
+
+    def renumber(
+        self,
+        prefillers: Mapping[PrefillerId, PrefillerId],
+        ranks: Mapping[RankId, RankId],
+    ) -> bool:
+        """Take the ids that another scheduler gives the instances.
+
+        Args:
+            prefillers: The new id by the old one; without those that the new scheduler lacks.
+            ranks: Likewise.
+
+        Returns:
+            Whether it has those where the request is. If not, nothing was changed.
+        """
+        phase, kv = self._phase, self._kv
+        try:
+            if kv is not None:
+                kv = replace(kv, prefiller=prefillers[kv.prefiller])
+            match phase:
+                case OnPrefiller(prefiller, since_ns):
+                    phase = OnPrefiller(prefillers[prefiller], since_ns)
+                case InPool():
+                    phase = InPool(kv)
+                case OnRank(rank):
+                    phase = OnRank(ranks[rank], kv)
+                case InBatch(rank, tokens, pulled_from):
+                    # It is over: whom it was pulled from matters only if it has to be avoided.
+                    known = None if pulled_from is None else prefillers.get(pulled_from)
+                    phase = InBatch(ranks[rank], tokens, known)
+                case InQueue():
+                    pass
+        except KeyError:
+            return False
+        self._phase, self._kv = phase, kv
+        lost_on, lost_on_ranks = self._lost_on_prefillers, self._lost_on_ranks
+        self._lost_on_prefillers = tuple(prefillers[one] for one in lost_on if one in prefillers)
+        self._lost_on_ranks = tuple(ranks[one] for one in lost_on_ranks if one in ranks)
+        return True
 
     # What the scheduler says.
 

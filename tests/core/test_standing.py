@@ -15,13 +15,18 @@ from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
+    DecodeLost,
     DecodeStarted,
     Event,
     InBatch,
     InPool,
     InQueue,
+    KvOnPrefiller,
+    OnPrefiller,
+    OnRank,
     PrefillDone,
     PrefillerId,
+    PrefillLost,
     RankId,
     ReleasePrefill,
     RequestArrived,
@@ -132,3 +137,43 @@ def test_without_a_prefill_a_request_waits_in_the_pool() -> None:
     standing.fed(RequestRecomputed(A), 5, emitted_before=0)
     adoption = standing.adoption(tokens=0)
     assert (adoption.phase, adoption.pooled_ns) == (InPool(None), 5)
+
+
+def renumbered(standing: Standing, prefillers: dict[int, int], ranks: dict[int, int]) -> bool:
+    return standing.renumber(
+        {PrefillerId(old): PrefillerId(new) for old, new in prefillers.items()},
+        {RankId(old): RankId(new) for old, new in ranks.items()},
+    )
+
+
+def test_another_scheduler_may_give_the_instances_other_ids() -> None:
+    standing = Standing(A, Ticket(10), now_ns=1)
+    assert renumbered(standing, {}, {})
+    standing.start_prefill(P0, 2)
+    standing.fed(PrefillLost(A, elsewhere=True), 3, emitted_before=0)
+    standing.start_prefill(PrefillerId(1), 4)
+    assert not renumbered(standing, {0: 1}, {})
+    assert standing.adoption(tokens=0).phase == OnPrefiller(PrefillerId(1), 4)
+    assert renumbered(standing, {0: 5, 1: 6}, {})
+    assert standing.adoption(tokens=0).phase == OnPrefiller(PrefillerId(6), 4)
+    assert standing.adoption(tokens=0).lost_on_prefillers == (5,)
+    standing.fed(PrefillDone(A, 12, 80), 5, emitted_before=0)
+    assert renumbered(standing, {6: 2}, {})
+    kv = KvOnPrefiller(PrefillerId(2), 5, 80)
+    assert standing.adoption(tokens=0).phase == InPool(kv)
+    standing.start_decode(RANK0)
+    standing.fed(DecodeLost(A), 6, emitted_before=0)
+    standing.start_decode(RankId(1))
+    assert not renumbered(standing, {2: 0}, {0: 3})
+    assert not renumbered(standing, {}, {0: 3, 1: 4})
+    assert standing.adoption(tokens=0).phase == OnRank(RankId(1), kv)
+    assert renumbered(standing, {2: 0}, {1: 4})
+    told = standing.adoption(tokens=0)
+    assert told.phase == OnRank(RankId(4), KvOnPrefiller(P0, 5, 80))
+    assert told.lost_on_ranks == ()  # It is not there any more.
+    standing.fed(DecodeStarted(A), 7, emitted_before=0)
+    assert not renumbered(standing, {0: 1}, {})
+    assert renumbered(standing, {0: 1}, {4: 5})
+    assert standing.adoption(tokens=9).phase == InBatch(RankId(5), 9, PrefillerId(1))
+    assert renumbered(standing, {}, {5: 5})
+    assert standing.adoption(tokens=9).phase == InBatch(RankId(5), 9, None)
