@@ -117,7 +117,7 @@ class RelayApp:
     def connect(self, write: "Callable[[Sequence[from_relay.FromRelay]], None]") -> None:
         """Speak to a scheduler process; `write` sends messages as one frame."""
         hello = from_relay.Hello(VERSION, self._place, self._digest)
-        self.host.uplink.open(write, (hello, *self.host.waiting_messages()))
+        self.host.uplink.connect(write, hello)
 
     def gone(self) -> None:
         """Go on without the scheduler process, whose connection is closed, until the next `connect`."""

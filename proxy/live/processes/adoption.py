@@ -1,13 +1,15 @@
 """What a relay tells a new scheduler process of a request, and what the core makes of it.
 
 A relay keeps a `Standing` for each of its requests: it feeds that with the core events that it sends
-and with the orders that it acts on.
+and with the orders that it acts on. See `resumption` for what it does when the scheduler process is
+another one.
 """
 
 from typing import Literal
 
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import (
+    AdoptedPhase,
     InBatch,
     InPool,
     InQueue,
@@ -23,7 +25,6 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.standing import Standing
 from balanceroute.proxy.live.processes.from_relay import Arrival, Live
 
-Phase = InQueue | OnPrefiller | InPool | OnRank | InBatch
 _Name = Literal["queued", "prefilling", "pooled", "admitted", "decoding"]
 _Told = tuple[_Name, RankId | None, PrefillerId | None, int, int | None]
 
@@ -36,7 +37,6 @@ def live_message(
     emitted: int,
     emitted_before: int,
     pulls: bool,
-    hand_off: PrefillerId | None,
 ) -> Live:
     """Return what a relay tells of a request; the arguments are those of `Live`."""
     told = standing.adoption(tokens=emitted - emitted_before)
@@ -54,7 +54,6 @@ def live_message(
         lease_expires_ns,
         pulls,
         rank,
-        hand_off,
         told.waiting_since_ns,
         told.pooled_ns,
         told.served,
@@ -92,7 +91,7 @@ def adoption(live: Live, request: RequestId, ticket: Ticket) -> RequestAdopted:
     )
 
 
-def _told(phase: Phase) -> _Told:
+def _told(phase: AdoptedPhase) -> _Told:
     match phase:
         case InQueue():
             return "queued", None, None, 0, None
@@ -110,7 +109,7 @@ def _told_kv(kv: KvOnPrefiller | None) -> tuple[PrefillerId | None, int, int | N
     return (None, 0, None) if kv is None else (kv.prefiller, kv.prefilled_ns, kv.lease_expires_ns)
 
 
-def _phase(live: Live) -> Phase:
+def _phase(live: Live) -> AdoptedPhase:
     kv = None
     if live.prefiller is not None:
         kv = KvOnPrefiller(live.prefiller, live.since_ns, live.lease_expires_ns)

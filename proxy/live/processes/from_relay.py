@@ -23,13 +23,11 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
         version: `frames.VERSION`.
         relay: The relay's place among the relays, from 0; the same after a restart.
         settings: The digest of the settings that it runs with.
-        live: How many `Live` messages follow: its requests that another scheduler process accepted.
     """
 
     version: int
     relay: int
     settings: str
-    live: int = 0
 
 
 class Arrival(Struct, frozen=True, array_like=True, tag=2):
@@ -80,7 +78,6 @@ class Live(Struct, frozen=True, array_like=True, tag=3):
         lease_expires_ns: When its KV cache may be gone; None for never.
         pulls: Whether a rank has yet to pull a KV cache.
         rank: Who decodes; None if nobody.
-        hand_off: Who works on a prefill that the rank called for; None if nobody.
         waiting_since_ns: When it arrived, or was last queued again after a rank had served it.
         pooled_ns: When it first waited for a rank since then; None if it has not.
         served: Whether a rank has served it before.
@@ -101,7 +98,6 @@ class Live(Struct, frozen=True, array_like=True, tag=3):
     lease_expires_ns: int | None
     pulls: bool
     rank: RankId | None
-    hand_off: PrefillerId | None
     waiting_since_ns: int
     pooled_ns: int | None
     served: bool
@@ -335,6 +331,10 @@ class Drained(Struct, frozen=True, array_like=True, tag=28):
     """Every request of a relay that was told to drain is over."""
 
 
+class Resumed(Struct, frozen=True, array_like=True, tag=29):
+    """A relay has told of every request that goes on; what follows is new."""
+
+
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | Ended
 Report = (
     LegSucceeded
@@ -363,4 +363,5 @@ FromRelay = (
     | Failure
     | Occupancy
     | Drained
+    | Resumed
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
+from balanceroute.proxy.live.processes.gathering import Gathering
 
 if TYPE_CHECKING:
     import asyncio
@@ -53,6 +54,7 @@ class Hub:
     Attributes:
         desks: The relays that are connected and welcome, by their places.
         counts: How far streams are.
+        gathering: Keeps what relays say until all running requests are known.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Hub:
         self.eligible = routes.eligible
         self.desks: dict[int, Desk] = {}
         self.counts = counts
+        self.gathering = Gathering(relays, loop.call_later)
         self._loop = loop
         self._metrics = metrics
         self._log = log
@@ -180,6 +183,7 @@ class Hub:
 
     def close(self) -> None:
         """Look at nothing any more."""
+        self.gathering.close()
         if self._timer is not None:
             self._timer.cancel()
 

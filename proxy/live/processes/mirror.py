@@ -1,9 +1,11 @@
 """The engines and their models, as the scheduler process tells a relay of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import (
@@ -20,6 +22,23 @@ from balanceroute.proxy.live.processes import to_relay
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Endpoint
+
+_UNKNOWN = None, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Renumbered:
+    """How the engines of a scheduler process are those of the one before it.
+
+    Attributes:
+        prefillers: The id of each that both have, by the earlier one.
+        ranks: Likewise.
+        missing: Those that the earlier one had alone.
+    """
+
+    prefillers: Mapping[PrefillerId, PrefillerId]
+    ranks: Mapping[RankId, RankId]
+    missing: Sequence[Target]
 
 
 class Mirror:
@@ -47,21 +66,41 @@ class Mirror:
         self.endpoints: dict[str, Endpoint] = {}
         self._connect = connect
         self._quarantined = quarantined
-        self._known: dict[tuple[Role, str], Prefiller | Rank] = {}  # From before.
+        # Those that the scheduler process before had, with their ids there.
+        self._known: dict[tuple[Role, str], tuple[Prefiller | Rank, int]] = {}
+        # Losses that the present one does not count.
+        self._lost: dict[str, int] = {}
 
     def begin_anew(self) -> None:
         """Expect everything from another scheduler process, which may count engines otherwise."""
         instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
         present = [one for one in instances if one.status is not Status.REMOVED]
-        self._known = {(one.target.role, one.name): one for one in present}
+        self._known = {(one.target.role, one.name): (one, one.id) for one in present}
+        self._lost = {one.name: one.lost_kv for one in self.instances.prefillers}
         self.instances.prefillers.clear()
         self.instances.ranks.clear()
+
+    def renumbered(self) -> Renumbered:
+        """Return what has changed with the present scheduler process, which has told everything."""
+        told: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        here = {one for one in told if one.status is not Status.REMOVED}
+        prefillers: dict[PrefillerId, PrefillerId] = {}
+        ranks: dict[RankId, RankId] = {}
+        missing = []
+        for one, before in self._known.values():
+            if one not in here:
+                missing.append(one.target)
+            elif isinstance(one, Prefiller):
+                prefillers[PrefillerId(before)] = one.id
+            else:
+                ranks[RankId(before)] = one.id
+        return Renumbered(prefillers, ranks, missing)
 
     def take_prefiller(self, state: to_relay.PrefillerState) -> None:
         """Take in a prefiller."""
         prefillers = self.instances.prefillers
         if state.id == len(prefillers):
-            known = self._known.get((Role.PREFILL, state.name))
+            known, _ = self._known.get((Role.PREFILL, state.name), _UNKNOWN)
             target = Target(Role.PREFILL, state.url)
             if not isinstance(known, Prefiller):
                 known = Prefiller(state.id, state.name, target, self._endpoint(state.url))
@@ -69,14 +108,14 @@ class Mirror:
             prefillers.append(known)
         prefiller = prefillers[state.id]
         prefiller.identity = None if state.identity is None else BootstrapIdentity(*state.identity)
-        prefiller.lost_kv = state.losses
+        prefiller.lost_kv = self._lost.get(state.name, 0) + state.losses
         self._set(prefiller, state.status)
 
     def take_rank(self, state: to_relay.RankState) -> None:
         """Take in a rank."""
         ranks = self.instances.ranks
         if state.id == len(ranks):
-            rank = self._known.get((Role.DECODE, state.name))
+            rank, _ = self._known.get((Role.DECODE, state.name), _UNKNOWN)
             target, endpoint = Target(Role.DECODE, state.url), self._endpoint(state.url)
             if not isinstance(rank, Rank):
                 rank = Rank(state.id, state.name, target, endpoint, state.header)

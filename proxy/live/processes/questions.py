@@ -1,8 +1,11 @@
 """What a relay has asked the scheduler process, and has no answer to yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
+from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.live.processes import from_relay
 
 
@@ -28,6 +31,23 @@ class Questions:
         _, answer = self._open.pop(question)
         answer(said)
 
+    def renumber(self, prefillers: Mapping[PrefillerId, PrefillerId]) -> None:
+        """Name prefillers as another scheduler process does; see `Renumbered`."""
+        for number, (asked, answer) in self._open.items():
+            self._open[number] = _renumbered(asked, prefillers), answer
+
     def open(self) -> list[from_relay.FromRelay]:
         """Return the questions without an answer, which another scheduler process is to be asked."""
         return [asked for asked, _ in self._open.values()]
+
+
+def _renumbered(
+    asked: from_relay.FromRelay, prefillers: Mapping[PrefillerId, PrefillerId]
+) -> from_relay.FromRelay:
+    match asked:
+        case from_relay.AskRetry(pulled_from=int(prefiller)):
+            return replace(asked, pulled_from=prefillers.get(PrefillerId(prefiller)))
+        case from_relay.AskPrefiller(other_than=int(prefiller)):
+            return replace(asked, other_than=prefillers.get(PrefillerId(prefiller)))
+        case _:
+            return asked

@@ -13,6 +13,7 @@ from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.engines.instances import Prefiller, Target
 from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.adoption import adoption
 from balanceroute.proxy.live.processes.outbox import Outbox
 from balanceroute.proxy.live.processes.remote_request import RemoteRequest
 from balanceroute.proxy.live.request import reports
@@ -56,6 +57,8 @@ class RelayDesk:
         self._hand_offs: Counter[events.PrefillerId] = Counter()
         self._takers: dict[type[from_relay.FromRelay], Callable[[Any], None]] = {
             from_relay.Hello: self._hello,
+            from_relay.Live: self._live,
+            from_relay.Resumed: lambda _: None,
             from_relay.Arrival: self._arrival,
             from_relay.PrefillDone: self._event,
             from_relay.PrefillLost: self._event,
@@ -80,9 +83,17 @@ class RelayDesk:
 
     def take(self, messages: Sequence[from_relay.FromRelay]) -> None:
         """Take the messages of a frame, in order. What fails ends one request at most."""
-        run = self._driver.isolation.run
+        gathering = self._hub.gathering
         for message in messages:
-            run("relay", self._takers.get(type(message), self._report), message)
+            if gathering.over or isinstance(message, from_relay.Hello):
+                self.take_one(message)
+            else:
+                gathering.keep(self, message)
+
+    def take_one(self, message: from_relay.FromRelay) -> None:
+        """Take a message."""
+        take = self._takers.get(type(message), self._report)
+        self._driver.isolation.run("relay", take, message)
 
     def welcome(self, message: to_relay.Welcome) -> None:
         """Tell the relay of the deployment from now on."""
@@ -93,6 +104,7 @@ class RelayDesk:
         """End every request of the relay, whose connection is closed, and release what it held."""
         self.out.close()
         self._hub.forget(self)
+        self._hub.gathering.forget(self)
         driver = self._driver
         now_s = driver.context.clock()
         for request in list(self.requests.values()):
@@ -119,8 +131,37 @@ class RelayDesk:
         self._hub.hello(self, message)
 
     def _arrival(self, message: from_relay.Arrival) -> None:
-        driver, theirs, record = self._driver, message.number, message.record
-        ticket = driver.ticket(
+        driver = self._driver
+        ticket = self._ticket(message)
+        refusal = driver.refuse(ticket, message.record)
+        if refusal is not None:
+            self.out.send(
+                to_relay.Refused(
+                    message.number,
+                    refusal.status,
+                    refusal.reason,
+                    refusal.retry_after_s,
+                    refusal.cause,
+                )
+            )
+            return
+        message.record.prompt_estimate = ticket.prompt_tokens
+        engine_id = driver.table.engine_id(message.record.request_id)
+        driver.take(self._accept(message, ticket, engine_id))
+
+    def _live(self, message: from_relay.Live) -> None:
+        arrival, driver = message.arrival, self._driver
+        ticket = replace(self._ticket(arrival), prompt_tokens=arrival.record.prompt_estimate)
+        request = self._accept(arrival, ticket, message.engine_id)
+
+        def event(ticket: events.Ticket) -> events.RequestAdopted:
+            request.adopt(message, driver.instances)
+            return adoption(message, request.number, ticket)
+
+        driver.adopt(request, event)
+
+    def _ticket(self, message: from_relay.Arrival) -> events.Ticket:
+        return self._driver.ticket(
             Asked(
                 message.shape,
                 self._hub.eligible(message.shape.model),
@@ -129,19 +170,13 @@ class RelayDesk:
                 message.tenant,
             )
         )
-        refusal = driver.refuse(ticket, record)
-        if refusal is not None:
-            self.out.send(
-                to_relay.Refused(
-                    theirs,
-                    refusal.status,
-                    refusal.reason,
-                    refusal.retry_after_s,
-                    refusal.cause,
-                )
-            )
-            return
-        request = RemoteRequest(
+
+    def _accept(
+        self, message: from_relay.Arrival, ticket: events.Ticket, engine_id: str
+    ) -> RemoteRequest:
+        """Have a request from now on."""
+        driver, theirs = self._driver, message.number
+        request = self.requests[theirs] = RemoteRequest(
             driver.table.next_number(),
             theirs,
             self._hub.counts.take(message.shape.sequences),
@@ -152,16 +187,13 @@ class RelayDesk:
                 block_tokens=message.block_share * ticket.prompt_tokens,
             ),
             shape=message.shape,
-            record=record,
+            record=message.record,
             counts=self._hub.counts,
             send=self.out.send,
             clock=driver.context.clock,
         )
-        record.prompt_estimate = ticket.prompt_tokens
-        self.requests[theirs] = request
-        engine_id = driver.table.engine_id(record.request_id)
         self.out.send(to_relay.Accepted(theirs, request.row, engine_id, ticket.prompt_tokens))
-        driver.take(request)
+        return request
 
     def _event(self, message: from_relay.CoreEvent) -> None:
         request = self.requests.get(message.number)
@@ -227,6 +259,8 @@ class RelayDesk:
         self._hub.changed()  # It may have been another engine's.
 
     def _remote_prefill_ended(self, message: from_relay.RemotePrefillEnded) -> None:
+        if not self._hand_offs[message.prefiller]:
+            return  # It was chosen by a scheduler process that is gone.
         self._hand_offs[message.prefiller] -= 1
         self._driver.report(reports.RemotePrefillEnded(message.prefiller))
 

@@ -3,20 +3,23 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.standing import Standing
 from balanceroute.proxy.live.engines.instances import Prefiller
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.links import Link
 from balanceroute.proxy.live.processes.orders import obey
 from balanceroute.proxy.live.processes.questions import Questions
 from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
+from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.reports import Report, SessionEnded
@@ -36,31 +39,6 @@ _log = logging.getLogger(__name__)
 # So long requests wait for a scheduler process that is not there.
 _ALONE_S = 10.0
 _ALONE = Refusal(503, "the scheduler process is not there", 1)
-
-
-@dataclass(slots=True)
-class _Link:
-    """Where a request stands with the scheduler process.
-
-    Attributes:
-        message: Its arrival, as it was told.
-        loose: Whether an engine works on it that a scheduler process chose which is gone.
-        arrival: As it came.
-        accepted: Whether this scheduler process has accepted it.
-        sent: Core events sent.
-        taken: Bindings acted on.
-        over: Whether it has ended for the scheduler.
-        row: Names it in `Progress`.
-    """
-
-    arrival: Arrival
-    message: from_relay.Arrival
-    accepted: bool = False
-    loose: bool = False
-    sent: int = 0
-    taken: int = 0
-    over: bool = False
-    row: int = -1
 
 
 class RemoteHost:
@@ -100,7 +78,7 @@ class RemoteHost:
         self.refused = ""
         self._said = to_relay.Welcome(0, "", 0, uses_keys=False)
         self.uplink = uplink
-        self._links: dict[RequestId, _Link] = {}
+        self._links: dict[RequestId, Link] = {}
         self._mirror = mirror
         self._counts = counts
         self._arrived = 0
@@ -133,6 +111,8 @@ class RemoteHost:
         """Take the messages of a frame, in order."""
         for message in messages:
             self.isolation.run("relay", self._takers.get(type(message), self._order), message)
+        if isinstance(messages[0], to_relay.Welcome):
+            self.isolation.run("relay", self._resume)
 
     @property
     def scheduler(self) -> str:
@@ -189,7 +169,7 @@ class RemoteHost:
             blocks,
             block_share,
         )
-        self._links[number] = _Link(arrival, message)
+        self._links[number] = Link(arrival, message)
         self.uplink.send(message)
 
     def report(self, report: Report) -> None:
@@ -207,6 +187,7 @@ class RemoteHost:
         if link.over:
             return
         message = self._event_message(number, link, event)
+        link.fed(event, self.sessions[number], self._now_ns())
         if link.loose and not link.over:
             if not isinstance(event, events.DecodeStarted):
                 self.uplink.send(self._anew(number, link))
@@ -253,27 +234,18 @@ class RemoteHost:
         for link in self._links.values():
             link.row = -1
 
-    def waiting_messages(self) -> list[from_relay.FromRelay]:
-        """Return what a new scheduler process is to hear of the requests that are here.
+    def _resume(self) -> None:
+        """Tell the scheduler process, which has told of the engines, of the requests that are here."""
+        renumbered = self._mirror.renumbered()
+        self._questions.renumber(renumbered.prefillers)
+        lives = resumed(self._links, self.sessions, renumbered, self.isolation)
+        anew = [self._anew(number, link) for number, link in self._unanswered()]
+        self.uplink.open([*lives, from_relay.Resumed(), *anew, *self._questions.open()])
 
-        Those that no engine has begun to answer are asked for anew. The others go on, and are asked for
-        anew if they come back.
-        """
-        messages: list[from_relay.FromRelay] = []
-        for number, link in self._links.items():
-            if link.over:
-                continue
-            if self.sessions[number].phase in (Phase.QUEUED, Phase.PREFILLING, Phase.POOLED):
-                messages.append(self._anew(number, link))
-            else:
-                link.loose = True
-        return messages + self._questions.open()
-
-    def _anew(self, number: RequestId, link: _Link) -> from_relay.Arrival:
+    def _anew(self, number: RequestId, link: Link) -> from_relay.Arrival:
         self.sessions[number].prefill_again()
-        link.sent = link.taken = 0
-        link.row = -1
-        link.accepted = link.loose = False
+        link.begin_anew()
+        link.accepted, link.standing = False, None
         return link.message
 
     # What the relay's own parts do.
@@ -312,10 +284,13 @@ class RemoteHost:
 
     # Parts.
 
-    def _unanswered(self) -> list[tuple[RequestId, _Link]]:
+    def _now_ns(self) -> int:
+        return round(self.context.clock() * 1e9)
+
+    def _unanswered(self) -> list[tuple[RequestId, Link]]:
         """Return the requests that are neither accepted nor refused."""
         links = self._links.items()
-        return [one for one in links if not (one[1].accepted or one[1].loose or one[1].over)]
+        return [one for one in links if not (one[1].accepted or one[1].over)]
 
     def _tell_occupancy(self, lag_s: float) -> None:
         if self.uplink.connected:
@@ -325,7 +300,7 @@ class RemoteHost:
                 self._refuse(number, link, _ALONE)
 
     def _event_message(
-        self, number: RequestId, link: _Link, event: events.Event
+        self, number: RequestId, link: Link, event: events.Event
     ) -> from_relay.CoreEvent:
         session = self.sessions[number]
         if isinstance(event, events.DecodeStarted) and link.row >= 0:
@@ -376,14 +351,19 @@ class RemoteHost:
     def _accepted(self, message: to_relay.Accepted) -> None:
         number = RequestId(message.number)
         link = self._links.get(number)
-        if link is None or link.accepted:
+        if link is None:
             return
         session = self.sessions[number]
         link.row = message.row
+        if link.accepted:  # By another scheduler process, under which it began.
+            if session.phase is Phase.STREAMING and session.decodes:
+                self._counts.started(link.row, session)
+            return
         session.headers = link.arrival.headers(message.engine_id)
         session.ticket = replace(session.ticket, prompt_tokens=message.prompt_estimate)
         session.record.prompt_estimate = message.prompt_estimate
-        link.accepted = True
+        link.accepted, link.engine_id = True, message.engine_id
+        link.standing = Standing(number, session.ticket, self._now_ns())
 
     def _refused(self, message: to_relay.Refused) -> None:
         number = RequestId(message.number)
@@ -393,7 +373,7 @@ class RemoteHost:
         refusal = Refusal(message.status, message.reason, message.retry_after_s, message.cause)
         self._refuse(number, link, refusal)
 
-    def _refuse(self, number: RequestId, link: _Link, refusal: Refusal) -> None:
+    def _refuse(self, number: RequestId, link: Link, refusal: Refusal) -> None:
         session = self.sessions[number]
         if session.answer.opened:  # It was served, and handed back.
             session.give_up(refusal.reason)
@@ -408,12 +388,8 @@ class RemoteHost:
         link, session = self._links.get(number), self.sessions.get(number)
         if link is None or session is None or link.over:
             return
-        if isinstance(message, to_relay.StartPrefill | to_relay.StartDecode):
-            if message.heard < link.sent:
-                return
-            link.taken += 1
-        elif isinstance(message, to_relay.Expire | to_relay.Crash):
-            link.over = True
+        if not link.takes(message, self._now_ns()):
+            return
         if isinstance(message, to_relay.Crash):
             self.isolation.end(session, "relay")
         else:

@@ -13,7 +13,7 @@ from balanceroute.proxy.live.processes import from_relay, to_relay
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId, Ticket
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
+    from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.scheduling.pushed_counts import PushedCounts
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -109,6 +109,19 @@ class RemoteRequest:
         """Do nothing: relays look after their legs."""
 
     # What the relay says.
+
+    def adopt(self, live: from_relay.Live, instances: "Instances") -> None:
+        """Note where a request is that an earlier scheduler process accepted."""
+        prefiller = None if live.prefiller is None else instances.prefillers[live.prefiller]
+        self._rank = None if live.rank is None else instances.ranks[live.rank]
+        if live.phase == "prefilling":
+            self._at = prefiller
+        elif live.phase != "decoding" and prefiller is not None:
+            self._kv = prefiller, prefiller.lost_kv
+        self._pulls = live.pulls
+        self._pooled_s = self._clock()
+        self.emitted_before = live.emitted_before
+        self._counts.update(np.array([self.row]), np.array([live.emitted]))
 
     def take(self, event: from_relay.CoreEvent) -> bool:
         """Count an event, and note where the request is now; return whether it crossed a binding."""

@@ -22,12 +22,13 @@ class Uplink:
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._call_soon = call_soon
+        self._write: Callable[[Sequence[from_relay.FromRelay]], None] | None = None
         self._out: Outbox[from_relay.FromRelay] | None = None
         self._kept: list[from_relay.FromRelay] = []
 
     @property
     def connected(self) -> bool:
-        """Whether there is a scheduler process to speak to."""
+        """Whether there is a scheduler process that listens."""
         return self._out is not None
 
     def send(self, message: from_relay.FromRelay) -> None:
@@ -37,13 +38,19 @@ class Uplink:
         elif isinstance(message, _KEPT) and len(self._kept) < MAX_KEPT:
             self._kept.append(message)
 
-    def open(
+    def connect(
         self,
         write: Callable[[Sequence[from_relay.FromRelay]], None],
-        first: Iterable[from_relay.FromRelay],
+        hello: from_relay.Hello,
     ) -> None:
-        """Speak to a scheduler process: first the given messages, then those that were kept."""
-        out = self._out = Outbox(self._call_soon, write)
+        """Greet a scheduler process; everything else waits for its answer."""
+        self._write = write
+        write((hello,))
+
+    def open(self, first: Iterable[from_relay.FromRelay]) -> None:
+        """Speak to the scheduler process: first the given messages, then those that were kept."""
+        assert self._write is not None
+        out = self._out = Outbox(self._call_soon, self._write)
         for message in (*first, *self._kept):
             out.send(message)
         self._kept.clear()
@@ -52,4 +59,4 @@ class Uplink:
         """Note that the scheduler process is gone."""
         if self._out is not None:
             self._out.close()
-            self._out = None
+        self._out = self._write = None

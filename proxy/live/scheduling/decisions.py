@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     PrefillLost,
     RankOpened,
     ReleasePrefill,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -103,6 +104,9 @@ class Decisions:
         elif isinstance(event, DecodeStarted):
             self.progress.began(self._sessions[event.request])
         self._handle(event)
+        if isinstance(event, RequestAdopted):
+            self.progress.adopted(self._sessions[event.request], event.phase)
+            self._ticks.wake(0.0)  # Nothing has started for it.
 
     def follow(self) -> None:
         """Bring the scheduler's mirror of the ranks up to date, as before every decision."""

@@ -13,6 +13,7 @@ from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
     Event,
     PrefillerId,
+    RequestAdopted,
     RequestArrived,
     RequestId,
     Ticket,
@@ -260,16 +261,33 @@ class Driver:
         if self.table.begin(session.number):
             self._admission.began(session.ticket, self._now_ns())
 
+    def adopt(self, session: LiveRequest, event: Callable[[Ticket], RequestAdopted]) -> None:
+        """Take a request that an earlier scheduler accepted; `event` tells where it stands."""
+        began = session.record.begun_ns is not None
+        self._admission.adopted(session.ticket, self._now_ns(), began=began)
+        self.table.add(session)
+        if began:
+            self.table.begin(session.number)
+        self._sweep.begin()
+        self.isolation.run_for(session, "adoption", self._adopt, session, event)
+
     def _take(self, session: LiveRequest) -> None:
+        self._predict(session, session.ticket.prompt_tokens)
+        if not session.ticket.prefill:
+            session.pooled()
+        self.feed(RequestArrived(session.number, session.ticket))
+
+    def _adopt(self, session: LiveRequest, event: Callable[[Ticket], RequestAdopted]) -> None:
+        self._predict(session, session.record.prompt_tokens or session.ticket.prompt_tokens)
+        self.feed(event(session.ticket))
+
+    def _predict(self, session: LiveRequest, prompt_tokens: int) -> None:
+        """Have its output predicted from now on."""
         number, ticket = session.number, session.ticket
-        features = ticket_features(ticket, ticket.prompt_tokens)
-        self._predictors.begin(number, features)
+        self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
         if self._settings.expects_output:
             tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
-            ticket = session.ticket = replace(ticket, predicted_tokens=tokens)
-        if not ticket.prefill:
-            session.pooled()
-        self.feed(RequestArrived(number, ticket))
+            session.ticket = replace(ticket, predicted_tokens=tokens)
 
     # What the proxy does.
 

@@ -7,6 +7,8 @@ from balanceroute.proxy.core.events import (
     DecodeLost,
     DecodeStarted,
     Event,
+    InBatch,
+    OnRank,
     PrefillLost,
     RequestId,
     RequestRecomputed,
@@ -22,7 +24,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from balanceroute.proxy.core.events import RankId
+    from balanceroute.proxy.core.events import AdoptedPhase, RankId
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.step_clock import Counts
@@ -74,6 +76,16 @@ class Progress:
         """Note that a request is on its way to its rank."""
         if not session.shape.stream:
             self._unheard[session.number] = session, self._clock()
+
+    def adopted(self, session: "LiveRequest", phase: "AdoptedPhase") -> None:
+        """Note where a request is that an earlier scheduler accepted."""
+        match phase:
+            case OnRank():
+                self.admitted(session)
+            case InBatch(_, tokens):
+                self._join(session, rounds=tokens // session.shape.sequences)
+            case _:
+                pass
 
     def began(self, session: "LiveRequest") -> None:
         """Note that a stream began: its request is in its rank's batch."""
@@ -138,10 +150,11 @@ class Progress:
         # As far as the step clock tells.
         return self._scheduler.emitted(number) // session.shape.sequences
 
-    def _join(self, session: "LiveRequest") -> None:
+    def _join(self, session: "LiveRequest", *, rounds: int = 0) -> None:
+        """Follow a request of which each sequence has emitted `rounds` tokens in the batch."""
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
-        self._counts.start(session, self.steps.steps)
+        self._counts.start(session, self.steps.steps - rounds)
 
     def _leave(self, number: RequestId) -> "LiveRequest | None":
         session = self.started.pop(number, None)

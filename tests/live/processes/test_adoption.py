@@ -45,7 +45,6 @@ class Relay(Followed):
             emitted=before + here,
             emitted_before=before,
             pulls=True,
-            hand_off=None,
         )
         (live,) = for_scheduler().feed(bytes(encode([told])))
         assert isinstance(live, Live)
@@ -71,7 +70,7 @@ def test_nothing_is_lost_on_the_way(seed: int) -> None:
 def test_a_request_that_is_with_nobody_is_refused(phase: str) -> None:
     of_one = arrival(RequestId(7), 1)
     live = Live(
-        *(of_one, "r-1", "pooled", 10, 0, 0, True, None, 0, None, False, None, None, 0, None),
+        *(of_one, "r-1", "pooled", 10, 0, 0, True, None, 0, None, False, None, 0, None),
         *(False, 0, tuple[PrefillerId](), tuple[RankId]()),
     )
     assert adoption(live, RequestId(9), Ticket(10)).request == 9

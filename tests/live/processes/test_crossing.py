@@ -174,8 +174,9 @@ class Scheduler:
         self.relay = split(site).relays[0]
         self.said: list[from_relay.FromRelay] = []
         host = self.relay.host
-        # Engines, models and readiness are as the real one told them.
         self.relay.connect(self.said.extend)
+        states = split(site).app.hub.states()
+        self.say(to_relay.Welcome(1, "another", 1, uses_keys=False), *states.values())
         self.number = RequestId(host._arrived)
 
     def say(self, *messages: to_relay.ToRelay) -> None:

@@ -28,11 +28,10 @@ RECORD = RequestRecord(
 ARRIVAL = from_relay.Arrival(7, SHAPE, None, -1, 10**18, "t", (2**64 - 1, 0), RECORD)
 P, R = PrefillerId(1), RankId(2)
 FROM_RELAY: list[from_relay.FromRelay] = [
-    from_relay.Hello(1, 0, "digest", 1),
+    from_relay.Hello(1, 0, "digest"),
     from_relay.Live(
-        *(ARRIVAL, "r-1", "admitted", 7, 5, 2, True),
-        *(P, 10**18, 10**18, True, R, None),
-        *(10**18, None, False, 1, (P,), (R,)),
+        *(ARRIVAL, "r-1", "admitted", 7, 5, 2, True, P, 10**18, 10**18, True, R, 10**18),
+        *(None, False, 1, (P,), (R,)),
     ),
     ARRIVAL,
     from_relay.PrefillDone(7, 1, 12, 10**18, True),
@@ -41,6 +40,7 @@ FROM_RELAY: list[from_relay.FromRelay] = [
     from_relay.Progress(b"\1\0\0\0", b"\5\0\0\0"),
     from_relay.SessionEnded(7, RECORD),
     from_relay.Drained(),
+    from_relay.Resumed(),
 ]
 TO_RELAY: list[to_relay.ToRelay] = [
     to_relay.Welcome(1, "s", 2, True),

@@ -1,0 +1,80 @@
+"""Where each request of a relay stands with the scheduler process."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.live.processes import to_relay
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import Event
+    from balanceroute.proxy.core.standing import Standing
+    from balanceroute.proxy.live.processes import from_relay
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.scheduling.arrival import Arrival
+
+
+@dataclass(slots=True)
+class Link:
+    """One request.
+
+    Attributes:
+        arrival: As it came.
+        message: Its arrival, as it was told.
+        accepted: Whether a scheduler process has accepted it.
+        engine_id: What the engines know it by, from then on.
+        standing: Follows it from then on; None too if it goes on unaccounted.
+        sent: Core events sent on this connection.
+        taken: Bindings acted on likewise.
+        over: Whether it has ended for the scheduler.
+        row: Names it in `Progress`.
+    """
+
+    arrival: "Arrival"
+    message: "from_relay.Arrival"
+    accepted: bool = False
+    engine_id: str = ""
+    standing: "Standing | None" = None
+    sent: int = 0
+    taken: int = 0
+    over: bool = False
+    row: int = -1
+
+    @property
+    def loose(self) -> bool:
+        """Whether an engine works on it and no scheduler process accounts for that."""
+        return self.accepted and self.standing is None
+
+    def begin_anew(self) -> None:
+        """Count anew, for another scheduler process."""
+        self.sent = self.taken = 0
+        self.row = -1
+
+    def fed(self, event: "Event", session: "Session", now_ns: int) -> None:
+        """Note a core event."""
+        if self.standing is not None:
+            # Of several sequences it is their mean, rounded up, as in the core.
+            emitted_before = -(-session.emitted.tokens // session.shape.sequences)
+            self.standing.fed(event, now_ns, emitted_before=emitted_before)
+
+    def takes(self, order: Any, now_ns: int) -> bool:
+        """Note an order; return whether it is to be obeyed, which a void binding is not."""
+        if isinstance(order, to_relay.StartPrefill | to_relay.StartDecode):
+            if order.heard < self.sent:
+                return False
+            self.taken += 1
+        standing = self.standing
+        assert standing is not None, f"an order for request {order.number}, which is not accepted"
+        match order:
+            case to_relay.StartPrefill(_, _, prefiller):
+                standing.start_prefill(prefiller, now_ns)
+            case to_relay.StartDecode(_, _, rank):
+                standing.start_decode(rank)
+            case to_relay.LeaseEnded():
+                standing.lease_ended()
+            case to_relay.PrefillAgain():
+                standing.prefill_again(now_ns)
+            case to_relay.Expire() | to_relay.Crash():
+                self.over = True
+            case _:
+                pass
+        return True
