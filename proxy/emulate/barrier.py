@@ -113,8 +113,11 @@ class Barrier:
         """Return the number of sequences that wait for a rank's batch."""
         return self._fleet.queued_on(RankId(rank))
 
-    def submit(self, sequence: Batched, rank: int) -> None:
-        """Queue a sequence; it joins between two steps."""
+    def submit(self, sequence: Batched, rank: int, *, compute_ns: int = 0) -> None:
+        """Queue a sequence; it joins between two steps.
+
+        `compute_ns` is what its prompt takes, within the step in which it joins.
+        """
         request = RequestId(self._submitted)
         self._submitted += 1
         self._sequences[request] = sequence
@@ -124,6 +127,7 @@ class Barrier:
             RankId(rank),
             kv_tokens=sequence.kv_tokens,
             output_tokens=sequence.tokens_left,
+            compute_ns=compute_ns,
         )
         if self._timer is None:
             # Not at once: sequences that arrive in the same instant join the same step.

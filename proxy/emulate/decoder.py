@@ -104,9 +104,8 @@ class Decoder:
             cached = self._caches.compute(call.rank, prompt.tokens)
             for sequence in exchange.sequences_of(number):
                 sequence.choice.cached_tokens = cached
-            service_ns = self._settings.prefill.service_ns(len(prompt.tokens) - cached)
-            arrival = self._arrive(call, number)
-            self._wait(arrival, service_ns, partial(self._join, arrival))
+            compute_ns = self._settings.compute_ns(len(prompt.tokens) - cached)
+            self._join(self._arrive(call, number), compute_ns)
 
     def _claim(self, call: EngineCall, number: int) -> None:
         if call.exchange.over:
@@ -228,18 +227,19 @@ class Decoder:
             else:
                 self._book.finish(arrival.lease, LeaseEnd.RELEASED)
 
-    def _join(self, arrival: _Arrival) -> None:
+    def _join(self, arrival: _Arrival, compute_ns: int = 0) -> None:
         del self._arrivals[arrival]
         call = arrival.call
         del call.exchange.stages[arrival.number]
         for sequence in call.exchange.sequences_of(arrival.number):
             sequence.on_end = partial(self._ended, call)
             sequence.on_drop = partial(self._dropped, call)
-            self._submit(call, sequence)
+            self._submit(call, sequence, compute_ns)
+            compute_ns = 0  # The others of a prompt share it.
 
-    def _submit(self, call: EngineCall, sequence: TokenSequence) -> None:
+    def _submit(self, call: EngineCall, sequence: TokenSequence, compute_ns: int = 0) -> None:
         call.exchange.stages[sequence] = lambda _: self._barrier.withdraw(sequence)
-        self._barrier.submit(sequence, self._ranks[call.rank])
+        self._barrier.submit(sequence, self._ranks[call.rank], compute_ns=compute_ns)
 
     def _ended(self, call: EngineCall, sequence: TokenSequence) -> None:
         del call.exchange.stages[sequence]

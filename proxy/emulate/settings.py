@@ -131,6 +131,10 @@ class EmulationSettings:
         """The prefill engines' service time."""
         return PrefillModel(self.prefillers, self.prefill_base_ns, self.prefill_ns_per_token)
 
+    def compute_ns(self, tokens: int) -> int:
+        """Return by how much a step is longer in which a rank computes `tokens` of a prompt."""
+        return round(self.prefill_ns_per_token * tokens)
+
     def transfer_ns(self, tokens: int) -> int:
         """Return the duration of a prompt's KV transfer."""
         return self.transfer_base_ns + round(self.transfer_ns_per_token * tokens)

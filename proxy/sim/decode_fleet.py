@@ -5,7 +5,8 @@ T = a + b x max_g L_g. Each running request then holds one more token. A rank ad
 between two steps. A rank whose KV cache overflows drops the request that joined last, as vLLM
 preempts. Either the request has to be prefilled again with its emitted tokens (vllm-ascend's
 `recomputed`), or it goes first in the rank's queue, and the step in which it joins again computes it
-and takes so much longer for all ranks (vLLM).
+and takes so much longer for all ranks (vLLM). So does the step in which a request joins whose prompt
+the rank computes.
 
 `EngineOptions` says what may be otherwise: then the ranks read at different speeds, or requests emit
 more than one token in a step, or none.
@@ -27,6 +28,7 @@ class _Job:
     rank: RankId
     kv_tokens: int  # When it joined.
     output_tokens: int  # Still to emit when it joined.
+    compute_ns: int = 0  # What the rank computes in the step in which it joins.
     # When it would have joined, had it emitted one token in each step since; None in the queue.
     joined_step: int | None = None
 
@@ -79,9 +81,8 @@ class DecodeFleet:
         self._step_ns_per_token = step_ns_per_token
         self._rank_kv_tokens = rank_kv_tokens
         self._recompute_ns = recompute_ns
-        # Dropped requests that wait to join again, and what each rank computes in the next step.
-        self._dropped: dict[RequestId, _Job] = {}
-        self._recomputes_ns = [0] * ranks
+        self._dropped: dict[RequestId, _Job] = {}  # They wait to join again.
+        self._computes_ns = [0] * ranks  # Prompts, in the next step.
         self._speeds = options.speeds_of(ranks)
         self._pause_above = options.pause_above
         self._speculation = (
@@ -94,11 +95,20 @@ class DecodeFleet:
         self._jobs: dict[RequestId, _Job] = {}
 
     def submit(
-        self, request: RequestId, rank: RankId, *, kv_tokens: int, output_tokens: int
+        self,
+        request: RequestId,
+        rank: RankId,
+        *,
+        kv_tokens: int,
+        output_tokens: int,
+        compute_ns: int = 0,
     ) -> None:
-        """Queue a request on `rank`; it joins the batch between two steps."""
+        """Queue a request on `rank`; it joins the batch between two steps.
+
+        `compute_ns` is what the rank takes to compute its prompt; 0 if it has the KV cache.
+        """
         assert output_tokens > 0, f"request {request} has nothing to decode"
-        job = self._jobs[request] = _Job(request, rank, kv_tokens, output_tokens)
+        job = self._jobs[request] = _Job(request, rank, kv_tokens, output_tokens, compute_ns)
         self._ranks[rank].queue.append(job)
 
     def withdraw(self, request: RequestId) -> None:
@@ -135,10 +145,9 @@ class DecodeFleet:
                 self._ends[self._step + job.output_tokens].append(job)
                 self.loads[number] += job.kv_tokens
                 self.running += 1
+                self._computes_ns[number] += job.compute_ns
                 if self._dropped.pop(job.request, None) is None:
                     joined.append(job.request)
-                elif self._recompute_ns is not None:
-                    self._recomputes_ns[number] += self._recompute_ns(job.kv_tokens)
         return joined
 
     def begin_step(self) -> int:
@@ -154,11 +163,11 @@ class DecodeFleet:
         if self._speeds is not None:
             loads = zip(self.step_loads, self._speeds, strict=True)
             self.step_loads = [round(load / speed) for load, speed in loads]
-        if not any(self._recomputes_ns):
+        if not any(self._computes_ns):
             return self._step_base_ns + round(self._step_ns_per_token * max(self.step_loads))
-        times = zip(self.step_loads, self._recomputes_ns, strict=True)
+        times = zip(self.step_loads, self._computes_ns, strict=True)
         longest_ns = max(self._step_ns_per_token * load + more_ns for load, more_ns in times)
-        self._recomputes_ns = [0] * len(self._ranks)
+        self._computes_ns = [0] * len(self._ranks)
         return self._step_base_ns + round(longest_ns)
 
     def end_step(self) -> tuple[list[RequestId], list[RequestId]]:
@@ -203,8 +212,11 @@ class DecodeFleet:
     def _requeue(self, job: _Job) -> None:
         """Let a dropped request join its rank's batch again, before those that wait for it."""
         assert job.joined_step is not None
+        assert self._recompute_ns is not None
         emitted = self._step - job.joined_step
-        again = _Job(job.request, job.rank, job.kv_tokens + emitted, job.output_tokens - emitted)
+        held = job.kv_tokens + emitted
+        compute_ns = self._recompute_ns(held)
+        again = _Job(job.request, job.rank, held, job.output_tokens - emitted, compute_ns)
         self._jobs[job.request] = self._dropped[job.request] = again
         self._ranks[job.rank].queue.appendleft(again)
 

@@ -356,3 +356,18 @@ def test_a_dropped_request_that_is_withdrawn_is_forgotten() -> None:
     assert fleet.end_step() == ([], [])
     assert fleet.begin_step() == 100 + 12
     assert fleet.emissions == {}
+
+
+def test_a_rank_computes_a_prompt_in_the_step_in_which_its_request_joins() -> None:
+    engine = fleet(batch_limit=1)
+    submit(engine, 0, 0, kv=100, output=9)
+    engine.submit(RequestId(1), RankId(1), kv_tokens=40, output_tokens=1, compute_ns=700)
+    engine.submit(RequestId(2), RankId(1), kv_tokens=20, output_tokens=2, compute_ns=30)
+    assert engine.join() == [0, 1]
+    # Ranks compute side by side: 250 ns and 100 + 700 ns.
+    assert engine.begin_step() == 1_800
+    assert engine.end_step() == ([1], [])
+    assert engine.join() == [2]
+    assert engine.begin_step() == 1_252
+    engine.end_step()
+    assert engine.begin_step() == 1_255
