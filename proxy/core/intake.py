@@ -4,8 +4,9 @@ Each part may be missing, and then costs nothing.
 """
 
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
-from balanceroute.proxy.core.events import Ticket
+from balanceroute.proxy.core.events import Observer, Ticket
 from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import FairQueueing
 from balanceroute.proxy.core.ranks import Ranks
@@ -19,6 +20,7 @@ class Intake:
         meter: Settles what it charged; None if nothing is to settle.
         budget: Limits the requests in flight; None for no limit.
         first_tokens: Expects times to first token; None if nobody asks.
+        local_prefill: Decides which prompts ranks compute; None for none.
     """
 
     def __init__(
@@ -27,11 +29,18 @@ class Intake:
         fair: FairQueueing | None = None,
         budget: Budget | None = None,
         first_tokens: FirstTokens | None = None,
+        local_prefill: LocalPrefill | None = None,
     ) -> None:
         self.fair = fair
         self.meter = None if fair is None else fair.meter
         self.budget = budget
         self.first_tokens = first_tokens
+        self.local_prefill = local_prefill
+
+    @property
+    def observer(self) -> Observer | None:
+        """What learns from every event; None for nothing."""
+        return None if self.local_prefill is None else self.local_prefill.observe
 
     def advance(self, now_ns: int, requests: int, waiting: int) -> None:
         """Note the time before an event, and the requests until then: all, and before prefill."""

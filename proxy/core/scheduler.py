@@ -108,7 +108,9 @@ class Scheduler:
         self.pool = Pool(queue_order())
         self._on_failure = on_failure
         choice = prefill_choice()
-        self._observers = [one for one in (choice.observer, observer) if one is not None]
+        self.intake = intake = intake or Intake()
+        observers = (choice.observer, intake.observer, observer)
+        self._observers = [one for one in observers if one is not None]
         self.prefillers = Prefillers(
             config.prefillers,
             probe_limit=config.probe_limit,
@@ -117,7 +119,6 @@ class Scheduler:
             choice=choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        self.intake = intake = intake or Intake()
         make_order = queue_order if intake.fair is None else intake.fair.make_order
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)

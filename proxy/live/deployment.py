@@ -11,6 +11,7 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
+from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill import (
     PREFILL_CHOICES,
@@ -196,7 +197,7 @@ class Deployment:
         config, environment = self.config, self._environment
         admission = config.admission
         order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
-        limit = config.aimd.settings
+        limit, local = config.aimd.settings, config.scheduling.local_prefill_tokens
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
@@ -208,6 +209,7 @@ class Deployment:
                     fair=None if cost == "none" else fair_queueing(cost, order),
                     budget=None if limit is None else Budget(limit),
                     first_tokens=FirstTokens() if admission.admission in EXPECTING else None,
+                    local_prefill=None if local is None else LocalPrefill(local),
                 ),
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],

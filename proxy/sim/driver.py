@@ -38,6 +38,8 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.intake import Intake
+from balanceroute.proxy.core.local_prefill import LocalPrefill
+from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.prefill import USING_LOADS, FewestTokens, MakePrefillChoice
@@ -75,6 +77,9 @@ class Deployment:
         transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
             queue; 0 with f = 0 lets a request join at once.
         transfer_ns_per_token: f.
+        local_prefill_tokens: The longest prompt that a rank computes instead of a prefiller, where that
+            delays all requests less; None for none. It takes d of the prefill servers for a token.
+        local_prefill_always: Have ranks compute all prompts up to that, whatever it costs.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
@@ -102,6 +107,8 @@ class Deployment:
     probe_limit: int | None = 1
     transfer_base_ns: int = 0
     transfer_ns_per_token: float = 0.0
+    local_prefill_tokens: int | None = None
+    local_prefill_always: bool = False
     deadline_ns: int | None = None
     pool_limit: int | None = None
     queue_order: str = "fcfs"
@@ -118,10 +125,13 @@ class Deployment:
     def intake(self) -> Intake:
         """Return what limits and measures the starts of one run."""
         cost, order = self.fair_queue, QUEUE_ORDERS[self.queue_order]
+        limit = self.local_prefill_tokens
+        local = None if limit is None else LocalPrefill(limit, always=self.local_prefill_always)
         return Intake(
             fair=None if cost is None else fair_queueing(cost, order),
             budget=None if self.aimd is None else Budget(self.aimd),
             first_tokens=FirstTokens() if self.expects_first_tokens else None,
+            local_prefill=local,
         )
 
     @property
@@ -147,6 +157,10 @@ class Deployment:
         """How long a rank takes to compute so many tokens again; None if it does not."""
         per_token_ns = self.recompute_ns_per_token
         return None if per_token_ns is None else lambda tokens: round(per_token_ns * tokens)
+
+    def compute_ns(self, tokens: int) -> int:
+        """Return by how much a step is longer in which a rank computes `tokens` of a prompt."""
+        return 0 if self.prefill is None else round(self.prefill.ns_per_token * tokens)
 
     def transfer_ns(self, kv_tokens: int) -> int:
         """Return the duration of a KV transfer."""
@@ -260,6 +274,7 @@ class Simulation:
                 else:
                     self._prefill.submit(job)
             case Admit(request, rank):
+                self._entrance.began(request, now_ns)
                 self._transfer(request, rank)
             case ReleasePrefill(request):
                 # One that has expired is gone; any other one leaves the pool as its lease has ended.
@@ -274,14 +289,16 @@ class Simulation:
         trace = self._workload.requests[request]
         emitted = self._emitted.get(request, 0)
         kv_tokens = trace.prompt_tokens + emitted
+        local = not self.scheduler.requests[request].ticket.prefill
         submit = partial(
             self._fleet.submit,
             request,
             rank,
             kv_tokens=kv_tokens,
             output_tokens=trace.output_tokens - emitted,
+            compute_ns=self._deployment.compute_ns(kv_tokens) if local else 0,
         )
-        transfer_ns = self._deployment.transfer_ns(kv_tokens)
+        transfer_ns = 0 if local else self._deployment.transfer_ns(kv_tokens)
         if transfer_ns:
             self._loop.call_at(self._loop.now_ns + transfer_ns, submit)
         else:
@@ -303,6 +320,11 @@ class Simulation:
             if self._expects_output:
                 tokens = mean_output_tokens(self._predictor, request, None)
                 ticket = replace(ticket, predicted_tokens=tokens)
+            ticket = placed(scheduler, ticket, now_ns)
+            if not ticket.prefill:
+                self.recorder.local_prefill()
+                self.recorder.prefilled(request, now_ns)
+                self._undecided = True
             self._feed(RequestArrived(request, ticket))
         else:
             self.recorder.refused(request, now_ns)
@@ -375,7 +397,9 @@ class Simulation:
         if self._stepping:
             return
         for request in self._fleet.join():
-            self._feed(DecodeStarted(request))
+            # Of one whose rank computes its prompt the first token tells, as in the live proxy.
+            if self.scheduler.requests[request].ticket.prefill:
+                self._feed(DecodeStarted(request))
             kv_tokens = self.scheduler.ledger.kv_tokens(request)
             self.recorder.joined(request, kv_tokens, self._loop.now_ns)
             self._first_tokens.append(request)
@@ -400,6 +424,9 @@ class Simulation:
         self._idle_since_ns = now_ns
         emissions = self._fleet.emissions
         finished, dropped = self._fleet.end_step()
+        for request in self._first_tokens:
+            if not self.scheduler.requests[request].started:
+                self._feed(DecodeStarted(request))
         self._tell_progress(emissions, now_ns - self._step_began_ns)
         for request in self._first_tokens:
             if emissions.get(request, 1):
@@ -422,6 +449,8 @@ class Simulation:
             self._emitted[request] = held - self._workload.requests[request].prompt_tokens
             self._feed(RequestRecomputed(request))
             self.recorder.recomputed(request, held)
+            if not self.scheduler.requests[request].ticket.prefill:
+                self.recorder.prefilled(request, now_ns)
         if finished or dropped:
             self._undecided = True
             self._on_finished(len(finished))

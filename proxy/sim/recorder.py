@@ -25,9 +25,11 @@ class RunMetrics:
     """The figures of one run; the field names are those of the JSON report.
 
     Attributes:
+        latency_s_mean: From the arrival to the last token.
         prefill_tokens: Prompt tokens that prefillers computed.
         prefix_hit_fraction: Share of the prompt tokens that they had in their prefix caches.
         prefiller_peak: What the busiest prefiller computed, over their mean; 0 if none did.
+        local_prefills: Requests whose prompts ranks computed.
     """
 
     mean_imbalance_tokens: float
@@ -39,8 +41,10 @@ class RunMetrics:
     pool_wait_s_p99: float
     pool_wait_s_max: float
     ttft_s_p50: float
+    ttft_s_p95: float
     ttft_s_p99: float
     ttft_s_max: float
+    latency_s_mean: float
     steps: float
     requests: float
     recomputes: float
@@ -53,6 +57,7 @@ class RunMetrics:
     prefill_tokens: float
     prefix_hit_fraction: float
     prefiller_peak: float
+    local_prefills: float
 
 
 @dataclass(slots=True)
@@ -89,9 +94,11 @@ class Recorder:
     _tpot_ns: list[float] = field(default_factory=list)
     _waits_ns: list[int] = field(default_factory=list)
     _ttft_ns: list[int] = field(default_factory=list)
+    _latency_ns: int = 0
     _dispatch_ns: list[int] = field(default_factory=list)
     _computed: Counter[PrefillerId] = field(default_factory=Counter)
     _prompt_tokens: int = 0
+    _local_prefills: int = 0
     _arrived_ns: dict[RequestId, int] = field(default_factory=dict)
     _prefilled_ns: dict[RequestId, int] = field(default_factory=dict)
     _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
@@ -137,6 +144,10 @@ class Recorder:
             self._computed[prefiller] += tokens
             self._prompt_tokens += prompt_tokens
 
+    def local_prefill(self) -> None:
+        """Note a request whose prompt its rank is to compute."""
+        self._local_prefills += self._steady
+
     def joined(self, request: RequestId, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined a batch."""
         wait = now_ns - self._prefilled_ns.pop(request)
@@ -176,7 +187,7 @@ class Recorder:
         if request in self._first_token_ns:
             return
         self._first_token_ns[request] = now_ns
-        ttft_ns = now_ns - self._arrived_ns.pop(request)
+        ttft_ns = now_ns - self._arrived_ns[request]
         if self._steady:
             self._ttft_ns.append(ttft_ns)
         if self.service is not None:
@@ -185,7 +196,10 @@ class Recorder:
     def finish(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
         """Note that a request emitted its last token."""
         first_ns = self._first_token_ns.pop(request)
-        self._requests += self._steady
+        arrived_ns = self._arrived_ns.pop(request)
+        if self._steady:
+            self._requests += 1
+            self._latency_ns += now_ns - arrived_ns
         if self._steady and output_tokens > 1:  # One token has no time between tokens.
             self._tpot_ns.append((now_ns - first_ns) / (output_tokens - 1))
         if self.service is not None:
@@ -224,7 +238,7 @@ class Recorder:
             )
         tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
         waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9
-        ttft = np.percentile(self._ttft_ns, [50, 99, 100]) / 1e9
+        ttft = np.percentile(self._ttft_ns, [50, 95, 99, 100]) / 1e9
         loads = self._computed.values()
         total = sum(loads)
         dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
@@ -238,8 +252,10 @@ class Recorder:
             pool_wait_s_p99=float(waits[1]),
             pool_wait_s_max=float(waits[2]),
             ttft_s_p50=float(ttft[0]),
-            ttft_s_p99=float(ttft[1]),
-            ttft_s_max=float(ttft[2]),
+            ttft_s_p95=float(ttft[1]),
+            ttft_s_p99=float(ttft[2]),
+            ttft_s_max=float(ttft[3]),
+            latency_s_mean=self._latency_ns / self._requests / 1e9,
             steps=self._steps,
             requests=self._requests,
             recomputes=self._recomputes,
@@ -252,6 +268,7 @@ class Recorder:
             prefill_tokens=total,
             prefix_hit_fraction=1.0 - total / self._prompt_tokens if self._prompt_tokens else 0.0,
             prefiller_peak=max(loads) * self.prefillers / total if total else 0.0,
+            local_prefills=self._local_prefills,
         )
 
     def _end(self, now_ns: int) -> None:

@@ -174,8 +174,10 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "pool_wait_s_p99": 1.0,
         "pool_wait_s_max": 1.0,
         "ttft_s_p50": 1.0,
+        "ttft_s_p95": 1.0,
         "ttft_s_p99": 1.0,
         "ttft_s_max": 1.0,
+        "latency_s_mean": 2.0,
         "steps": 1,
         "requests": 1,
         "recomputes": 0,
@@ -187,6 +189,7 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "prefill_tokens": 30,
         "prefix_hit_fraction": 0.75,
         "prefiller_peak": 2.0,
+        "local_prefills": 0,
     }
 
 

@@ -19,8 +19,10 @@ FIGURES = {
     "pool_wait_s_p99": 7.125,
     "pool_wait_s_max": 9.75,
     "ttft_s_p50": 1.75,
+    "ttft_s_p95": 2.5,
     "ttft_s_p99": 8.5,
     "ttft_s_max": 10.25,
+    "latency_s_mean": 6.5,
     "steps": 800.0,
     "requests": 90.0,
     "recomputes": 2.0,
@@ -33,6 +35,7 @@ FIGURES = {
     "prefill_tokens": 7_000.0,
     "prefix_hit_fraction": 0.25,
     "prefiller_peak": 1.125,
+    "local_prefills": 7.0,
 }
 
 

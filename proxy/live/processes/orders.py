@@ -1,5 +1,6 @@
 """What the scheduler process orders, as calls of a session."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.instances import Instances, Target
@@ -7,6 +8,23 @@ from balanceroute.proxy.live.processes import to_relay
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session import Session
+
+
+def accept(session: "Session", message: to_relay.Accepted) -> None:
+    """Have a session know that it was accepted, and as what."""
+    session.ticket = replace(session.ticket, prompt_tokens=message.prompt_estimate)
+    session.record.prompt_estimate = message.prompt_estimate
+    session.record.local_prefill = message.local_prefill
+    if message.local_prefill:
+        session.ticket = replace(session.ticket, prefill=False)
+        session.pooled()
+
+
+def await_anew(session: "Session") -> None:
+    """Have a session wait for another scheduler process, which decides anew who prefills."""
+    if session.record.local_prefill:
+        session.ticket = replace(session.ticket, prefill=True)
+    session.prefill_again()
 
 
 def obey(session: "Session", message: Any, instances: Instances) -> None:

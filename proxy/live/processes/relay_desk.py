@@ -145,13 +145,19 @@ class RelayDesk:
                 )
             )
             return
+        ticket = driver.place(ticket, message.record)
         message.record.prompt_estimate = ticket.prompt_tokens
         engine_id = driver.table.engine_id(message.record.request_id)
         driver.take(self._accept(message, ticket, engine_id))
 
     def _live(self, message: from_relay.Live) -> None:
         arrival, driver = message.arrival, self._driver
-        ticket = replace(self._ticket(arrival), prompt_tokens=arrival.record.prompt_estimate)
+        record, ticket = arrival.record, self._ticket(arrival)
+        ticket = replace(
+            ticket,
+            prompt_tokens=record.prompt_estimate,
+            prefill=ticket.prefill and not record.local_prefill,
+        )
         request = self._accept(arrival, ticket, message.engine_id)
 
         def event(ticket: events.Ticket) -> events.RequestAdopted:
@@ -161,7 +167,7 @@ class RelayDesk:
         driver.adopt(request, event)
 
     def _ticket(self, message: from_relay.Arrival) -> events.Ticket:
-        return self._driver.ticket(
+        ticket = self._driver.ticket(
             Asked(
                 message.shape,
                 self._hub.eligible(message.shape.model),
@@ -169,6 +175,12 @@ class RelayDesk:
                 Urgency(message.level, message.deadline_ns, message.weight),
                 message.tenant,
             )
+        )
+        return replace(
+            ticket,
+            keys=message.keys,
+            blocks=message.blocks,
+            block_tokens=message.block_share * ticket.prompt_tokens,
         )
 
     def _accept(
@@ -180,19 +192,17 @@ class RelayDesk:
             driver.table.next_number(),
             theirs,
             self._hub.counts.take(message.shape.sequences),
-            ticket=replace(
-                ticket,
-                keys=message.keys,
-                blocks=message.blocks,
-                block_tokens=message.block_share * ticket.prompt_tokens,
-            ),
+            ticket=ticket,
             shape=message.shape,
             record=message.record,
             counts=self._hub.counts,
             send=self.out.send,
             clock=driver.context.clock,
         )
-        self.out.send(to_relay.Accepted(theirs, request.row, engine_id, ticket.prompt_tokens))
+        local_prefill = message.record.local_prefill
+        self.out.send(
+            to_relay.Accepted(theirs, request.row, engine_id, ticket.prompt_tokens, local_prefill)
+        )
         return request
 
     def _event(self, message: from_relay.CoreEvent) -> None:

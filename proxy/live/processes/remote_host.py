@@ -15,7 +15,7 @@ from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.links import Link
-from balanceroute.proxy.live.processes.orders import obey
+from balanceroute.proxy.live.processes.orders import accept, await_anew, obey
 from balanceroute.proxy.live.processes.questions import Questions
 from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
@@ -243,7 +243,7 @@ class RemoteHost:
         self.uplink.open([*lives, from_relay.Resumed(), *anew, *self._questions.open()])
 
     def _anew(self, number: RequestId, link: Link) -> from_relay.Arrival:
-        self.sessions[number].prefill_again()
+        await_anew(self.sessions[number])
         link.begin_anew()
         link.accepted, link.standing = False, None
         return link.message
@@ -360,8 +360,7 @@ class RemoteHost:
                 self._counts.started(link.row, session)
             return
         session.headers = link.arrival.headers(message.engine_id)
-        session.ticket = replace(session.ticket, prompt_tokens=message.prompt_estimate)
-        session.record.prompt_estimate = message.prompt_estimate
+        accept(session, message)
         link.accepted, link.engine_id = True, message.engine_id
         link.standing = Standing(number, session.ticket, self._now_ns())
 

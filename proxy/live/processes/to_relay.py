@@ -101,12 +101,14 @@ class Accepted(Struct, frozen=True, array_like=True, tag=107):
         row: Names it in `Progress`, until its `SessionEnded`; then another request may have it.
         engine_id: What it is called at the engines.
         prompt_estimate: Prompt tokens as the scheduler takes them to be.
+        local_prefill: Whether a rank computes the prompt, so that the request is in the pool.
     """
 
     number: int
     row: int
     engine_id: str
     prompt_estimate: int
+    local_prefill: bool = False
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=108):

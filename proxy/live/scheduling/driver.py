@@ -18,9 +18,10 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
+from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Role
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
@@ -196,9 +197,14 @@ class Driver:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
-        if not self.instances.ready:
-            return Refusal(503, "no engine of each role is up", 1)
         scheduler = self.scheduler
+        if not self.instances.ready and not (
+            # Ranks may compute short prompts while no prefiller is up.
+            ticket.prefill
+            and not placed(scheduler, ticket, self._now_ns()).prefill
+            and Role.DECODE not in self.instances.missing_for(ticket.eligible)
+        ):
+            return Refusal(503, "no engine of each role is up", 1)
         load = scheduler.intake.load(
             ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
         )
@@ -216,7 +222,7 @@ class Driver:
             return
         headers = arrival.headers(self.table.engine_id(record.request_id))
         try:  # Not before: hashing a prompt is wasted on a request that is refused.
-            ticket = self._hashed(ticket, arrival)
+            ticket = self.place(self._hashed(ticket, arrival), record)
         except Exception:
             self._admission.ended(ticket, _NEVER_BEGUN, self._now_ns())
             raise
@@ -249,6 +255,12 @@ class Driver:
             blocks, share = prompt_blocks(api, body)
             ticket = replace(ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens)
         return ticket
+
+    def place(self, ticket: Ticket, record: "RequestRecord") -> Ticket:
+        """Return the ticket of a request that was not refused, with who computes its prompt."""
+        result = placed(self.scheduler, ticket, self._now_ns())
+        record.local_prefill = ticket.prefill and not result.prefill
+        return result
 
     def take(self, session: LiveRequest) -> None:
         """Take a request that was not refused."""

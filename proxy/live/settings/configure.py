@@ -83,7 +83,7 @@ def make_config(
     _check_body_budget(given, limits)
     _check_admin(given, listening, credentials.admin_token)
     scheduling = given.read(SchedulingSettings)
-    _check_predictors(given, scheduling)
+    _check_scheduling(given, scheduling, engines)
     failures = given.read(FailureSettings)
     _check_backoff(given, failures)
     log = given.read(LogSettings)
@@ -288,6 +288,16 @@ def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
     if Path(predictor) == path:
         raise ConfigError(f"{place}: the trained predictor is never written to")
     _check_place(place, path)
+
+
+def _check_scheduling(
+    given: Given, scheduling: SchedulingSettings, engines: EngineSettings
+) -> None:
+    _check_predictors(given, scheduling)
+    able = CONNECTORS[engines.connector].ranks_prefill
+    if scheduling.local_prefill_tokens is not None and not able:
+        reason = f"decode ranks with {engines.connector} may be unable to compute a prompt"
+        raise ConfigError(f"{given.where('local_prefill_tokens')}: {reason}")
 
 
 def _check_aimd(given: Given, aimd: AimdOptions) -> None:

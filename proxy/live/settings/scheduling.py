@@ -49,6 +49,15 @@ class SchedulingSettings:
         shown_default="no limit",
         word="none",
     )
+    local_prefill_tokens: int | None = integer(
+        None,
+        "a decode rank computes prompts of at most so many tokens itself, where that delays all "
+        "requests less than a prefiller and the transfer; not with the connectors of vllm-ascend",
+        1,
+        10**9,
+        shown_default="prefillers compute all",
+        word="none",
+    )
     predictor: str = file_or_word(
         "survival",
         f"for br-h: {', '.join(PREDICTORS)}, or a file made by `balanceroute train`",

@@ -63,6 +63,7 @@ class RequestRecord:
         tenant: Whose request it is; empty without tenants.
         refused_for: See `Refusal.cause`; empty unless admission refused it.
         expected_ttft_ns: The time to first token that was expected when it came; None if none was.
+        local_prefill: Whether it was left to its rank to compute the prompt.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class RequestRecord:
     tenant: str = ""
     refused_for: str = ""
     expected_ttft_ns: int | None = None
+    local_prefill: bool = False
 
     @property
     def begun_ns(self) -> int | None:

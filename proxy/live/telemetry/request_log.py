@@ -39,6 +39,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     tenant          Whose request it was; empty without tenants, and if its key is nobody's.
     refused_for     The limit that refused it, see docs/tenants.md; empty if none did.
     expected_ttft_s The time to first token that `--admission early` expected, or null.
+    local_prefill   Whether a rank was to compute the prompt instead of a prefiller.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -124,6 +125,7 @@ def line_of(record: RequestRecord) -> bytes:
             "expected_ttft_s": (
                 None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
             ),
+            "local_prefill": record.local_prefill,
         }
     )
 

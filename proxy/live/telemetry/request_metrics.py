@@ -59,6 +59,8 @@ class RequestMetrics:
         self._cached_tokens = registry.counter(
             "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
         )
+        what = "Requests whose prompt a rank was to compute instead of a prefiller."
+        self._local_prefills = registry.counter("local_prefills", what)
         self._retried = registry.counter(
             "retried_requests", "Requests with at least one leg sent again."
         )
@@ -140,14 +142,15 @@ class RequestMetrics:
             self._prompt_tokens.observe(record.prompt_tokens)
             self._output_tokens.observe(record.output_tokens)
         # Mostly nothing, and a counter takes a lock.
-        if record.cached_tokens:
-            self._cached_tokens.inc(record.cached_tokens)
-        if record.recomputes:
-            self._recomputes.inc(record.recomputes)
-        if record.lease_lapses:
-            self._lease_lapses.inc(record.lease_lapses)
-        if record.retries:
-            self._retried.inc()
+        for counter, count in (
+            (self._cached_tokens, record.cached_tokens),
+            (self._local_prefills, record.local_prefill),
+            (self._recomputes, record.recomputes),
+            (self._lease_lapses, record.lease_lapses),
+            (self._retried, record.retries > 0),
+        ):
+            if count:
+                counter.inc(count)
 
     def _count(self, record: RequestRecord) -> None:
         outcome = record.outcome

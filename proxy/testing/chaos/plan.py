@@ -94,6 +94,9 @@ def _draw_plan(seed: int, requests: int) -> Plan:
     prefixes = random.Random(f"prefixes {seed}")
     engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
     flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
+    local = random.Random(f"local prefill {seed}")
+    if CONNECTORS[engines.connector].ranks_prefill:
+        flags["local_prefill_tokens"] = local.choice([None, None, 40, 100_000])
     flags |= _limits(random.Random(f"limits {seed}"))
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.

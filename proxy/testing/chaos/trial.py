@@ -354,6 +354,7 @@ class Trial:
             report.outcomes[record.outcome.value] += 1
             counters["retries"] += record.retries
             counters["recomputes"] += record.recomputes
+            counters["local prefills"] += record.local_prefill
             counters["lease lapses"] += record.lease_lapses
             counters["cheaper lapses"] += record.cheaper_lapses
             counters["output tokens"] += record.output_tokens

@@ -33,6 +33,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "rank_kv_tokens": 100_000,
     "rank_speeds": "1,1.5",
     "prefill_choice": "least-conn",
+    "local_prefill_tokens": 512,
     "prefill_waiting_limit": 3,
     "prefill_running_limit": 5,
     "prefill_share_limit": 0.6,
@@ -111,6 +112,7 @@ WORDS = {
     "peer_connection_limit": "none",
     "rank_kv_tokens": "none",
     "probe_limit": "none",
+    "local_prefill_tokens": "none",
     "prefill_waiting_limit": "none",
     "prefill_running_limit": "none",
     "prefill_share_limit": "none",
@@ -156,6 +158,11 @@ def test_the_quantile_of_the_kv_peak_needs_the_memory_of_a_rank(tmp_path: Path) 
     assert config.policies.kv_peak_quantile == 0.95
     with pytest.raises(ConfigError, match="kv_peak_quantile: needs --rank-kv-tokens too"):
         of_file(tmp_path, "kv_peak_quantile = 0.95")
+
+
+def test_ranks_that_may_be_unable_to_compute_a_prompt_are_not_asked_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="local_prefill_tokens: decode ranks with mooncake-asc"):
+        of_file(tmp_path, "local_prefill_tokens = 512", top='connector = "mooncake-ascend"')
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -100,6 +100,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "tenant": "acme",
         "refused_for": "queue",
         "expected_ttft_s": 0.09,
+        "local_prefill": False,
     }
 
 

@@ -1,0 +1,74 @@
+"""Short prompts that ranks compute in the whole proxy."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+FLAGS = {"local_prefill_tokens": 200}
+BODY = {"model": "tiny", "prompt": list(range(150)), "max_tokens": 3, "ignore_eos": True}
+LONG = BODY | {"prompt": list(range(900))}
+
+
+async def warm_up(site: "Site") -> None:
+    """Let a prefill be measured."""
+    assert (await site.post(COMPLETIONS, LONG)).status == 200
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_rank_computes_a_short_prompt(play: "Play", relays: int, stream: bool) -> None:
+    async def scenario(site: "Site") -> None:
+        await warm_up(site)
+        answer = await site.post(COMPLETIONS, BODY | {"stream": stream})
+        assert answer.status == 200
+        await site.until(lambda: len(site.world.ended) == 2)
+        assert len(site.received("prefill", COMPLETIONS)) == 1
+        pulled, computed = site.received("decode", COMPLETIONS)
+        assert "kv_transfer_params" in pulled.values
+        assert "kv_transfer_params" not in computed.values
+        assert [record.local_prefill for record in site.world.ended] == [False, True]
+        page = (await site.get("/metrics")).body.decode()
+        assert "balanceroute_local_prefills_total 1.0" in page
+
+    play(scenario, flags=FLAGS, relays=relays)
+
+
+def test_without_the_setting_prefillers_compute_all(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await warm_up(site)
+        await site.post(COMPLETIONS, BODY)
+        assert len(site.received("prefill", COMPLETIONS)) == 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_short_prompts_are_served_while_no_prefiller_is_up(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        for number in range(2):
+            site.fleet.kill(f"prefill/{number}")
+        for _ in range(12):  # Until health checks know.
+            await site.post(COMPLETIONS, LONG)
+        served = await site.post(COMPLETIONS, BODY)
+        assert served.status == 200
+        refused = await site.post(COMPLETIONS, LONG)
+        assert refused.status == 503
+        assert b"no engine of each role is up" in refused.body
+
+    play(scenario, flags=FLAGS | {"retry_attempts": 1}, relays=relays)
+
+
+def test_another_rank_computes_what_a_rank_lost(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await warm_up(site)
+        site.fleet.kill("decode/0")
+        for _ in range(3):
+            assert (await site.post(COMPLETIONS, BODY)).status == 200
+        assert {seen.engine for seen in site.received("decode")[1:]} == {"decode/1"}
+        assert len(site.received("prefill", COMPLETIONS)) == 1
+
+    play(scenario, flags=FLAGS)
