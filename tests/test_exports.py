@@ -38,7 +38,7 @@ proxy.live: connectors control control_plane deployment descriptors engine_conne
     frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin errors load_log roster state
+proxy.live.control: admin errors load_log roster standing state
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
     model_list
     scrape served_models

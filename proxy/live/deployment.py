@@ -24,6 +24,7 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.control.standing import Standing, load, save
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
@@ -31,7 +32,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
@@ -41,6 +42,7 @@ from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import SchedulerConfig
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.settings.engines import DecodeServer
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
@@ -126,12 +127,17 @@ class Deployment:
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks.
         """
-        for prefill in self.config.prefillers:
-            self.roster.enlist_prefiller(prefill)
-        decode = self.config.decoders
-        self._silent = [one for one in decode if not await self.roster.enlist_decoder(one)]
+        config, orders, roster = self.config, self._environment.orders, self.roster
+        settings = Standing(self.policy, config.prefillers, config.decoders)
+        standing = load(orders, settings)
+        self.policy = standing.policy
+        for prefill in standing.prefillers:
+            roster.enlist_prefiller(prefill)
+        if not self.instances.prefillers:
+            roster.reserve_prefiller(config.prefillers[0])
+        self._silent = [one for one in standing.decoders if not await roster.enlist_decoder(one)]
         if not self.instances.ranks:
-            self.roster.reserve_rank(self._silent[0])
+            roster.reserve_rank(config.decoders[0])
         if (reason := self.config.too_long_waits) is not None:
             _log.warning(
                 "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
@@ -148,9 +154,16 @@ class Deployment:
                 self.config.scheduling.single_engine_limit, self.config.admission.queue_limit
             ),
         )
-        self.roster.attach(
-            self.driver, self.health, self.scraper, self._metrics.engines, self._reconfigure
+        roster.attach(
+            self.driver,
+            self.health,
+            self.scraper,
+            self._metrics.engines,
+            reconfigure=self._reconfigure,
+            ordered=self._ordered,
         )
+        for target in set(standing.draining).intersection(roster.targets()):
+            roster.drain(target.role, target.url)
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -189,7 +202,23 @@ class Deployment:
         except ConfigError:
             self.policy = before
             raise
+        self._ordered()
         self.driver.grown()
+
+    def _ordered(self) -> None:
+        """Keep what an administrator has made of the settings."""
+        keeper = self._environment.orders
+        if keeper is None:
+            return
+        servers = self.roster.servers.values()
+        instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        standing = Standing(
+            self.policy,
+            tuple(one for one in servers if isinstance(one, PrefillServer)),
+            tuple(one for one in servers if isinstance(one, DecodeServer)),
+            tuple({one.target for one in instances if one.status is Status.DRAINING}),
+        )
+        save(keeper, standing)
 
     # Parts.
 

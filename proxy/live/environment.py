@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
+from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.telemetry.record import Log
@@ -33,6 +34,7 @@ class Environment:
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
         processes: Returns the numbers of the proxy's processes, by name; None if it is one.
+        orders: Keeps the orders of administrators for the next scheduler process; None if there is none.
         admin_sockets: Listen for administrators already; none to listen at the address of the
             settings.
     """
@@ -49,4 +51,5 @@ class Environment:
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
     processes: Callable[[], Mapping[str, int]] | None = None
+    orders: Keeper | None = None
     admin_sockets: Sequence[socket.socket] = ()

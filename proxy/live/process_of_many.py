@@ -9,10 +9,12 @@ import signal
 import socket
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
@@ -75,6 +77,7 @@ async def _serve(
         make_environment(logs, lambda: watch.shortages),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
+        orders=KeepingFile(Path(f"{part.path}.orders")),
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
     )
     process: SchedulerProcess | RelayProcess

@@ -48,6 +48,9 @@ class Roster:
         connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
+
+    Attributes:
+        servers: What was said of each engine that is not removed.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Roster:
     ) -> None:
         self.instances = instances
         self.endpoints: dict[str, Endpoint] = {}
+        self.servers: dict[Target, PrefillServer | DecodeServer] = {}
         self._connector = connector
         self._connect = connect
         self._discover = discover
@@ -73,6 +77,7 @@ class Roster:
         self._missing: set[Role] = set()  # As they were logged last.
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
+        self._ordered = self._reconfigure  # Called after each change by order.
 
     def attach(
         self,
@@ -80,11 +85,13 @@ class Roster:
         health: "Health",
         scraper: "Scraper",
         metrics: "EngineMetrics",
+        *,
         reconfigure: Callable[[], None],
+        ordered: Callable[[], None],
     ) -> None:
         """Set who is notified from now on; they are notified of the present instances at once."""
         self._driver, self._health, self._scraper = driver, health, scraper
-        self._metrics, self._reconfigure = metrics, reconfigure
+        self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
         for target in self.targets():
             health.add(target)
             scraper.add(target)
@@ -98,6 +105,7 @@ class Roster:
     def enlist_prefiller(self, server: PrefillServer) -> Target:
         """Add a prefiller to the list."""
         target = Target(Role.PREFILL, server.url.base)
+        self.servers[target] = server
         self.instances.prefillers.append(
             Prefiller(
                 PrefillerId(len(self.instances.prefillers)),
@@ -118,6 +126,7 @@ class Roster:
         Raises:
             ConfigError: It answers, but does not tell.
         """
+        self.servers[Target(Role.DECODE, server.url.base)] = server
         if server.discover:
             try:
                 count = await self._discover(server.url)
@@ -135,6 +144,11 @@ class Roster:
         """Put a removed rank on the list, as the scheduler needs one, until there is another."""
         self._enlist_ranks(DecodeServer(server.url))
         self.instances.ranks[-1].status = Status.REMOVED
+
+    def reserve_prefiller(self, server: PrefillServer) -> None:
+        """Put a removed prefiller on the list, for the same reason."""
+        del self.servers[self.enlist_prefiller(server)]
+        self.instances.prefillers[-1].status = Status.REMOVED
 
     async def await_decoder(self, server: DecodeServer) -> None:
         """Ask a decode server for its ranks until it tells them, then add them."""
@@ -198,11 +212,14 @@ class Roster:
                 known = tuple(range(await self._ask(address)))
                 if self._take_back(target):  # It was added while it was asked.
                     return
-            self._enlist_ranks(DecodeServer(address, known))
+            server = DecodeServer(address, known)
+            self.servers[target] = server if ranks else DecodeServer(address, discover=True)
+            self._enlist_ranks(server)
         self._reconfigure()
         self._driver.grown()
         self._health.add(target)
         self._scraper.add(target)
+        self._ordered()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
     def drain(self, role: Role, url: str) -> None:
@@ -228,6 +245,7 @@ class Roster:
             )
         self._health.remove(target)
         self._scraper.remove(target)
+        del self.servers[target]
         self._set(target, Status.REMOVED, "removed")
         for session in busy:
             session.instance_removed(target)
@@ -320,6 +338,7 @@ class Roster:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
+        self._ordered()
         self._driver.reopen()
         self._log_readiness()
         _log.info(

@@ -57,6 +57,21 @@ class Wire:
             self._take(data)
 
 
+class _Kept:
+    """Keeps the orders of administrators; see `Keeper`."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def read(self) -> bytes:
+        """Return what was written last."""
+        return self._data
+
+    def write(self, data: bytes) -> None:
+        """Keep this."""
+        self._data = data
+
+
 class SplitWorld(World):
     """Several relays and one scheduler process before one fleet. A client goes to any relay.
 
@@ -90,6 +105,7 @@ class SplitWorld(World):
         self._chosen = random.Random(f"relays {rng.getrandbits(64)}")
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
+        environment = replace(environment, orders=_Kept())
         self.app = SchedulerApp(config, environment, relays=self._number, digest=_DIGEST)
         self._doubt(self.app)
         await self.app.start()

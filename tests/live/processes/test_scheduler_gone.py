@@ -24,6 +24,18 @@ def split(site: "Site") -> SplitWorld:
     return site.world
 
 
+async def order(site: "Site", what: str, engine: str) -> None:
+    role = engine.partition("/")[0]
+    path = f"/admin/instances/{what}".removesuffix("/")
+    answer = await site.admin(path, {"role": role, "url": site.fleet.engine(engine).url})
+    assert answer.status == 200, answer.body
+
+
+async def instances(site: "Site") -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = (await site.admin("/admin/instances")).json["instances"]
+    return sorted(rows, key=lambda row: row["url"])
+
+
 def test_streams_go_on_and_end_while_nobody_decides(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         whole = site.send(COMPLETIONS, BODY)
@@ -133,3 +145,46 @@ def test_what_is_told_late_is_kept_and_no_more_than_a_bound_of_it() -> None:
     uplink.close()
     uplink.send(from_relay.KvAbandoned("lost"))
     assert not uplink.connected
+
+
+def test_the_orders_of_administrators_outlive_it(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await order(site, "drain", "decode/1")
+        await order(site, "drain", "prefill/0")
+        await order(site, "remove", "prefill/0")
+        assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
+        before = [(row["url"], row["status"]) for row in await instances(site)]
+        assert "draining" in dict(before).values()
+        assert split(site).kill_scheduler(0.5)
+        await asyncio.sleep(3.0)
+        assert [(row["url"], row["status"]) for row in await instances(site)] == before
+        assert (await site.state())["policy"] == "jsq"
+        exchanges = [site.send(COMPLETIONS, STREAM) for _ in range(4)]
+        for one in exchanges:
+            await one.end()
+            assert one.done
+        assert {seen.engine for seen in site.seen} == {"prefill/1", "decode/0"}
+        # The other way round.
+        await order(site, "", "decode/1")
+        await order(site, "", "prefill/0")
+        assert split(site).kill_scheduler(0.5)
+        await asyncio.sleep(3.0)
+        assert [row["status"] for row in await instances(site)] == ["up"] * 4
+
+    play(scenario, relays=2)
+
+
+def test_a_role_whose_engines_were_all_removed_has_none_after_it(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
+            await order(site, "remove", engine)
+        assert split(site).kill_scheduler(0.5)
+        await asyncio.sleep(3.0)
+        assert await instances(site) == []
+        assert (await site.get("/ready")).status == 503
+        for engine in ("prefill/1", "decode/1"):
+            await order(site, "", engine)
+        await site.until(lambda: site.world.plane.ready)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+
+    play(scenario, relays=1)

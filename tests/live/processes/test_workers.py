@@ -212,6 +212,7 @@ def test_streams_go_on_when_the_scheduler_process_is_killed(
         async with workers(make_exchanged) as served:
             streams = await long_streams(served, 8)
             before = processes(served)
+            assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
             os.kill(before["scheduler0"], signal.SIGKILL)
             late = served.client.send(b"POST", COMPLETIONS, STREAM)
             await finish(streams)
@@ -220,6 +221,7 @@ def test_streams_go_on_when_the_scheduler_process_is_killed(
             assert after["scheduler0"] != before["scheduler0"]
             assert (after["relay0"], after["relay1"]) == (before["relay0"], before["relay1"])
             await until_free(served)
+            assert (await served.admin.get("/admin/state")).json["state"]["policy"] == "jsq"
 
     play(main())
 

@@ -1,0 +1,46 @@
+"""What administrators ordered, as it is kept for the next scheduler process."""
+
+from pathlib import Path
+
+import pytest
+
+from balanceroute.proxy.live.control.standing import KeepingFile, Standing, load, save
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+
+P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
+SETTINGS = Standing("br-0", (PrefillServer(P),), (DecodeServer(D),))
+ORDERED = Standing(
+    "jsq",
+    (PrefillServer(P, EngineUrl("http", "p", 8998)),),
+    (DecodeServer(D, (0, 3)), DecodeServer(P, discover=True)),
+    (Target(Role.DECODE, D.base),),
+)
+
+
+def test_what_was_kept_goes_before_the_settings(tmp_path: Path) -> None:
+    keeper = KeepingFile(tmp_path / "orders")
+    assert load(None, SETTINGS) == SETTINGS
+    assert load(keeper, SETTINGS) == SETTINGS
+    for standing in (ORDERED, SETTINGS, ORDERED):
+        save(keeper, standing)
+        assert load(keeper, SETTINGS) == standing
+    assert [path.name for path in tmp_path.iterdir()] == ["orders"]
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"policy": 3}', b"\xff"])
+def test_what_cannot_be_read_is_logged_and_the_settings_hold(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "orders"
+    path.write_bytes(content)
+    assert load(KeepingFile(path), SETTINGS) == SETTINGS
+    assert caplog.messages == ["orders are lost"]
+
+
+def test_an_order_holds_though_it_cannot_be_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(KeepingFile(tmp_path / "absent" / "orders"), ORDERED)
+    assert caplog.messages == ["orders are not kept"]
