@@ -1,4 +1,5 @@
 PYTHON ?= python3
+WORKERS ?= 1
 BIN := .venv/bin
 UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
@@ -38,7 +39,7 @@ test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minu
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/demo.py --workers $(WORKERS)
 
 qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes); picture in build/qos
 	@$(BIN)/python scripts/qos.py

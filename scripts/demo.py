@@ -75,6 +75,7 @@ class Setup:
         prefill_us_per_token: Speed of the prefillers, in emulated time.
         simulations: Simulated runs of each policy.
         predictor: BR-H's, in the proxy and in the simulator.
+        workers: The proxy's relays; 1 for a single process.
         out: Where to write.
     """
 
@@ -87,6 +88,7 @@ class Setup:
     prefill_us_per_token: float
     simulations: int
     predictor: str
+    workers: int
     out: Path
 
     @property
@@ -114,6 +116,7 @@ class Setup:
         return {
             "policy": policy,
             "predictor": self.predictor,
+            "workers": self.workers,
             "port": 0,
             "admin_port": 0,
             "lease_s": lease_s,
@@ -398,6 +401,7 @@ def read_flags() -> tuple[Setup, list[str]]:
     parser.add_argument(
         "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
     )
+    parser.add_argument("--workers", type=int, default=1, help="the proxy's relay processes")
     parser.add_argument("--simulations", type=int, default=10, help="simulated runs of each policy")
     arguments = vars(parser.parse_args())
     policies = arguments.pop("policy").split(",")

@@ -95,6 +95,19 @@ def test_the_demo_compares_policies_live_and_simulated(
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_demo_runs_a_proxy_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out"
+    write_native(trace, [TraceRequest(i, 40 + 7 * i, 12 + i % 9) for i in range(60)])
+    words = f"--out {out} --trace {trace} --skip 0 --requests 60 --concurrency 24 --workers 2"
+    fast = "--policy br-h --time-scale 10 --simulations 2"
+    monkeypatch.setattr(sys, "argv", ["demo", *words.split(), *fast.split()])
+    assert script("demo").main() == 0
+    (row,) = json.loads((out / "demo.json").read_text())["results"]
+    assert row["live"]["errors"] == row["live"]["wrong_lengths"] == 0
+
+
 def test_the_bench_times_every_stage() -> None:
     module = script("bench_dispatch")
     bench = module.Bench(2, 4, 8, 10)
