@@ -8,12 +8,13 @@ features are what is known of a request before its first token.
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from balanceroute.proxy.core import prediction
 from balanceroute.proxy.core.events import RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFeatures:
+class RequestFeatures(Struct, frozen=True):
     """What is known of a request before it decodes.
 
     Attributes:

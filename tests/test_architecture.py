@@ -14,7 +14,7 @@ house = script("house")
 PACKAGE = house.PACKAGE
 
 MAY_IMPORT_THIRD_PARTY = {
-    "proxy/core": {"numpy"},
+    "proxy/core": {"msgspec", "numpy"},
     # In an engine's own process; there numpy is not loaded either (tests/engine_patch).
     "engine_patch": {"numpy"},
     "topologies": set[str](),

@@ -15,8 +15,9 @@ order of arrival, and every tie between requests is broken by the lower id.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NewType
+
+from msgspec import Struct
 
 # Distinct types, so that a rank is never passed for a prefiller.
 RequestId = NewType("RequestId", int)
@@ -24,16 +25,14 @@ RankId = NewType("RankId", int)
 PrefillerId = NewType("PrefillerId", int)
 
 
-@dataclass(frozen=True, slots=True)
-class Eligible:
+class Eligible(Struct, frozen=True):
     """The only instances that can serve a request, even if they close or fail."""
 
     prefillers: frozenset[PrefillerId]
     ranks: frozenset[RankId]
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(Struct, frozen=True):
     """What is known of a request when it arrives. It never changes.
 
     Attributes:
@@ -79,16 +78,14 @@ class Ticket:
     block_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrived:
+class RequestArrived(Struct, frozen=True):
     """A client request was accepted; `request` is a number above all earlier ones."""
 
     request: RequestId
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class KvOnPrefiller:
+class KvOnPrefiller(Struct, frozen=True):
     """A prompt's KV cache, which a prefiller has computed; `lease_expires_ns` as in `PrefillDone`."""
 
     prefiller: PrefillerId
@@ -96,36 +93,31 @@ class KvOnPrefiller:
     lease_expires_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InQueue:
+class InQueue(Struct, frozen=True):
     """It waits for a prefiller."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnPrefiller:
+class OnPrefiller(Struct, frozen=True):
     """Since `since_ns` its prefill runs there; the whole request if no rank decodes it."""
 
     prefiller: PrefillerId
     since_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class InPool:
+class InPool(Struct, frozen=True):
     """It waits for a rank; `kv` is None if it needs no prefill."""
 
     kv: KvOnPrefiller | None
 
 
-@dataclass(frozen=True, slots=True)
-class OnRank:
+class OnRank(Struct, frozen=True):
     """It was sent to `rank` and has not joined the batch; `kv` is None if it needs no prefill."""
 
     rank: RankId
     kv: KvOnPrefiller | None
 
 
-@dataclass(frozen=True, slots=True)
-class InBatch:
+class InBatch(Struct, frozen=True):
     """It decodes on `rank`, where its sequences have emitted `tokens` in all.
 
     `pulled_from` is the prefiller whose KV cache the rank pulled; None if it pulled none.
@@ -139,8 +131,7 @@ class InBatch:
 AdoptedPhase = InQueue | OnPrefiller | InPool | OnRank | InBatch
 
 
-@dataclass(frozen=True, slots=True)
-class RequestAdopted:
+class RequestAdopted(Struct, frozen=True):
     """A request that an earlier scheduler accepted goes on with this one.
 
     The driver describes where the request stands and what it has been through. `request` is above
@@ -175,8 +166,7 @@ class RequestAdopted:
     lost_on_ranks: tuple[RankId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(Struct, frozen=True):
     """The prefiller holds the prompt's KV cache.
 
     `lease_expires_ns` is when it may drop the KV cache; None if no lease is known. `cached_tokens` of
@@ -189,8 +179,7 @@ class PrefillDone:
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLost:
+class PrefillLost(Struct, frozen=True):
     """The prefill failed, or its KV cache was lost before decode pulled it: prefill again.
 
     Attributes:
@@ -205,8 +194,7 @@ class PrefillLost:
     same_rank: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLost:
+class DecodeLost(Struct, frozen=True):
     """The rank never took the request: back to the pool, and to another rank if one is open.
 
     Its KV cache is still on the prefiller, under the same lease.
@@ -215,15 +203,13 @@ class DecodeLost:
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStarted:
+class DecodeStarted(Struct, frozen=True):
     """The request joined its rank's batch, so the KV transfer is over."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class StepCompleted:
+class StepCompleted(Struct, frozen=True):
     """The fleet passed a barrier: every started request emitted one token.
 
     `duration_ns` is the time of the step; None if it was not measured.
@@ -232,8 +218,7 @@ class StepCompleted:
     duration_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokensEmitted:
+class TokensEmitted(Struct, frozen=True):
     """One request emitted `tokens` tokens beyond what the completed steps account for.
 
     Summed over its sequences. Negative if the steps counted too many, at most back to the prompt.
@@ -243,8 +228,7 @@ class TokensEmitted:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecomputed:
+class RequestRecomputed(Struct, frozen=True):
     """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
 
     With `elsewhere` both the rank and the prefiller that it pulled from are avoided while others are
@@ -255,50 +239,43 @@ class RequestRecomputed:
     elsewhere: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFinished:
+class RequestFinished(Struct, frozen=True):
     """The request emitted its last token; `DecodeStarted` need not have come before."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RequestFailed(Struct, frozen=True):
     """The request ended with an error that is not retried."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class RequestCancelled:
+class RequestCancelled(Struct, frozen=True):
     """The client left."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class RankClosed:
+class RankClosed(Struct, frozen=True):
     """The rank takes no new requests; those that it has continue. It may be closed already."""
 
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class RankOpened:
+class RankOpened(Struct, frozen=True):
     """The rank takes requests again. It may be open already."""
 
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillerClosed:
+class PrefillerClosed(Struct, frozen=True):
     """The prefiller takes no new requests; those that it has continue. It may be closed already."""
 
     prefiller: PrefillerId
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillerOpened:
+class PrefillerOpened(Struct, frozen=True):
     """The prefiller takes requests again. It may be open already.
 
     With `on_trial` it takes one request at a time, until it is opened without it.
@@ -308,8 +285,7 @@ class PrefillerOpened:
     on_trial: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(Struct, frozen=True):
     """What an engine's metrics tell; the mean of several ranks.
 
     Attributes:
@@ -323,16 +299,14 @@ class EngineLoad:
     kv_usage: float
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillerScraped:
+class PrefillerScraped(Struct, frozen=True):
     """A prefiller told its metrics."""
 
     prefiller: PrefillerId
     load: EngineLoad
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Decide now. Feed every event that is due first, so that one decision sees them all."""
 
 
@@ -359,8 +333,7 @@ Event = (
 InstanceEvent = RankClosed | RankOpened | PrefillerClosed | PrefillerOpened | PrefillerScraped
 
 
-@dataclass(frozen=True, slots=True)
-class StartPrefill:
+class StartPrefill(Struct, frozen=True):
     """Send the prefill of `request` to `prefiller`; the whole request if it is direct."""
 
     request: RequestId
@@ -368,16 +341,14 @@ class StartPrefill:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortPrefill:
+class AbortPrefill(Struct, frozen=True):
     """Stop the prefill that runs on `prefiller`."""
 
     request: RequestId
     prefiller: PrefillerId
 
 
-@dataclass(frozen=True, slots=True)
-class ReleasePrefill:
+class ReleasePrefill(Struct, frozen=True):
     """Have `prefiller` free KV blocks that no rank will pull.
 
     `cheaper` if their lease was left to end because to force the request in would have cost more.
@@ -388,24 +359,21 @@ class ReleasePrefill:
     cheaper: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True):
     """Send `request` to decode on `rank`."""
 
     request: RequestId
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class AbortDecode:
+class AbortDecode(Struct, frozen=True):
     """Stop decoding `request` on `rank`."""
 
     request: RequestId
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class Expire:
+class Expire(Struct, frozen=True):
     """The time to live of `request` ended in the queue or the pool; answer it with an error."""
 
     request: RequestId

@@ -1,6 +1,6 @@
 """Who computes the prompt of a request that arrives: a prefiller, or the rank that decodes it."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.local_prefill import FleetState

@@ -7,7 +7,8 @@ what it decided and never sent.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.events import (

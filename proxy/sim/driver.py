@@ -8,9 +8,11 @@ In a closed loop each request that finishes is replaced.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
+
+from msgspec import structs
 
 from balanceroute.predictors import Predictor
 from balanceroute.predictors.traced import features_of
@@ -319,7 +321,7 @@ class Simulation:
             self._predictor.begin(request, features_of(traced))
             if self._expects_output:
                 tokens = mean_output_tokens(self._predictor, request, None)
-                ticket = replace(ticket, predicted_tokens=tokens)
+                ticket = structs.replace(ticket, predicted_tokens=tokens)
             ticket = placed(scheduler, ticket, now_ns)
             if not ticket.prefill:
                 self.recorder.local_prefill()
@@ -349,7 +351,7 @@ class Simulation:
         # Only full blocks are cached. A trace's own hashes may have more bits than a ticket's.
         full = traced.hash_ids[: traced.prompt_tokens // prefill.block_tokens]
         blocks = tuple(one & _HASH for one in full)
-        return replace(ticket, blocks=blocks, block_tokens=prefill.block_tokens)
+        return structs.replace(ticket, blocks=blocks, block_tokens=prefill.block_tokens)
 
     def _fill(self) -> None:
         for _ in range(self._workload.backlog or self._workload.concurrency or 0):

@@ -5,11 +5,11 @@ a proxy that has served them. A trained predictor starts with its file.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from balanceroute.predictors import (
     Hinted,
@@ -63,7 +63,7 @@ class _Thirds(Hinted):
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note the third as the hint."""
-        super().begin(request, replace(features, expected_tokens=self._third[request]))
+        super().begin(request, structs.replace(features, expected_tokens=self._third[request]))
 
 
 def _none(_: Workload, __: PolicySettings) -> Predictor:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from msgspec import structs
 from tests.core.known_request import Known
 from tests.core.test_scheduler_machine import (
     BEFALLS,
@@ -239,11 +240,13 @@ def test_a_request_of_every_phase_goes_on_from_there(new_driver: "type[Driver]")
     driver = new_driver(ranks=2, batch_limit=2, prefillers=2, probe_limit=1)
     driver.at(
         20,
-        replace(arrived(E), prompt_tokens=60),
-        replace(arrived(D), phase=OnPrefiller(P0, 15), prompt_tokens=30),
-        replace(arrived(C), phase=InPool(KV), pooled_ns=10),
-        replace(arrived(B), phase=OnRank(RANK1, KV), pooled_ns=10),
-        replace(arrived(A), phase=InBatch(RANK1, 7, P0), prompt_tokens=40, emitted_before=30),
+        structs.replace(arrived(E), prompt_tokens=60),
+        structs.replace(arrived(D), phase=OnPrefiller(P0, 15), prompt_tokens=30),
+        structs.replace(arrived(C), phase=InPool(KV), pooled_ns=10),
+        structs.replace(arrived(B), phase=OnRank(RANK1, KV), pooled_ns=10),
+        structs.replace(
+            arrived(A), phase=InBatch(RANK1, 7, P0), prompt_tokens=40, emitted_before=30
+        ),
     )
     assert driver.held() == {
         "tokens": [50, 0],
@@ -269,10 +272,10 @@ def test_leases_and_time_limits_end_when_they_would_have(new_driver: "type[Drive
     driver = new_driver(batch_limit=1, ttl_ns=90, queue_ttl_ns=70, lease_margin_ns=0)
     driver.at(
         20,
-        replace(arrived(A), phase=InBatch(RANK0, 0)),
-        replace(arrived(B), phase=InPool(KV), pooled_ns=10, lapses=1),
-        replace(arrived(C), phase=InPool(KvOnPrefiller(P0, 10)), pooled_ns=15),
-        replace(arrived(D), waiting_since_ns=0),
+        structs.replace(arrived(A), phase=InBatch(RANK0, 0)),
+        structs.replace(arrived(B), phase=InPool(KV), pooled_ns=10, lapses=1),
+        structs.replace(arrived(C), phase=InPool(KvOnPrefiller(P0, 10)), pooled_ns=15),
+        structs.replace(arrived(D), waiting_since_ns=0),
         RankClosed(RANK0),
     )
     assert driver.at(49, Tick()) == [StartPrefill(D, P0, 10)]
@@ -287,7 +290,7 @@ def test_a_deadline_for_the_first_token_counts_until_there_was_one(
     driver = new_driver(probe_limit=1)
     driver.at(
         20,
-        replace(arrived(A, Ticket(10, deadline_ns=30)), served=True),
+        structs.replace(arrived(A, Ticket(10, deadline_ns=30)), served=True),
         arrived(B, Ticket(10, deadline_ns=30)),
     )
     assert driver.at(30, Tick()) == [Expire(B), StartPrefill(A, P0, 10)]
@@ -295,8 +298,8 @@ def test_a_deadline_for_the_first_token_counts_until_there_was_one(
 
 def test_earlier_losses_are_avoided(new_driver: "type[Driver]") -> None:
     driver = new_driver(ranks=2, prefillers=2)
-    lost = replace(arrived(A), lost_on_prefillers=(P0,), lost_on_ranks=(RANK0,))
-    pulled = replace(arrived(B), phase=InBatch(RANK0, 3, P0))
+    lost = structs.replace(arrived(A), lost_on_prefillers=(P0,), lost_on_ranks=(RANK0,))
+    pulled = structs.replace(arrived(B), phase=InBatch(RANK0, 3, P0))
     assert driver(lost, pulled, Tick()) == [StartPrefill(A, P1, 10)]
     assert driver(PrefillDone(A, 10), Tick()) == [Admit(A, RANK1)]
     # It pulled from the first prefiller, which may be at fault.
@@ -305,13 +308,13 @@ def test_earlier_losses_are_avoided(new_driver: "type[Driver]") -> None:
 
 def test_a_prefill_that_runs_is_measured_from_its_start(new_driver: "type[Driver]") -> None:
     driver = new_driver(lease_ns=1_000)
-    driver.at(50, replace(arrived(A), phase=OnPrefiller(P0, 20)))
+    driver.at(50, structs.replace(arrived(A), phase=OnPrefiller(P0, 20)))
     pace = driver.scheduler.leases.pace
     assert pace is not None
     assert pace.prefilling_tokens == 10
     driver.at(60, PrefillDone(A, 10))
     assert pace.prefill_ns == 40
-    driver.at(70, replace(arrived(B), phase=OnPrefiller(P0, 20), decode=False))
+    driver.at(70, structs.replace(arrived(B), phase=OnPrefiller(P0, 20), decode=False))
     assert pace.prefilling_tokens == 0
 
 
@@ -320,7 +323,7 @@ def test_a_projection_knows_the_age_of_who_decodes() -> None:
     config = replace(random_config(random.Random(1)), ranks=1, batch_limit=4)
     machine.predictor = Survival()
     machine.build(config, {"horizon_steps": 4, "refresh_tokens": 2})
-    event = replace(arrived(A), phase=InBatch(RANK0, 8), prompt_tokens=14, emitted_before=4)
+    event = structs.replace(arrived(A), phase=InBatch(RANK0, 8), prompt_tokens=14, emitted_before=4)
     machine.scheduler.handle(event, now_ns=9)
     projection = machine.policy.projection
     assert isinstance(projection, Projection)
@@ -329,23 +332,29 @@ def test_a_projection_knows_the_age_of_who_decodes() -> None:
 
 
 WRONG = {
-    "0 prompt tokens": replace(arrived(), prompt_tokens=0),
-    "-1 lapses": replace(arrived(), lapses=-1),
-    "-1 tokens emitted before": replace(arrived(), emitted_before=-1),
-    "-1 emitted tokens": replace(arrived(), phase=InBatch(RANK0, -1)),
+    "0 prompt tokens": structs.replace(arrived(), prompt_tokens=0),
+    "-1 lapses": structs.replace(arrived(), lapses=-1),
+    "-1 tokens emitted before": structs.replace(arrived(), emitted_before=-1),
+    "-1 emitted tokens": structs.replace(arrived(), phase=InBatch(RANK0, -1)),
     "arrived with 0 slots": arrived(A, Ticket(10, slots=0)),
     "which its ticket excludes": arrived(A, Ticket(10, decode=False)),
     "before prefill": arrived(A, Ticket(10, prefill=False)),
-    "before prefill, and": replace(arrived(A, Ticket(10, prefill=False)), phase=OnPrefiller(P0, 3)),
-    "by a prefiller, not by a rank": replace(arrived(), phase=InPool(KV), decode=False),
-    "without the KV cache": replace(arrived(), phase=InPool(None)),
-    "with a KV cache": replace(arrived(A, Ticket(10, prefill=False)), phase=OnRank(RANK0, KV)),
-    "on prefiller 1: there are 1": replace(arrived(), phase=OnPrefiller(P1, 3)),
-    "on prefiller -1": replace(arrived(), phase=InPool(replace(KV, prefiller=PrefillerId(-1)))),
-    "on prefiller 9": replace(arrived(), lost_on_prefillers=(PrefillerId(9),)),
-    "on prefiller 8": replace(arrived(), phase=InBatch(RANK0, 3, PrefillerId(8))),
-    "on rank 1: there are 1": replace(arrived(), phase=OnRank(RANK1, KV)),
-    "on rank 9": replace(arrived(), lost_on_ranks=(RankId(9),)),
+    "before prefill, and": structs.replace(
+        arrived(A, Ticket(10, prefill=False)), phase=OnPrefiller(P0, 3)
+    ),
+    "by a prefiller, not by a rank": structs.replace(arrived(), phase=InPool(KV), decode=False),
+    "without the KV cache": structs.replace(arrived(), phase=InPool(None)),
+    "with a KV cache": structs.replace(
+        arrived(A, Ticket(10, prefill=False)), phase=OnRank(RANK0, KV)
+    ),
+    "on prefiller 1: there are 1": structs.replace(arrived(), phase=OnPrefiller(P1, 3)),
+    "on prefiller -1": structs.replace(
+        arrived(), phase=InPool(structs.replace(KV, prefiller=PrefillerId(-1)))
+    ),
+    "on prefiller 9": structs.replace(arrived(), lost_on_prefillers=(PrefillerId(9),)),
+    "on prefiller 8": structs.replace(arrived(), phase=InBatch(RANK0, 3, PrefillerId(8))),
+    "on rank 1: there are 1": structs.replace(arrived(), phase=OnRank(RANK1, KV)),
+    "on rank 9": structs.replace(arrived(), lost_on_ranks=(RankId(9),)),
     "has arrived already": arrived(B),
 }
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import (
@@ -71,7 +72,7 @@ class Site:
     def place(self, tokens: int) -> bool:
         """Return whether a rank takes the prompt."""
         ticket = placed(self.scheduler, Ticket(tokens), self.now_ns)
-        assert replace(ticket, prefill=True) == Ticket(tokens)
+        assert structs.replace(ticket, prefill=True) == Ticket(tokens)
         return not ticket.prefill
 
 

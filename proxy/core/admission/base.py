@@ -8,6 +8,8 @@ driver can reject one. An admission rule is one new file here and a line in the 
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from balanceroute.proxy.core.events import Ticket
 
 
@@ -28,8 +30,7 @@ class Refusal:
     cause: str = "overload"
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """How busy the deployment is.
 
     Attributes:
@@ -44,8 +45,7 @@ class Load:
     idle: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True):
     """How an accepted request ended.
 
     Attributes:

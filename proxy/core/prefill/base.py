@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import Struct
+
 from balanceroute.proxy.core.events import Observer, PrefillerId, RequestId, Ticket
 
 if TYPE_CHECKING:
     import random
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRequest:
+class PrefillRequest(Struct, frozen=True):
     """A request that needs a prefiller.
 
     Attributes:

@@ -11,8 +11,9 @@ Source: https://github.com/f5devcentral/llm-inference-lb, core/scheduler.py at f
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil
+
+from msgspec import structs
 
 from balanceroute.proxy.core.events import (
     Action,
@@ -88,7 +89,7 @@ class Scored:
         load = self._scraped[prefiller]
         waiting = load.waiting + self._since[prefiller]
         running = max(0.0, load.running + min(0.0, waiting))
-        return replace(load, waiting=max(0.0, waiting), running=running)
+        return structs.replace(load, waiting=max(0.0, waiting), running=running)
 
     def _within_limits(self, prefiller: PrefillerId) -> bool:
         limits = self._limits

@@ -1,9 +1,9 @@
 """What a prefiller answers."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
@@ -18,8 +18,7 @@ class BadPrefillAnswerError(BalanceRouteError):
     """The answer is not one to a completion request."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAnswer:
+class PrefillAnswer(Struct, frozen=True):
     """The parts that matter.
 
     Attributes:

@@ -6,9 +6,10 @@ that only the engine which computes the prompt can give, or that one KV cache ca
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.numeric_members import check_priority, count, flag, integer
@@ -59,8 +60,7 @@ class Api(Enum):
     MESSAGES = "/v1/messages"
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """What routing needs to know of a request.
 
     Attributes:

@@ -8,8 +8,9 @@ out again, so that it gets the bytes that the engine would have sent it.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from balanceroute.proxy.live.openai.body import is_deep
 from balanceroute.proxy.live.openai.shape import Api, Shape
@@ -29,8 +30,7 @@ _SLACK = 2
 _MAX_DIGITS = 9
 
 
-@dataclass(frozen=True, slots=True)
-class CountsAsked:
+class CountsAsked(Struct, frozen=True):
     """What a decode leg asks for beyond its client.
 
     Attributes:

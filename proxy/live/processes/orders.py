@@ -1,7 +1,8 @@
 """What the scheduler process orders, as calls of a session."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from balanceroute.proxy.live.engines.instances import Instances, Target
 from balanceroute.proxy.live.processes import to_relay

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.lifecycle import State
@@ -153,7 +153,7 @@ class RelayDesk:
     def _live(self, message: from_relay.Live) -> None:
         arrival, driver = message.arrival, self._driver
         record, ticket = arrival.record, self._ticket(arrival)
-        ticket = replace(
+        ticket = structs.replace(
             ticket,
             prompt_tokens=record.prompt_estimate,
             prefill=ticket.prefill and not record.local_prefill,
@@ -176,7 +176,7 @@ class RelayDesk:
                 message.tenant,
             )
         )
-        return replace(
+        return structs.replace(
             ticket,
             keys=message.keys,
             blocks=message.blocks,

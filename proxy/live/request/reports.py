@@ -4,7 +4,7 @@ Reports are data. Health checks, retry budget, predictors and metrics are shared
 they take reports instead of calls from inside a session.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.live.engines.faults import Fault
@@ -12,8 +12,7 @@ from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 
-@dataclass(frozen=True, slots=True)
-class LegFailed:
+class LegFailed(Struct, frozen=True):
     """A leg failed through its engine's fault."""
 
     target: Target
@@ -21,15 +20,13 @@ class LegFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LegSucceeded:
+class LegSucceeded(Struct, frozen=True):
     """An engine answered."""
 
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
-class PullFailed:
+class PullFailed(Struct, frozen=True):
     """A rank failed where it was to pull a KV cache; see `KvTransfers`."""
 
     request: RequestId
@@ -39,46 +36,40 @@ class PullFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PullSucceeded:
+class PullSucceeded(Struct, frozen=True):
     """A rank has pulled a KV cache."""
 
     prefiller: PrefillerId
     rank: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSeen:
+class EngineSeen(Struct, frozen=True):
     """A prefill answer named the engine that runs behind a prefiller's address."""
 
     prefiller: PrefillerId
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCounted:
+class PromptCounted(Struct, frozen=True):
     """A prefiller counted the tokens of a prompt."""
 
     request: RequestId
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvAbandoned:
+class KvAbandoned(Struct, frozen=True):
     """No rank will pull a KV cache: it is "lost", its lease has "lapsed", or was left to: "cheaper"."""
 
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePrefillEnded:
+class RemotePrefillEnded(Struct, frozen=True):
     """A prefiller that was chosen by `Host.ask_prefiller` is done, whatever came of it."""
 
     prefiller: PrefillerId
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
+class SessionEnded(Struct, frozen=True):
     """A session is over."""
 
     request: RequestId

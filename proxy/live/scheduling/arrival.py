@@ -1,7 +1,8 @@
 """A request that clients sent and that nobody has accepted or refused yet."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.live.request.direct import Direct
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """What a request asks for.
 
     Attributes:
@@ -57,8 +57,7 @@ class Asked:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     """One request.
 
     Attributes:

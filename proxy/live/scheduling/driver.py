@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
     Event,
@@ -250,10 +252,12 @@ class Driver:
         """Return a ticket with the hashes of its prompt that somebody asks for."""
         api, body = arrival.asked.shape.api, arrival.body
         if self.uses_keys:
-            ticket = replace(ticket, keys=prompt_keys(api, body))
+            ticket = structs.replace(ticket, keys=prompt_keys(api, body))
         if self.uses_blocks:
             blocks, share = prompt_blocks(api, body)
-            ticket = replace(ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens)
+            ticket = structs.replace(
+                ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens
+            )
         return ticket
 
     def place(self, ticket: Ticket, record: "RequestRecord") -> Ticket:
@@ -299,7 +303,7 @@ class Driver:
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
         if self._settings.expects_output:
             tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
-            session.ticket = replace(ticket, predicted_tokens=tokens)
+            session.ticket = structs.replace(ticket, predicted_tokens=tokens)
 
     # What the proxy does.
 

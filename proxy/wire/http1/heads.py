@@ -6,9 +6,10 @@ llhttp lacks). The tests check that it accepts only what llhttp accepts, with th
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
+
+from msgspec import Struct
 
 from balanceroute.proxy.wire.messages import Headers, MalformedError, UnsafeHeaderError
 
@@ -43,8 +44,7 @@ WITHOUT_BODY = frozenset({204, 304})
 STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
-@dataclass(slots=True)
-class RequestHead:
+class RequestHead(Struct, frozen=True):
     """A request without its body.
 
     Attributes:
@@ -66,8 +66,7 @@ class RequestHead:
     expects_continue: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
+class ResponseHead(Struct, frozen=True):
     """A response without its body."""
 
     status: int

@@ -1,10 +1,9 @@
 """Tenants: what each limit rejects, with which status, and what it says of coming again."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from balanceroute.proxy.core.admission import (
     BoundedQueue,
@@ -90,9 +89,9 @@ def test_a_request_that_can_never_pass_is_told_so() -> None:
     ("ending", "left"),
     [
         (SERVED, 70),
-        (replace(SERVED, output_tokens=3), 87),
+        (structs.replace(SERVED, output_tokens=3), 87),
         # Longer than it said: what is too much is taken afterwards.
-        (replace(SERVED, output_tokens=300), -210),
+        (structs.replace(SERVED, output_tokens=300), -210),
         # It waited in vain.
         (Ending(served=False, first_token_ns=None, output_tokens=0, began=False), 100),
         # Its prompt was being computed when its client left.
@@ -148,7 +147,7 @@ def test_what_the_deployment_has_no_room_for_is_an_overload() -> None:
 def test_tenants_do_not_share_their_limits() -> None:
     admission = tenants(TenantLimits(concurrency=1), b=TenantLimits(concurrency=1))
     accept(admission)
-    accept(admission, ticket=replace(A, tenant="b"))
+    accept(admission, ticket=structs.replace(A, tenant="b"))
     refused(admission)
 
 
@@ -171,7 +170,7 @@ def test_other_limits_keep_what_is_in_flight_and_what_was_taken() -> None:
 
 def test_a_tenant_that_nobody_knows_is_let_in_nowhere() -> None:
     admission = tenants(TenantLimits())
-    refusal = refused(admission, replace(A, tenant="b"))
+    refusal = refused(admission, structs.replace(A, tenant="b"))
     assert (refusal.status, refusal.cause) == (401, "unknown")
     assert admission.offer_alone("b", 0) == refusal
 
@@ -203,7 +202,7 @@ def test_requests_of_a_tenant_that_is_gone_go_on() -> None:
     admission.change({"a": TenantLimits(concurrency=1)}, 3)
     assert refused(admission, now_ns=3).cause == "concurrency"
     admission.change({}, 4)
-    admission.ended(A, replace(SERVED, began=False), 5)
+    admission.ended(A, structs.replace(SERVED, began=False), 5)
     with pytest.raises(KeyError):
         admission.accounts["a"]
 
@@ -372,7 +371,7 @@ def test_what_an_earlier_scheduler_accepted_counts_whatever_the_limits() -> None
 
 def test_a_tenant_that_is_in_no_file_any_more_is_forgotten_with_its_last_request() -> None:
     admission = tenants(TenantLimits())
-    gone = replace(A, tenant="gone")
+    gone = structs.replace(A, tenant="gone")
     admission.adopted(gone, 0, began=True)
     assert admission.accounts["gone"].in_flight.count == 1
     admission.ended(gone, SERVED, 0)

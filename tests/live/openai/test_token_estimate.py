@@ -1,9 +1,9 @@
 """The tokens of a prompt before it was counted: texts, several of them, images, and what is no text."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.token_estimate import DATA_TOKENS, TokenEstimate
@@ -22,8 +22,8 @@ def test_text_is_taken_by_its_length_and_by_what_was_counted() -> None:
     for _ in range(200):
         estimate.learn(TEXT, 800)
     assert estimate.tokens(TEXT) == pytest.approx(800, rel=0.01)
-    assert estimate.tokens(replace(TEXT, prompt_characters=1)) == 1
-    assert estimate.tokens(replace(TEXT, prompt_tokens=7)) == 7
+    assert estimate.tokens(structs.replace(TEXT, prompt_characters=1)) == 1
+    assert estimate.tokens(structs.replace(TEXT, prompt_tokens=7)) == 7
 
 
 @pytest.mark.parametrize(
@@ -41,20 +41,20 @@ def test_what_was_not_counted_as_text_teaches_nothing(
     """Finding M2: neither an image nor a prompt that is mostly tools spoils the estimate of text."""
     estimate = TokenEstimate()
     for _ in range(100):
-        estimate.learn(replace(TEXT, **changes), counted)  # type: ignore[arg-type]
+        estimate.learn(structs.replace(TEXT, **changes), counted)
     assert estimate.tokens(TEXT) == 400
 
 
 def test_an_image_counts_as_a_constant() -> None:
-    assert TokenEstimate().tokens(replace(TEXT, prompt_data=2)) == 400 + 2 * DATA_TOKENS
+    assert TokenEstimate().tokens(structs.replace(TEXT, prompt_data=2)) == 400 + 2 * DATA_TOKENS
 
 
 @pytest.mark.parametrize("characters", [64 << 20, 10**12])
 def test_all_sequences_together_stay_countable(characters: int) -> None:
     """Finding L10: the estimate of each sequence times their number does not overflow 32 bits."""
-    shape = replace(TEXT, prompt_characters=characters, sequences=128)
+    shape = structs.replace(TEXT, prompt_characters=characters, sequences=128)
     assert TokenEstimate().tokens(shape) * 128 < 2**31
-    exact = replace(shape, prompt_tokens=characters)
+    exact = structs.replace(shape, prompt_tokens=characters)
     assert TokenEstimate().tokens(exact) * 128 < 2**31
 
 
