@@ -4,6 +4,7 @@
 | --- | --- |
 | `policy` | one call per round; the discount that follows the turnover |
 | `round` | what the stages share |
+| `only_rank` | one rank has free slots, and room for all: nothing is chosen |
 | `stage_1` | slots abound: only the rank of each request is chosen |
 | `hold` | a moment's wait for room, while slots abound |
 | `stage_2` | slots are scarce: each rank chooses its requests |

@@ -10,6 +10,7 @@ Longer holds leave less idle time, and more requests wait for them: at 1.2 of th
 
 import numpy as np
 
+from balanceroute.proxy.core.policies.base import Fleet
 from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -19,11 +20,10 @@ from balanceroute.proxy.core.pool import PoolEntry
 _FREE_TIMES = 3
 
 
-def may_hold(work: Round) -> bool:
+def may_hold(fleet: Fleet, hold_ns: int) -> bool:
     """Return whether there are holds, and few slots of the open ranks are free."""
-    fleet = work.fleet
     busy = bool(fleet.bound[fleet.is_open].sum() > _FREE_TIMES * fleet.free_slots.sum())
-    return work.settings.hold_ns > 0 and busy
+    return hold_ns > 0 and busy
 
 
 def is_held(work: Round, entry: PoolEntry, now_ns: int) -> bool:

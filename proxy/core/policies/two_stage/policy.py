@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from balanceroute.proxy.core.fscore import discounts, lasting_discount
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
+from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
 from balanceroute.proxy.core.policies.two_stage.paper import fill_longest_queues
 from balanceroute.proxy.core.policies.two_stage.reservation import Reservations
 from balanceroute.proxy.core.policies.two_stage.round import Round
@@ -53,6 +54,11 @@ class TwoStage:
         # The usual case in saturation; it costs no projection.
         if not (fleet.free_slots > 0).any():
             return []
+        if not self._settings.paper:
+            forced = fill_only_rank(fleet, pool, now_ns, hold_ns=self._settings.hold_ns)
+            if forced is not None:
+                self._on_stage("stage_1")
+                return forced
         self._discount(fleet)
         work = Round(self._settings, self.projection, fleet, pool)
         self._on_stage("projection")

@@ -27,9 +27,8 @@ def place_all(work: Round, now_ns: int) -> int | None:
     # Stage 2, which chooses the entries as well.
     fits = work.pool.slots <= free
     entries = _oldest(work, free if fits else max(0, free - work.settings.theta))
-    # Ties by arrival.
-    entries.sort(key=lambda entry: (-entry.kv_tokens, entry.request))
-    if not (fits and may_hold(work)):
+    entries.sort(key=largest_first)
+    if not (fits and may_hold(work.fleet, work.settings.hold_ns)):
         work.place(entries)
         return None
     ends_ns: list[int] = []
@@ -40,6 +39,11 @@ def place_all(work: Round, now_ns: int) -> int | None:
         else:
             work.place([entry])
     return min(ends_ns, default=None)
+
+
+def largest_first(entry: PoolEntry) -> tuple[int, int]:
+    """Return the key of the order of placement; ties go by arrival."""
+    return -entry.kv_tokens, entry.request
 
 
 def _oldest(work: Round, slots: int) -> list[PoolEntry]:
