@@ -48,7 +48,7 @@ def grant_times(cost: str, order: str, tenants: int, queued: int) -> list[float]
         queue.serve(head)
         times.append(1e6 * (time.perf_counter() - begin_s))
         if meter is not None:
-            meter.begin(head, tickets[head].prompt_tokens)
+            meter.begin(head, tickets[head], tickets[head].prompt_tokens)
             meter.step(30_000_000)
         running.append(head)
         add(queued + grant)

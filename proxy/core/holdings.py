@@ -70,7 +70,8 @@ class Holdings:
                 _bind(self.ledger, request, request.rank, emitted=emitted)
                 if self._meter is not None and request.started:
                     # What it held under the earlier scheduler is not known.
-                    self._meter.begin(request.request, self.ledger.kv_tokens(request.request))
+                    tokens = self.ledger.kv_tokens(request.request)
+                    self._meter.begin(request.request, request.ticket, tokens)
             case _:
                 return
         if request.prefiller is not None:
@@ -162,7 +163,7 @@ class Holdings:
             held = self.ledger.kv_tokens(request.request) if bound else 0
             meter.end(request.request, request.ticket, held)
         else:
-            meter.end_direct(request.request, request.ticket)
+            meter.end_direct(request.request)
 
     def move(self, requests: Iterable[Request], ledger: Ledger) -> None:
         """Bind all bound requests in a new ledger, with the tokens that they hold in this one."""

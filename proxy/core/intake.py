@@ -80,7 +80,7 @@ class Intake:
     def started(self, request: Request, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined its rank's batch."""
         if self.meter is not None:
-            self.meter.begin(request.request, kv_tokens)
+            self.meter.begin(request.request, request.ticket, kv_tokens)
         # One that was decoded before has had its first token.
         if request.emitted_before:
             return

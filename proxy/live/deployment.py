@@ -266,7 +266,7 @@ class Deployment:
                 config.legs,
                 config.lease_s,
                 uses_blocks=config.scheduling.prefill_choice in USING_BLOCKS,
-                expects_output=not PREDICTING_ORDERS.isdisjoint((admission.queue_order, cost)),
+                expects_output=admission.queue_order in PREDICTING_ORDERS,
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,

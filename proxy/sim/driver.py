@@ -139,7 +139,7 @@ class Deployment:
     @property
     def expects_output(self) -> bool:
         """Whether requests are queued by the output that a predictor expects of them."""
-        return not PREDICTING_ORDERS.isdisjoint((self.queue_order, self.fair_queue))
+        return self.queue_order in PREDICTING_ORDERS
 
     @property
     def rank_batch_limits(self) -> tuple[int, ...] | None:

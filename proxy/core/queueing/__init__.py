@@ -31,7 +31,6 @@ from balanceroute.proxy.core.queueing.fcfs import Fcfs
 from balanceroute.proxy.core.queueing.kv_meter import KvMeter
 from balanceroute.proxy.core.queueing.sharing import (
     FAIR_COSTS,
-    KV_SECONDS,
     FairQueueing,
     fair_queueing,
 )
@@ -61,5 +60,5 @@ QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
     "ml": partial(ByTicket, urgent_by_deadline),
     "srpt": partial(ByTicket, by_work),
 }
-PREDICTING_ORDERS = frozenset({"srpt", KV_SECONDS})
-"""The orders and the costs that use `Ticket.predicted_tokens`."""
+PREDICTING_ORDERS = frozenset({"srpt"})
+"""The orders that use `Ticket.predicted_tokens`."""

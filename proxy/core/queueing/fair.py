@@ -10,9 +10,10 @@ A tenant that comes back after it had nothing to wait for starts at the counter 
 idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Unlike
 deficit round robin it needs no quantum above the largest cost, and one grant costs O(log tenants).
 
-A cost that is known only at the end (`kv_meter`) is charged as expected, and settled: what it came to
-beyond that is added to the tenant's next charge, what it fell short is taken off the next ones. Each
-charge is at least 0, so counters never fall, and the bound above holds with charges for costs.
+A cost that is known only as time passes (`kv_meter`) is charged as a deposit, which is given back at
+the end. What a tenant owes meanwhile is added to its next charge, and what it gets back is taken off
+the next ones. Each charge is at least 0, so counters never fall, and the bound above holds with charges
+for costs.
 """
 
 import heapq
@@ -36,17 +37,17 @@ class FairShares:
 
     Args:
         cost: Of one request; above 0.
-        settles: Whether `settle` follows every charge.
+        deposits: Whether each charge is a deposit: `give_back` or `keep` follows it.
     """
 
-    def __init__(self, cost: Cost, *, settles: bool = False) -> None:
+    def __init__(self, cost: Cost, *, deposits: bool = False) -> None:
         self._cost = cost
-        self._settles = settles
+        self._has_deposits = deposits
         self._counters: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._served_last = 0.0
-        # What requests were charged that are not settled, and what tenants owe; below 0 is credit.
-        self._charged: dict[RequestId, float] = {}
+        # The deposits of requests, and what tenants owe; below 0 is credit.
+        self._deposits: dict[RequestId, float] = {}
         self._owed: dict[str, float] = {}
 
     def counter(self, tenant: str) -> float:
@@ -55,8 +56,8 @@ class FairShares:
 
     @property
     def unsettled(self) -> Set[RequestId]:
-        """The requests whose charge is not settled."""
-        return self._charged.keys()
+        """The requests whose deposit is neither given back nor kept."""
+        return self._deposits.keys()
 
     def joined(self, tenant: str) -> None:
         """Note that one more request of a tenant waits."""
@@ -73,19 +74,25 @@ class FairShares:
         """Charge a tenant for a request that starts."""
         counter, cost = self._counters[ticket.tenant], self._cost(ticket)
         self._served_last = max(self._served_last, counter)
-        if self._settles:
-            self._charged[request] = cost
+        if self._has_deposits:
+            self._deposits[request] = cost
             cost += self._owed.pop(ticket.tenant, 0.0)
             if cost < 0.0:
                 self._owed[ticket.tenant] = cost
                 return
         self._counters[ticket.tenant] = counter + cost / ticket.weight
 
-    def settle(self, request: RequestId, tenant: str, cost: float | None) -> None:
-        """Correct what a request was charged to what it cost; None to leave it as it was charged."""
-        charged = self._charged.pop(request, 0.0)
-        if cost is not None:
-            self._owed[tenant] = self._owed.get(tenant, 0.0) + cost - charged
+    def owe(self, tenant: str, cost: float) -> None:
+        """Add a cost to a tenant's next charge."""
+        self._owed[tenant] = self._owed.get(tenant, 0.0) + cost
+
+    def give_back(self, request: RequestId, tenant: str) -> None:
+        """Give a request's deposit back, if it made one."""
+        self.owe(tenant, -self._deposits.pop(request, 0.0))
+
+    def keep(self, request: RequestId) -> None:
+        """Keep a request's deposit as its cost."""
+        self._deposits.pop(request, None)
 
 
 class FairQueue:

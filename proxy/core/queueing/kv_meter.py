@@ -1,45 +1,74 @@
 """`kv-token-seconds`: what a request holds on a decode rank, in KV tokens times seconds.
 
-A request of s prompt tokens that emits o tokens in steps of T seconds holds about (s o + o^2 / 2) T
-for each of its sequences. When it starts, o is what was predicted, or else the mean of the outputs so
-far, and T the mean of the steps so far. When it ends, what it held is known: its KV tokens at the
-start and at the end, times the measured time of the steps between.
+Tenants pay for what their requests hold as time passes, not in advance: a request that is charged at
+its start with all that it will hold makes its tenant wait for others to catch up with something that
+has not happened yet. But what starts now is held only later. So a start also deposits what the
+request holds in the next seconds, and gets it back when it ends. A tenant's counter so is
+
+    KV token-seconds held until now + T x KV tokens of its requests in flight,
+
+divided by its weight. With e the difference of what two tenants held by weight, equal counters mean
+e + T de/dt = 0: a difference decays within some T, without swinging over. T is a part of the mean time
+that requests stay on their ranks.
 """
+
+from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.queueing.fair import FairShares
 
 _NS_PER_S = 1e9
-# Before the first step and the first end. Settlement corrects it.
+# Before the first step that is measured, and the first end.
 _FIRST_STEP_S = 0.05
-_FIRST_OUTPUT = 128.0
+_FIRST_STAY_S = 8.0
 # Weights in the running means, which so cover about 64 steps and 128 requests.
 _STEP_WEIGHT = 1 / 64
-_OUTPUT_WEIGHT = 1 / 128
+_STAY_WEIGHT = 1 / 128
+# Of the mean stay. Shares of tenants that take their turns by less swing, because the requests that run
+# leave too slowly; by more, they follow their weights later. Measured with stays of 3 s and of 20 s.
+_AHEAD = 1 / 8
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a tenant's requests in decode hold since `elapsed_s`, growing by a token a step."""
+
+    tokens: int = 0
+    sequences: int = 0
+    elapsed_s: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Began:
+    """When a request began to decode, and its KV tokens then."""
+
+    elapsed_s: float
+    steps: int
+    tokens: int
 
 
 class KvMeter:
-    """Expects and measures what requests hold.
+    """Measures what requests hold, and has their tenants pay for it.
 
     Attributes:
-        shares: Charged with what is expected, settled with what is measured.
+        shares: Charged with deposits, and with what was held since the last charge.
     """
 
     def __init__(self) -> None:
-        self.shares = FairShares(self.expected, settles=True)
+        self.shares = FairShares(self.deposit, deposits=True)
         self._step_s = 0.0
-        self._output = 0.0
-        # The time of all steps, and for each request in decode that time and its tokens when it began.
+        self._stay_s = _FIRST_STAY_S
+        # The time of all steps, and their number.
         self._elapsed_s = 0.0
-        self._began: dict[RequestId, tuple[float, int]] = {}
+        self._steps = 0
+        self._held: dict[str, _Held] = {}
+        self._began: dict[RequestId, _Began] = {}
 
-    def expected(self, ticket: Ticket) -> float:
-        """Return what a request is expected to hold, in KV token-seconds; above 0."""
-        output = float(ticket.predicted_tokens) or self._output or _FIRST_OUTPUT
-        if ticket.max_tokens is not None:
-            output = min(output, max(1.0, ticket.max_tokens))
-        tokens = ticket.prompt_tokens * output + output * output / 2
-        return ticket.slots * tokens * (self._step_s or _FIRST_STEP_S)
+    def deposit(self, ticket: Ticket) -> float:
+        """Return what a start deposits, in KV token-seconds; above 0. Its tenant pays what it owes."""
+        self._pay(ticket.tenant)
+        return ticket.prompt_tokens * _AHEAD * self._stay_s
 
     @property
     def unsettled(self) -> int:
@@ -48,6 +77,7 @@ class KvMeter:
 
     def step(self, duration_ns: int | None) -> None:
         """Note a step; one that was not measured took as long as the others."""
+        self._steps += 1
         if duration_ns is None:
             self._elapsed_s += self._step_s or _FIRST_STEP_S
             return
@@ -55,24 +85,43 @@ class KvMeter:
         self._elapsed_s += step_s
         self._step_s += _STEP_WEIGHT * (step_s - self._step_s) if self._step_s else step_s
 
-    def begin(self, request: RequestId, kv_tokens: int) -> None:
+    def begin(self, request: RequestId, ticket: Ticket, kv_tokens: int) -> None:
         """Note that a request of `kv_tokens` joined its rank's batch."""
-        self._began[request] = self._elapsed_s, kv_tokens
+        held = self._pay(ticket.tenant)
+        held.tokens += kv_tokens
+        held.sequences += ticket.slots
+        self._began[request] = _Began(self._elapsed_s, self._steps, kv_tokens)
 
     def end(self, request: RequestId, ticket: Ticket, kv_tokens: int) -> None:
         """Note that a request left its rank with `kv_tokens`, or ended before it joined a batch."""
-        self.shares.settle(request, ticket.tenant, self._held(request, ticket.slots, kv_tokens))
-
-    def end_direct(self, request: RequestId, ticket: Ticket) -> None:
-        """Note the end of a request that held no rank: what it was charged stands for its cost."""
-        self.shares.settle(request, ticket.tenant, None)
-
-    def _held(self, request: RequestId, slots: int, kv_tokens: int) -> float:
+        self.shares.give_back(request, ticket.tenant)
         began = self._began.pop(request, None)
         if began is None:
-            return 0.0
-        since_s, before = began
-        output = (kv_tokens - before) / slots
-        self._output += _OUTPUT_WEIGHT * (output - self._output) if self._output else output
-        # It grew by a token a step, so the mean is halfway.
-        return (before + kv_tokens) / 2 * (self._elapsed_s - since_s)
+            return
+        held = self._pay(ticket.tenant)
+        grown = began.tokens + ticket.slots * (self._steps - began.steps)
+        held.tokens -= grown
+        held.sequences -= ticket.slots
+        if not held.sequences:
+            del self._held[ticket.tenant]
+        # Where it emitted other than a token a step, the mean is still halfway.
+        stay_s = self._elapsed_s - began.elapsed_s
+        self.shares.owe(ticket.tenant, (kv_tokens - grown) / 2 * stay_s)
+        self._stay_s += _STAY_WEIGHT * (stay_s - self._stay_s)
+
+    def end_direct(self, request: RequestId) -> None:
+        """Note the end of a request that held no rank: its deposit stands for its cost."""
+        self.shares.keep(request)
+
+    def _pay(self, tenant: str) -> _Held:
+        """Have a tenant owe what its requests held since the last time."""
+        held = self._held.get(tenant)
+        if held is None:
+            held = self._held[tenant] = _Held()
+        steps, passed_s = self._steps - held.steps, self._elapsed_s - held.elapsed_s
+        # The steps since then are taken as equally long.
+        grown = held.sequences * steps
+        self.shares.owe(tenant, (held.tokens + grown / 2) * passed_s)
+        held.tokens += grown
+        held.steps, held.elapsed_s = self._steps, self._elapsed_s
+        return held

@@ -1,4 +1,4 @@
-"""`kv-token-seconds`: what is expected, what is measured, and that tenants pay what they held."""
+"""`kv-token-seconds`: deposits, what is measured, and that tenants pay what they held."""
 
 from itertools import combinations
 
@@ -13,10 +13,8 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
 ROUNDING = 1e-6
 
 
-def ticket(tenant: str = "a", prompt_tokens: int = 100, output: int = 10) -> Ticket:
-    return Ticket(
-        prompt_tokens, tenant=tenant, weight=WEIGHTS[tenant], predicted_tokens=max(0, output)
-    )
+def ticket(tenant: str = "a", prompt_tokens: int = 100, slots: int = 1) -> Ticket:
+    return Ticket(prompt_tokens, tenant=tenant, weight=WEIGHTS[tenant], slots=slots)
 
 
 def steps(meter: KvMeter, count: int, seconds: float = 0.1) -> None:
@@ -24,23 +22,21 @@ def steps(meter: KvMeter, count: int, seconds: float = 0.1) -> None:
         meter.step(round(seconds * 1e9))
 
 
-def test_a_request_is_expected_to_hold_its_prompt_and_half_its_output() -> None:
-    meter = KvMeter()
-    steps(meter, 1)
-    assert meter.expected(ticket()) == pytest.approx((100 * 10 + 50) * 0.1)
-    two = Ticket(100, slots=2, predicted_tokens=10)
-    assert meter.expected(two) == pytest.approx(2 * (100 * 10 + 50) * 0.1)
-    limited = Ticket(100, predicted_tokens=10, max_tokens=4)
-    assert meter.expected(limited) == pytest.approx((100 * 4 + 8) * 0.1)
+def paid(meter: KvMeter, tenant: str) -> float:
+    """Return what a tenant has paid and owes, its deposits aside, by weight 1."""
+    meter._pay(tenant)
+    shares = meter.shares
+    return shares.counter(tenant) + shares._owed[tenant] - sum(shares._deposits.values())
 
 
-def test_without_a_prediction_outputs_are_expected_as_they_were() -> None:
+def test_a_deposit_is_what_the_prompt_holds_in_a_part_of_a_stay() -> None:
     meter = KvMeter()
-    steps(meter, 1)
-    meter.begin(RequestId(0), 100)
-    steps(meter, 20)
-    meter.end(RequestId(0), ticket(), 120)
-    assert meter.expected(ticket(output=0)) == pytest.approx((100 * 20 + 200) * 0.1)
+    assert meter.deposit(ticket()) == pytest.approx(100 * 8.0 / 8)
+    for number in range(1_000):
+        meter.begin(RequestId(number), ticket(), 100)
+        steps(meter, 20)
+        meter.end(RequestId(number), ticket(), 120)
+    assert meter.deposit(ticket()) == pytest.approx(100 * 2.0 / 8, rel=0.01)
 
 
 def test_a_step_that_was_not_measured_took_as_long_as_the_others() -> None:
@@ -52,24 +48,37 @@ def test_a_step_that_was_not_measured_took_as_long_as_the_others() -> None:
     assert meter._elapsed_s == pytest.approx(other._elapsed_s)
 
 
-@pytest.mark.parametrize(("predicted", "real"), [(10, 40), (40, 10), (10, 10)])
-def test_a_tenant_pays_what_it_held_whatever_was_predicted(predicted: int, real: int) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("per_step", [0, 1, 2])
+def test_a_tenant_pays_what_it_held_however_it_grew(slots: int, per_step: int) -> None:
     queueing = fair_queueing("kv-token-seconds", Fcfs)
     queue, meter = queueing.make_order(), queueing.meter
     assert meter is not None
-    steps(meter, 1)
+    one, grown = ticket(slots=slots), 30 * slots * per_step
     for number in range(20):
-        queue.add(RequestId(number), ticket(output=predicted))
+        queue.add(RequestId(number), one)
     for number in range(20):
         queue.serve(RequestId(number))
-        meter.begin(RequestId(number), 100)
-        steps(meter, real)
-        meter.end(RequestId(number), ticket(), 100 + real)
-    held = 20 * (100 * real + real * real / 2) * 0.1
-    assert meter.shares.counter("a") + meter.shares._owed["a"] == pytest.approx(held)
+        meter.begin(RequestId(number), one, 100)
+        steps(meter, 30)
+        meter.end(RequestId(number), one, 100 + grown)
+    assert paid(meter, "a") == pytest.approx(20 * (100 + grown / 2) * 30 * 0.1)
 
 
-def test_what_never_reached_a_rank_is_paid_back() -> None:
+def test_a_tenant_pays_as_time_passes() -> None:
+    queueing = fair_queueing("kv-token-seconds", Fcfs)
+    queue, meter = queueing.make_order(), queueing.meter
+    assert meter is not None
+    queue.add(RequestId(0), ticket())
+    queue.serve(RequestId(0))
+    meter.begin(RequestId(0), ticket(), 100)
+    steps(meter, 10)
+    assert paid(meter, "a") == pytest.approx((100 + 10 / 2) * 10 * 0.1)
+    steps(meter, 10)
+    assert paid(meter, "a") == pytest.approx((100 + 20 / 2) * 20 * 0.1)
+
+
+def test_what_never_reached_a_rank_gets_its_deposit_back() -> None:
     queueing = fair_queueing("kv-token-seconds", Fcfs)
     queue, meter = queueing.make_order(), queueing.meter
     assert meter is not None
@@ -82,18 +91,18 @@ def test_what_never_reached_a_rank_is_paid_back() -> None:
     assert meter.shares.counter("a") == once
 
 
-def test_a_direct_request_costs_what_it_was_charged() -> None:
+def test_a_direct_request_costs_its_deposit() -> None:
     meter = KvMeter()
     for number in range(2):
         meter.shares.joined("a")
         meter.shares.charge(RequestId(number), ticket())
-        meter.end_direct(RequestId(number), ticket())
-    assert meter.shares.counter("a") == pytest.approx(2 * meter.expected(ticket()))
-    assert not meter.shares._charged
+        meter.end_direct(RequestId(number))
+    assert meter.shares.counter("a") == pytest.approx(2 * meter.deposit(ticket()))
+    assert not meter.unsettled
 
 
 class Settling(RuleBasedStateMachine):
-    """Tenants queue, start, decode and end, with predictions that may be anything."""
+    """Tenants queue, start, decode and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +123,13 @@ class Settling(RuleBasedStateMachine):
     @rule(
         tenant=st.sampled_from(sorted(WEIGHTS)),
         tokens=st.integers(1, 50),
-        output=st.integers(0, 30),
         count=st.integers(1, 3),
     )
-    def arrive(self, tenant: str, tokens: int, output: int, count: int) -> None:
+    def arrive(self, tenant: str, tokens: int, count: int) -> None:
         for _ in range(count):
             request = RequestId(self.number)
             self.number += 1
-            self.tickets[request] = ticket(tenant, tokens, output)
+            self.tickets[request] = ticket(tenant, tokens)
             self.queue.add(request, self.tickets[request])
             self.waiting[tenant] += 1
 
@@ -146,17 +154,19 @@ class Settling(RuleBasedStateMachine):
             if one.tenant in service:
                 service[one.tenant] += charge / one.weight
         if joins:
-            self.meter.begin(request, one.prompt_tokens)
+            self.meter.begin(request, one, one.prompt_tokens)
             self.running[request] = one.prompt_tokens
         else:
             self.meter.end(request, one, 0)
 
     @precondition(lambda self: self.running)
-    @rule(tenths=st.integers(1, 5))
-    def step(self, tenths: int) -> None:
-        self.meter.step(tenths * 100_000_000)
-        for request in self.running:
-            self.running[request] += 1
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        steps(self.meter, count)
+        for request, tokens in self.running.items():
+            held = (tokens + count / 2) * count * 0.1
+            self.held[self.tickets[request].tenant] += held
+            self.running[request] += count
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -164,21 +174,19 @@ class Settling(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(self.running)))
         tokens = self.running.pop(request)
         one = self.tickets[request]
-        began_s, _ = self.meter._began[request]
-        held = (one.prompt_tokens + tokens) / 2 * (self.meter._elapsed_s - began_s)
-        self.held[one.tenant] += held
         self.meter.end(request, one, tokens)
 
     @invariant()
-    def every_tenant_pays_what_it_held(self) -> None:
+    def every_tenant_pays_what_its_requests_hold(self) -> None:
         for tenant in WEIGHTS:
-            charged = sum(
+            self.meter._pay(tenant)
+            deposits = sum(
                 cost
-                for request, cost in self.shares._charged.items()
+                for request, cost in self.shares._deposits.items()
                 if self.tickets[request].tenant == tenant
             )
             owes = self.shares._owed.get(tenant, 0.0)
-            assert abs(self.paid[tenant] + owes - charged - self.held[tenant]) <= ROUNDING * (
+            assert abs(self.paid[tenant] + owes - deposits - self.held[tenant]) <= ROUNDING * (
                 1 + self.paid[tenant]
             )
 
