@@ -4,9 +4,9 @@ A frame has what one side had to say in one turn of its event loop, in order.
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from msgspec import DecodeError
+from msgspec import DecodeError, to_builtins
 from msgspec.msgpack import Decoder, Encoder
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -29,11 +29,27 @@ class FrameError(BalanceRouteError):
 
 
 def encode(messages: Sequence[FromRelay | ToRelay]) -> bytearray:
-    """Return messages as one frame."""
+    """Return messages as one frame. Half a surrogate pair, which UTF-8 cannot have, becomes a `?`."""
     frame = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(messages, frame, _LENGTH_BYTES)
+    try:
+        _encoder.encode_into(messages, frame, _LENGTH_BYTES)
+    except UnicodeEncodeError:  # A client's JSON may have it: in the name of a model, say.
+        plain = to_builtins(messages, builtin_types=(bytes,))
+        _encoder.encode_into(_without_surrogates(plain), frame, _LENGTH_BYTES)
     frame[:_LENGTH_BYTES] = (len(frame) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES)
     return frame
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case list() | tuple():
+            return [_without_surrogates(item) for item in value]
+        case dict():
+            return {key: _without_surrogates(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 class FrameReader(Generic[_Message]):

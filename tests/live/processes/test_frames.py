@@ -1,6 +1,7 @@
 """Frames of the relay protocol, and what its page says of the messages."""
 
 import re
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -69,6 +70,16 @@ def test_a_record_arrives_as_a_record() -> None:
     assert isinstance(read, from_relay.SessionEnded)
     assert read.record.outcome is Outcome.OK
     assert read.record.keys == RECORD.keys
+
+
+def test_half_a_surrogate_pair_arrives_as_a_question_mark() -> None:
+    half = replace(RECORD, model="m\ud800", reason="\udfff is no model")
+    sent = encode([from_relay.Progress(b"\xff", b"\1"), from_relay.SessionEnded(1, half)])
+    whole = replace(RECORD, model="m?", reason="? is no model")
+    assert for_scheduler().feed(bytes(sent)) == [
+        from_relay.Progress(b"\xff", b"\1"),
+        from_relay.SessionEnded(1, whole),
+    ]
 
 
 def frame(value: object) -> bytes:
