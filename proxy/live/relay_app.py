@@ -64,7 +64,7 @@ class RelayApp:
         self._place, self._digest = place, digest
         self._ends_s = math.inf
         out = Uplink(loop.call_soon)
-        counts = StreamCounts(out.send)
+        counts = StreamCounts(out.send, lambda: out.behind)
         self.mirror = Mirror(EngineConnections(config), self._quarantined)
         context = SessionContext(
             make_connector(config.engines.connector, callback=config.engines.metaserver_url),
@@ -114,10 +114,19 @@ class RelayApp:
             unix_s=environment.unix_s,
         )
 
-    def connect(self, write: "Callable[[Sequence[from_relay.FromRelay]], None]") -> None:
-        """Speak to a scheduler process; `write` sends messages as one frame."""
+    def connect(
+        self,
+        write: "Callable[[Sequence[from_relay.FromRelay]], None]",
+        behind: "Callable[[], bool]" = lambda: False,
+    ) -> None:
+        """Speak to a scheduler process.
+
+        Args:
+            write: Sends messages as one frame.
+            behind: Returns whether those are read too slowly for what can wait.
+        """
         hello = from_relay.Hello(VERSION, self._place, self._digest)
-        self.host.uplink.connect(write, hello)
+        self.host.uplink.connect(write, hello, behind)
 
     def gone(self) -> None:
         """Go on without the scheduler process, whose connection is closed, until the next `connect`."""

@@ -107,7 +107,7 @@ class RelayProcess:
             except OSError:
                 await asyncio.sleep(_CONNECT_S)
                 continue
-            self._app.connect(channel.write)
+            self._app.connect(channel.write, lambda: self._channel.behind)
             reason = await closed.get()
             if not self._welcome.is_set():
                 raise LinkError(f"the scheduler process does not take this relay: {reason}")

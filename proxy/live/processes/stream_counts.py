@@ -22,10 +22,14 @@ class StreamCounts:
 
     Args:
         send: Sends a message to the scheduler process.
+        behind: Returns whether that reads too slowly: then it is told later, and of the latest alone.
     """
 
-    def __init__(self, send: Callable[[from_relay.FromRelay], None]) -> None:
+    def __init__(
+        self, send: Callable[[from_relay.FromRelay], None], behind: Callable[[], bool]
+    ) -> None:
         self._send = send
+        self._behind = behind
         self._loop = asyncio.get_running_loop()
         self._gaps = Histogram(TOKEN_GAP_BOUNDS_S)
         self.observe_gap = self._gaps.observe
@@ -64,6 +68,15 @@ class StreamCounts:
 
     def _tell(self) -> None:
         self._timer = None
+        self._ticks += 1
+        if not self._behind():
+            self._tell_progress()
+            if self._ticks % _TICKS_PER_GAPS == 0 or not self._started:
+                self._tell_gaps()
+        if self._started:
+            self._wait()
+
+    def _tell_progress(self) -> None:
         rows, emitted = array("I"), array("I")
         for row, (session, told) in self._started.items():
             tokens = session.emitted_tokens
@@ -73,11 +86,6 @@ class StreamCounts:
                 emitted.append(tokens)
         if rows:
             self._send(from_relay.Progress(_packed(rows), _packed(emitted)))
-        self._ticks += 1
-        if self._ticks % _TICKS_PER_GAPS == 0 or not self._started:
-            self._tell_gaps()
-        if self._started:
-            self._wait()
 
     def _tell_gaps(self) -> None:
         counts, total_s, refused = self._gaps.take()

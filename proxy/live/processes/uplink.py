@@ -17,6 +17,10 @@ MAX_KEPT = 10_000
 """Of them: more are dropped, the newest first."""
 
 
+def _no() -> bool:
+    return False
+
+
 class Uplink:
     """Sends messages, or keeps those that matter later too."""
 
@@ -25,11 +29,17 @@ class Uplink:
         self._write: Callable[[Sequence[from_relay.FromRelay]], None] | None = None
         self._out: Outbox[from_relay.FromRelay] | None = None
         self._kept: list[from_relay.FromRelay] = []
+        self._behind: Callable[[], bool] = _no
 
     @property
     def connected(self) -> bool:
         """Whether there is a scheduler process that listens."""
         return self._out is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether the scheduler process reads too slowly for what can wait."""
+        return self._behind()
 
     def send(self, message: from_relay.FromRelay) -> None:
         """Send a message, now or later."""
@@ -42,9 +52,10 @@ class Uplink:
         self,
         write: Callable[[Sequence[from_relay.FromRelay]], None],
         hello: from_relay.Hello,
+        behind: Callable[[], bool] = _no,
     ) -> None:
-        """Greet a scheduler process; everything else waits for its answer."""
-        self._write = write
+        """Greet a scheduler process; everything else waits for its answer. See `Channel.behind`."""
+        self._write, self._behind = write, behind
         write((hello,))
 
     def open(self, first: Iterable[from_relay.FromRelay]) -> None:
