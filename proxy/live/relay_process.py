@@ -40,6 +40,7 @@ class RelayProcess:
         self._path = path
         self._listeners = listeners
         self._welcome, self._left = asyncio.Event(), asyncio.Event()
+        self._unwelcome = False
         self._leaving: asyncio.Task[None] | None = None
         self._channel: Channel[ToRelay]
         self._link: asyncio.Task[None]
@@ -109,14 +110,16 @@ class RelayProcess:
                 continue
             self._app.connect(channel.write, lambda: self._channel.behind)
             reason = await closed.get()
-            if not self._welcome.is_set():
+            if self._unwelcome:
                 raise LinkError(f"the scheduler process does not take this relay: {reason}")
             self._welcome.clear()
             self._app.gone()
+            await asyncio.sleep(_CONNECT_S)
 
     def _take(self, messages: list[ToRelay]) -> None:
         for message in messages:
             if isinstance(message, Unwelcome):
+                self._unwelcome = True
                 self._channel.close(message.reason)
                 return
             if isinstance(message, Welcome):

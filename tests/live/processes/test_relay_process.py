@@ -1,0 +1,88 @@
+"""A relay's connection to scheduler processes that come and go."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from balanceroute.proxy.live.processes.frames import VERSION, encode
+from balanceroute.proxy.live.processes.from_relay import FromRelay, Hello
+from balanceroute.proxy.live.processes.to_relay import ToRelay, Unwelcome, Welcome
+from balanceroute.proxy.live.relay_process import LinkError, RelayProcess
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.relay_app import RelayApp
+
+WELCOME = Welcome(VERSION, "s", 1, False)
+
+
+class App:
+    """Says hello and notes what happens."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.listening = self.renew = self.drain = None
+
+    def connect(
+        self, write: Callable[[Sequence[FromRelay]], None], behind: Callable[[], bool]
+    ) -> None:
+        assert not behind()
+        write([Hello(VERSION, 0, "")])
+
+    def gone(self) -> None:
+        self.seen.append("gone")
+
+    def take(self, messages: Sequence[ToRelay]) -> None:
+        self.seen += [type(one).__name__ for one in messages]
+
+    async def start(self, sockets: Sequence[object]) -> None:
+        self.seen.append("listens")
+
+    async def close(self) -> None:
+        self.seen.append("closed")
+
+
+def play(path: Path, answers: list[ToRelay | None], seen: list[str], error: str = "") -> None:
+    """Have a scheduler process answer each connection so and end, but for the last; None for no answer."""
+
+    async def main() -> None:
+        tasks: list[asyncio.Task[None] | None] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.append(asyncio.current_task())
+            await reader.readexactly(4)
+            answer = answers.pop(0)
+            if answer is not None:
+                writer.write(encode([answer]))
+            if not (answers or isinstance(answer, Unwelcome)):
+                await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+        app = App()
+        relay = RelayProcess(cast("RelayApp", app), str(path), ())
+        async with asyncio.timeout(30.0), await asyncio.start_unix_server(serve, path):
+            await relay.start()
+            if error:
+                with pytest.raises(LinkError, match=error):
+                    await relay.watch()
+            else:
+                while app.seen != seen:  # noqa: ASYNC110 - none tells.
+                    await asyncio.sleep(0.001)
+            await relay.close()
+            await asyncio.gather(*filter(None, tasks))
+        assert app.seen == [*seen, "closed"]
+
+    asyncio.run(main())
+
+
+def test_it_outlives_scheduler_processes_that_die_before_they_answer(tmp_path: Path) -> None:
+    seen = ["Welcome", "listens", "gone", "gone", "gone", "Welcome"]
+    play(tmp_path / "s", [WELCOME, None, None, WELCOME], seen)
+
+
+def test_it_ends_when_a_scheduler_process_refuses_it(tmp_path: Path) -> None:
+    answers: list[ToRelay | None] = [WELCOME, Unwelcome("other settings")]
+    play(tmp_path / "s", answers, ["Welcome", "listens", "gone"], error="other settings")
