@@ -18,13 +18,29 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; what is left over is this command's fault, not that of the one above it."""
+        self._refuse_unknown(sys.argv[1:] if args is None else args)
         chosen, left = super().parse_known_args(args, namespace)
         if left:
-            flag = left[0].partition("=")[0]
-            flags = [name for name in self._option_string_actions if name.startswith("--")]
-            meant = did_you_mean(flag, flags) if flag.startswith("--") else ""
-            self.error(f"unrecognized arguments: {' '.join(left)}{meant}")
+            self.error(f"unrecognized arguments: {' '.join(left)}")
         return chosen, left
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Refuse a flag that does not exist before one that is missing: it may be that one, misspelt."""
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
+        for word in words:
+            # Behind the name of a command its own parser judges.
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return
+            flag = word.partition("=")[0]
+            # No value of another flag begins so: argparse takes every such word for a flag.
+            if flag.startswith("--") and flag not in flags:
+                self.error(f"unrecognized arguments: {word}{did_you_mean(flag, flags)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the choice that may have been meant, in place of all of them."""
+        if action.choices is not None and value not in action.choices:
+            meant = did_you_mean(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line; `--help` has the rest."""
