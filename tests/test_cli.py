@@ -539,6 +539,14 @@ def test_the_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert named
 
 
+def test_a_dash_for_the_json_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Finding usability-L4: it made a file of that name."""
+    assert main([*SATURATED, "--policy", "fifo", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert [row["policy"] for row in json.loads(captured.out)["results"]] == ["fifo"]
+    assert "imbalance" in captured.err
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [

@@ -8,6 +8,7 @@ from balanceroute.traces.mix import read_mix
 from balanceroute.traces.native import write_native
 from balanceroute.traces.reader import FORMATS, detect_format, read_trace
 from balanceroute.traces.record import TraceError, TraceRequest
+from balanceroute.traces.shipped import shipped_traces
 
 __all__ = [
     "FORMATS",
@@ -17,5 +18,6 @@ __all__ = [
     "read_mix",
     "read_names",
     "read_trace",
+    "shipped_traces",
     "write_native",
 ]

@@ -19,6 +19,7 @@ from balanceroute.traces import azure, burstgpt, mooncake, native
 from balanceroute.traces import columns as own_columns
 from balanceroute.traces.fields import MalformedLineError, shown
 from balanceroute.traces.record import TraceError, TraceRequest
+from balanceroute.traces.shipped import open_trace
 from balanceroute.traces.text_lines import text_lines
 
 
@@ -50,7 +51,7 @@ def read_trace(
     """Read a trace: requests by arrival, the first at 0, equal arrivals in the order of the file.
 
     Args:
-        path: The file.
+        path: The file; the name of a shipped trace, such as `azure_2023_conv`; or `-`, standard input.
         format: One of `FORMATS`, or `auto` to detect it by the first line.
         columns: For a table of no known format, the names of its columns by field
             (`balanceroute.traces.columns`); None for a known format.
@@ -63,7 +64,7 @@ def read_trace(
         raise TraceError(
             Path(path), 0, f"unknown format {format!r}: expected auto, {', '.join(FORMATS)}"
         )
-    with text_lines(Path(path)) as lines:
+    with text_lines(Path(path), open_trace) as lines:
         first_line = _first(Path(path), lines)
         every = chain((first_line,), lines)
         if columns is not None:

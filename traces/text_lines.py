@@ -2,8 +2,9 @@
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from balanceroute.traces.fields import MalformedLineError
@@ -12,8 +13,14 @@ from balanceroute.traces.record import TraceError
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
+def _open_file(path: Path) -> BufferedReader:
+    return path.open("rb")
+
+
 @contextmanager
-def text_lines(path: Path) -> Iterator[Iterator[str]]:
+def text_lines(
+    path: Path, opened: Callable[[Path], AbstractContextManager[BufferedReader]] = _open_file
+) -> Iterator[Iterator[str]]:
     """Open a file as an iterator of its lines, without their ends and without blank lines at its end.
 
     Within the context a `MalformedLineError` is turned into a `TraceError` that names file and line.
@@ -23,7 +30,7 @@ def text_lines(path: Path) -> Iterator[Iterator[str]]:
     """
     source = _LineSource()
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             # peek, not seek: the file may be a pipe.
             compressed = file.peek(2).startswith(_GZIP_MAGIC)
             yield source.lines(gzip.GzipFile(fileobj=file) if compressed else file)

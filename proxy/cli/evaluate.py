@@ -12,7 +12,7 @@ from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.evaluation_plots import write_plots
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
-from balanceroute.proxy.cli.outputs import check_output, options, write_output
+from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
 from balanceroute.proxy.cli.past_flags import (
     MAX_HORIZON,
     Chosen,
@@ -114,12 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     warn_of_limits(judged)
     title = f"{source_of(arguments)}: {len(judged):,} requests"
-    print_judgements(
-        judgements,
-        baseline=_BASELINE,
-        title=title,
-        caption=" ".join([terms(replay, age_step=asked.age_step), *_notes(given, models, history)]),
-    )
+    caption = " ".join([terms(replay, age_step=asked.age_step), *_notes(given, models, history)])
+    with for_people(arguments.json):
+        print_judgements(judgements, baseline=_BASELINE, title=title, caption=caption)
     if arguments.json is not None:
         results = as_json(replay.rows, judgements, baseline=_BASELINE)
         report = {"config": _config(arguments, given), "results": results}

@@ -2,9 +2,13 @@
 
 import argparse
 import os
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 
 from balanceroute.proxy.core.errors import ConfigError
+
+STDOUT = Path("-")
 
 
 def options(arguments: argparse.Namespace) -> dict[str, object]:
@@ -14,13 +18,14 @@ def options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def check_output(flag: str, path: Path | None) -> None:
-    """Find out now that a file cannot be written later.
+    """Find out now that a file cannot be written later. `-` is standard output.
 
     Raises:
         ConfigError: Its folder is none, it is a folder, or the system does not let us write it.
     """
-    if path is None:
+    if path in (None, STDOUT):
         return
+    assert path is not None
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {path.parent} is not a directory")
@@ -31,14 +36,22 @@ def check_output(flag: str, path: Path | None) -> None:
 
 
 def write_output(flag: str, path: Path, text: str) -> None:
-    """Write a file; one that is cut short, as on a full disk, is removed.
+    """Write a file, or standard output for `-`; a file that is cut short, as on a full disk, is removed.
 
     Raises:
         ConfigError: It cannot be written.
     """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         if path.is_file():
             path.unlink()
         raise ConfigError(f"{flag}: {path}: {error.strerror}") from error
+
+
+def for_people(written: Path | None) -> AbstractContextManager[object]:
+    """Return a context in which tables go to standard error if `written` takes standard output."""
+    return redirect_stdout(sys.stderr) if written == STDOUT else nullcontext()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.outputs import check_output, options, write_output
+from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -166,7 +166,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"The target runs {settings.time_scale:g} times faster than real time; "
             "all times and rates are its own."
         )
-    print_report(label, result, title=_title(arguments, settings, requests, result), notes=notes)
+    title = _title(arguments, settings, requests, result)
+    with for_people(arguments.json):
+        print_report(label, result, title=title, notes=notes)
     if arguments.json is not None:
         config = _config(arguments, given, settings, requests, result)
         write_output("--json", arguments.json, as_json(config, label, result))

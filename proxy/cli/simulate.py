@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from balanceroute import __version__
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
-from balanceroute.proxy.cli.outputs import check_output, options, write_output
+from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.errors import ConfigError
@@ -127,7 +127,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
     add_flags(output, Goodput)
-    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    output.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the figures as JSON; - is standard output"
+    )
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
 
 
@@ -177,16 +179,18 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupted:
         notes.append(f"Interrupted before the end of {', '.join(policies[len(results) :])}.")
     notes += hints(results, deployment, workloads)
-    print_table(results, title=title, caption=" ".join(notes), targets=targets)
+    with for_people(arguments.json):
+        print_table(results, title=title, caption=" ".join(notes), targets=targets)
     if arguments.json is not None:
         config = _config(arguments, given, policies, workloads, dropped)
         config |= {"interrupted": interrupted}
         write_output("--json", arguments.json, as_json(config, results))
     if arguments.plots is not None:
         pictures = write_plots(results, arguments.plots, title=title)
-        Console(soft_wrap=True).print(
-            f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False
-        )
+        with for_people(arguments.json):
+            Console(soft_wrap=True).print(
+                f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False
+            )
     return 130 if interrupted else 0
 
 

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.traces import FORMATS, read_mix, read_names, read_trace
+from balanceroute.traces import FORMATS, read_mix, read_names, read_trace, shipped_traces
 
 if TYPE_CHECKING:
     from balanceroute.traces import TraceRequest
 
 TRACE_HELP = (
     "Azure LLM CSV, Mooncake JSONL, BurstGPT CSV, the proxy's request log, or one JSON object a line: "
-    '{"arrival_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}; also gzipped'
+    '{"arrival_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}; also gzipped; - is standard input. '
+    f"Shipped, by name: {', '.join(sorted(shipped_traces()))}"
 )
 
 

@@ -15,7 +15,7 @@ from balanceroute.predictors import NoPrediction, Survival, files, registry
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay, cut_in_time
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
-from balanceroute.proxy.cli.outputs import check_output
+from balanceroute.proxy.cli.outputs import STDOUT, check_output
 from balanceroute.proxy.cli.past_flags import (
     MAX_HORIZON,
     Chosen,
@@ -109,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_out(path: Path) -> None:
     """Find out now, not after the training, that the predictor cannot be written."""
+    if path == STDOUT:
+        raise ConfigError("--out: - is no file, and a predictor may be several")
     check_output("--out", path)
     if path.exists():
         try:
