@@ -127,7 +127,7 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
         (["--target", "127.0.0.1:8000"], "--target: '127.0.0.1:8000' is not of the form"),
         (["--lengths", "hidden"], "--lengths hidden: needs --emulation"),
         (["--emulation", "fleet"], "--emulation: 'fleet' is not of the form"),
-        (["--trace", "absent"], "absent: No such file or directory"),
+        (["--trace", "absent"], "absent: no such file, and no shipped trace"),
         (["--sharegpt", "absent"], "No such file or directory: 'absent'"),
         (["--sharegpt", TRACE], f"{TRACE}: not valid JSON"),
         (["--api-key-file", "absent"], "No such file or directory: 'absent'"),
