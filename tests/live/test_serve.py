@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import signal
 import socket
 import ssl
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.certificate import make_certificate
 from tests.live.served import (
     COMPLETIONS,
     HOST,
@@ -295,18 +295,6 @@ def test_a_port_in_use_is_told_in_one_line(flag: str) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a self-signed certificate for loopback, and its key."""
     return make_certificate(tmp_path_factory.mktemp("tls"))
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a self-signed certificate for loopback, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl command to make a certificate with")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    words += f" -subj /CN=localhost -addext subjectAltName=IP:{HOST} -keyout {key} -out {cert}"
-    subprocess.run(words.split(), check=True, capture_output=True)
-    key.chmod(0o600)
-    return cert, key
 
 
 @pytest.fixture
