@@ -311,6 +311,19 @@ def test_early_refusal_leaves_few_to_expire() -> None:
     assert sum(one.is_in_time for one in early) >= 0.95 * sum(one.is_in_time for one in late)
 
 
+def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
+    module = script("goodput")
+    setting = module.replace(module.SETTINGS["azure"], ranks=2, known=500, played=600, parts=1)
+    (workload,) = setting.workloads()
+    rate = 2.0 * module.capacity_of(setting, workload)
+    good = {
+        name: module.goodput_of(setting, module.RULES[name], workload, rate, 0)
+        for name in ("none", "srpt", "clairvoyant")
+    }
+    assert good["srpt"] > 0.9 * good["clairvoyant"]
+    assert good["none"] < 0.7 * good["srpt"]
+
+
 def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("bench_grants")
     monkeypatch.setattr(module, "GRANTS", 50)

@@ -15,7 +15,7 @@ from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
-# All at once; by id: 30, 60, 25 and 24 tokens of work.
+# All at once; by id: a work of 250, 1,750, 300 and 46 KV tokens times steps.
 REQUESTS = [TraceRequest(0, 20, 10), TraceRequest(0, 10, 50), TraceRequest(0, 5, 20)]
 REQUESTS.append(TraceRequest(0, 22, 2))
 

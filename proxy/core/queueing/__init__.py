@@ -6,7 +6,7 @@
 | `edf` | the earliest deadline first; those without one last |
 | `abs` | the lowest level first |
 | `ml` | levels below 0 first, by deadline; then all others, first come, first served |
-| `srpt` | the least work first: prompt tokens and expected output |
+| `srpt` | the least work first: KV tokens times steps in decode, as expected |
 
 Before prefill each of them can be the order within a tenant's requests, see `fair_queueing`.
 """

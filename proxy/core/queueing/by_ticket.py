@@ -89,5 +89,9 @@ def urgent_by_deadline(ticket: Ticket) -> Key:
 
 
 def by_work(ticket: Ticket) -> Key:
-    """`srpt`: the least work first, in tokens. All sequences of a request share its prompt."""
-    return ticket.prompt_tokens + ticket.slots * ticket.predicted_tokens, 0
+    """`srpt`: the least work first, in KV tokens of a decode rank times steps.
+
+    All sequences of a request share its prompt. Without a prediction prompts decide.
+    """
+    output = max(1, ticket.predicted_tokens)
+    return output * (ticket.prompt_tokens + ticket.slots * output / 2), 0

@@ -34,7 +34,7 @@ def order_of(name: str, tickets: list[Ticket]) -> QueueOrder:
         ("edf", [3, 2, 1, 0, 4, 5]),
         ("abs", [1, 2, 0, 3, 5, 4]),
         ("ml", [2, 1, 0, 3, 4, 5]),
-        ("srpt", [4, 2, 1, 0, 5, 3]),
+        ("srpt", [2, 4, 1, 3, 0, 5]),
     ],
 )
 def test_each_order_is_its_own(name: str, expected: list[int]) -> None:
