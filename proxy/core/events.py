@@ -58,6 +58,7 @@ class Ticket(Struct, frozen=True):
         blocks: Hashes of the prompt's blocks, below 2**63, each of all that comes before it too; empty
             if unused.
         block_tokens: Tokens of a block, possibly an estimate.
+        token_blocks: Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
     """
 
     prompt_tokens: int
@@ -76,6 +77,7 @@ class Ticket(Struct, frozen=True):
     predicted_tokens: int = 0
     blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0
+    token_blocks: bool = False
 
 
 class RequestArrived(Struct, frozen=True):

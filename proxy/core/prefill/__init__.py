@@ -62,7 +62,7 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
     "s1-enhanced": lambda inputs: Scored(s1_enhanced, inputs),
     "s2-enhanced": lambda inputs: Scored(s2_enhanced, inputs),
     "s2-dynamic-waiting": lambda inputs: Scored(s2_dynamic_waiting, inputs),
-    "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks),
+    "prefix-aware": lambda inputs: PrefixAware(inputs.index_blocks, inputs.engine_blocks),
     "sticky": lambda _: Sticky(),
     "cache-aware": lambda inputs: CacheAware(inputs.index_blocks),
     "lmetric": lambda inputs: LMetric(inputs.index_blocks),

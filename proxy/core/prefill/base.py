@@ -14,6 +14,8 @@ from balanceroute.proxy.core.events import Observer, PrefillerId, RequestId, Tic
 if TYPE_CHECKING:
     import random
 
+    from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
+
 
 class PrefillRequest(Struct, frozen=True):
     """A request that needs a prefiller.
@@ -94,11 +96,13 @@ class PrefillInputs:
         rng: Seeded generator for the randomised ones.
         index_blocks: Blocks of prompts that are remembered of each prefiller.
         limits: For choices by a score.
+        engine_blocks: What the prefillers themselves tell of their caches; None if nobody listens.
     """
 
     rng: "random.Random"
     index_blocks: int = 1 << 20
     limits: ScoreLimits = ScoreLimits()
+    engine_blocks: "EngineBlocks | None" = None
 
 
 MakePrefillChoice = Callable[[], PrefillChoice]

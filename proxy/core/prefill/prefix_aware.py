@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     RequestFinished,
 )
 from balanceroute.proxy.core.prefill.base import PrefillRequest, PrefillView, Turns
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
 from balanceroute.proxy.core.prefill.work import PrefillWork
 
@@ -37,11 +38,12 @@ class PrefixAware:
 
     Args:
         index_blocks: Blocks that are remembered of each prefiller.
+        engine_blocks: What prefillers tell of their caches; None if nobody listens.
     """
 
-    def __init__(self, index_blocks: int) -> None:
+    def __init__(self, index_blocks: int, engine_blocks: EngineBlocks | None = None) -> None:
         self.observer = self._observe
-        self._memory = PrefixMemory(index_blocks)
+        self._memory = PrefixMemory(index_blocks, engine_blocks)
         self._work = PrefillWork()
         self._turns = Turns()
 
@@ -62,7 +64,7 @@ class PrefixAware:
         chosen = self._turns.least(candidates, cost)
         found = expected[chosen]
         self._memory.add(request, chosen)
-        self._memory.watch(request.request, chosen, found)
+        self._memory.watch(request, chosen, found)
         work.begin(request.request, chosen, request.tokens - found.cached_tokens, now_ns)
         return chosen
 

@@ -1,15 +1,22 @@
-"""What each prefiller is expected to find in its prefix cache, from the prompts that it was given."""
+"""What each prefiller is expected to find in its prefix cache.
+
+From the prompts that it was given, or from what it tells itself of the blocks of token ids, if it does.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RequestId
+from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillRequest
 from balanceroute.proxy.core.prefill.block_index import BlockIndex, block_keys
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.heard_prefixes import HeardPrefixes
 
 # A prefiller that found nothing of what it was given last so often in a row has lost its cache.
 _MISSES = 2
+# In place of a table: the prefiller told it.
+_TOLD = -1
 
 
 class Expected(NamedTuple):
@@ -29,9 +36,12 @@ class PrefixMemory:
 
     Args:
         blocks: Blocks that are remembered of each prefiller.
+        engines: What prefillers tell of their blocks; None if nobody listens.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, engines: EngineBlocks | None = None) -> None:
+        self._heard = None if engines is None else HeardPrefixes(engines)
+        self._resets: defaultdict[PrefillerId, int] = defaultdict(int)
         self._indices: defaultdict[PrefillerId, BlockIndex] = defaultdict(
             lambda: BlockIndex(blocks)
         )
@@ -48,20 +58,39 @@ class PrefixMemory:
         keys = block_keys(ticket.blocks).tolist()
         found: dict[PrefillerId, Expected] = {}
         for prefiller in candidates:
-            known, table = self._indices[prefiller].leading(keys)
+            known, table = self._leading(prefiller, ticket, keys)
             # The last token is always computed: its output is the answer's first token.
             tokens = min(round(known * ticket.block_tokens), request.tokens - 1)
             found[prefiller] = Expected(tokens, table)
         return found
+
+    def _leading(self, prefiller: PrefillerId, ticket: Ticket, keys: list[int]) -> tuple[int, int]:
+        """Return how many of a prompt's first blocks a prefiller should have, and the table."""
+        heard = self._heard
+        if heard is None:
+            return self._indices[prefiller].leading(keys)
+        resets = heard.engines.resets(prefiller)
+        if resets != self._resets[prefiller]:
+            self._resets[prefiller] = resets
+            self._indices.pop(prefiller, None)
+        knowledge = heard.knowledge(prefiller, ticket)
+        if knowledge is Knowledge.ALL:
+            return heard.leading(prefiller, ticket, keys), _TOLD
+        given = self._indices[prefiller].leading(keys)
+        if knowledge is Knowledge.SOME:
+            return max(given, (heard.leading(prefiller, ticket, keys), _TOLD))
+        return given
 
     def add(self, request: PrefillRequest, prefiller: PrefillerId) -> None:
         """Note that a prefiller takes a request, and so has its blocks soon."""
         if request.ticket.blocks:
             self._indices[prefiller].add(block_keys(request.ticket.blocks))
 
-    def watch(self, request: RequestId, prefiller: PrefillerId, expected: Expected) -> None:
+    def watch(self, request: PrefillRequest, prefiller: PrefillerId, expected: Expected) -> None:
         """Expect `ended` for a request that was added."""
-        self._running[request] = prefiller, expected
+        self._running[request.request] = prefiller, expected
+        if self._heard is not None:
+            self._heard.begin(request.request, prefiller, request.ticket)
 
     def ended(self, request: RequestId, done: PrefillDone | None) -> None:
         """Compare what was found with what was expected; None if the prefill was lost.
@@ -69,9 +98,13 @@ class PrefixMemory:
         An engine drops the blocks first that were not used for longest. So one that finds less than
         half has dropped what was given to it in that time, and before it.
         """
+        if self._heard is not None:
+            self._heard.end(request)
         prefiller, expected = self._running.pop(request, (None, None))
         if prefiller is None or expected is None or done is None or done.cached_tokens is None:
             return
+        if expected.table == _TOLD:
+            return  # It corrects itself.
         if 2 * done.cached_tokens >= expected.cached_tokens:
             self._misses[prefiller] = 0
             return

@@ -1,0 +1,137 @@
+"""Which blocks are in the prefix cache of each prefiller, as its own events tell.
+
+An engine names a block by a hash that nobody else can compute, and tells its token ids and the block
+before it when it stores it. So a block is known here by both: by the engine's hash, by which it is
+removed, and by the proxy's own, by which a prompt looks for it. What cannot be linked to the start of a
+prompt is left out. Whatever an engine tells, the worst is a wrong expectation.
+
+Memory: 48 bytes for each block that fits, taken as they come.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.prefill.key_table import KeyTable
+from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain
+
+# The largest token id that is taken.
+_MOST_ID = 1 << 40
+
+
+class Knowledge(Enum):
+    """How much is known of what a prefiller has cached."""
+
+    NONE = "none"  # It tells nothing.
+    SOME = "some"  # It had blocks before it was heard.
+    ALL = "all"
+
+
+class EngineBlocks:
+    """The blocks of all prefillers.
+
+    Args:
+        block_tokens: Tokens of a block.
+        most: Blocks that are known of each prefiller at most.
+    """
+
+    def __init__(self, block_tokens: int, most: int = 1 << 20) -> None:
+        self.block_tokens = block_tokens
+        self._most = most
+        self._caches: dict[PrefillerId, _Cache] = {}
+        self._resets: dict[PrefillerId, int] = {}
+
+    def knowledge(self, prefiller: PrefillerId) -> Knowledge:
+        """Return how much is known of a prefiller."""
+        cache = self._caches.get(prefiller)
+        return Knowledge.NONE if cache is None else cache.knowledge
+
+    def blocks(self, prefiller: PrefillerId) -> int:
+        """Return how many blocks are known of a prefiller."""
+        cache = self._caches.get(prefiller)
+        return 0 if cache is None else cache.own.count
+
+    def resets(self, prefiller: PrefillerId) -> int:
+        """Return how often a prefiller is known to have lost all its blocks."""
+        return self._resets.get(prefiller, 0)
+
+    def leading(self, prefiller: PrefillerId, hashes: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks are there; see `token_hashes`.
+
+        By binary search: engines drop the blocks of a prompt from its end.
+        """
+        cache = self._caches.get(prefiller)
+        if cache is None:
+            return 0
+        least, most = 0, len(hashes)
+        while least < most:
+            # The first ones first: most prompts share little.
+            middle = (least + most) // 2 if least else 0
+            if cache.own.get(hashes[middle]) is None:
+                most = middle
+            else:
+                least = middle + 1
+        return least
+
+    def begin(self, prefiller: PrefillerId, knowledge: Knowledge) -> None:
+        """Start anew with a prefiller that has no block yet, or has unknown ones."""
+        self._caches[prefiller] = _Cache(self._most, knowledge)
+
+    def forget(self, prefiller: PrefillerId) -> None:
+        """Know nothing of a prefiller any more."""
+        self._caches.pop(prefiller, None)
+
+    def cleared(self, prefiller: PrefillerId) -> None:
+        """Note that a prefiller has dropped all blocks."""
+        self.begin(prefiller, Knowledge.ALL)
+        self._resets[prefiller] = self.resets(prefiller) + 1
+
+    def stored(
+        self, prefiller: PrefillerId, hashes: Sequence[int], before: int | None, tokens: list[int]
+    ) -> None:
+        """Note that a prefiller has stored consecutive blocks of a prompt.
+
+        Args:
+            prefiller: One that was begun.
+            hashes: The engine's, 64 bits each.
+            before: That of the block before them; None if they begin the prompt.
+            tokens: Their token ids.
+
+        Raises:
+            ValueError: The token ids are not those of so many blocks, or are none.
+        """
+        if len(tokens) != len(hashes) * self.block_tokens:
+            raise ValueError(f"{len(tokens)} token ids for {len(hashes)} blocks")
+        try:
+            ids = np.array(tokens, np.int64)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"token ids: {error}") from None
+        if ids.size and not 0 <= ids.min() <= ids.max() < _MOST_ID:
+            raise ValueError("a token id is out of range")
+        cache = self._caches[prefiller]
+        start = 0 if before is None else cache.by_engine.get(before)
+        if start is None:
+            return  # The blocks before it were stored unheard.
+        own = chain(ids, self.block_tokens, start)
+        cache.by_engine.put(np.array(hashes, np.uint64), own)
+        own &= np.uint64(HASH_MASK)
+        cache.own.put(own, own)
+
+    def removed(self, prefiller: PrefillerId, hashes: Sequence[int]) -> None:
+        """Note that a prefiller has dropped blocks; unknown ones are fine."""
+        cache = self._caches[prefiller]
+        for engines in hashes:
+            own = cache.by_engine.remove(engines)
+            if own is not None:
+                cache.own.remove(own & HASH_MASK)
+
+
+class _Cache:
+    """One prefiller's blocks: its hashes with the proxy's, and the proxy's as tickets have them."""
+
+    def __init__(self, most: int, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+        self.by_engine = KeyTable(most, with_values=True)
+        self.own = KeyTable(most, with_values=False)

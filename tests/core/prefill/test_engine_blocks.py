@@ -1,0 +1,278 @@
+"""The index of what prefillers tell, against plain dictionaries; and what bad events do to it."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
+from balanceroute.proxy.core.prefill.base import PrefillRequest
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.key_table import KeyTable
+from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
+from balanceroute.proxy.core.prefill.token_blocks import chain, token_hashes
+
+P0, P1 = PrefillerId(0), PrefillerId(1)
+BLOCK = 4
+# Few keys and many collisions: multiples of the table's size share a slot.
+ALL_KEYS = [number * (1 << 60) % ((1 << 64) - 59) + number for number in range(1, 25)]
+KEYS = st.sampled_from(ALL_KEYS)
+
+
+def ids(*tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    return np.array(tokens, np.int64)
+
+
+# Hashes.
+
+
+@given(st.lists(st.integers(0, 300_000), max_size=60), st.integers(0, 15))
+def test_a_prompt_in_pieces_has_the_hashes_of_the_whole(tokens: list[int], cut: int) -> None:
+    whole = chain(ids(*tokens), BLOCK, 0).tolist()
+    cut = min(cut, len(whole))
+    before = whole[cut - 1] if cut else 0
+    pieces = [
+        *chain(ids(*tokens[: cut * BLOCK]), BLOCK, 0).tolist(),
+        *chain(ids(*tokens[cut * BLOCK :]), BLOCK, before).tolist(),
+    ]
+    assert pieces == whole
+
+
+def test_hashes_differ_with_any_token_before() -> None:
+    rng = random.Random(3)
+    base = [rng.randrange(100) for _ in range(40)]
+    seen = {token_hashes(ids(*base), BLOCK)}
+    for place in range(40):
+        other = [*base]
+        other[place] += 1
+        hashes = token_hashes(ids(*other), BLOCK)
+        assert all(
+            one != two
+            for one, two in zip(hashes[place // BLOCK :], min(seen)[place // BLOCK :], strict=True)
+        )
+        seen.add(hashes)
+    assert len(seen) == 41
+    assert all(0 < one < 1 << 63 for hashes in seen for one in hashes)
+    assert token_hashes(ids(0, 0, 0), BLOCK) == ()
+    assert len(set(token_hashes(ids(*[0] * 40), BLOCK))) == 10
+
+
+# The table.
+
+
+@given(st.lists(st.tuples(st.booleans(), KEYS, st.integers(1, 1 << 63)), max_size=80))
+def test_a_table_is_a_dictionary(steps: list[tuple[bool, int, int]]) -> None:
+    table, plain = KeyTable(24, with_values=True), dict[int, int]()
+    for adds, key, value in steps:
+        if adds:
+            table.put(np.array([key], np.uint64), np.array([value], np.uint64))
+            plain[key] = value
+        else:
+            assert table.remove(key) == plain.pop(key, None)
+        assert table.count == len(plain)
+    for key in ALL_KEYS:
+        assert table.get(key) == plain.get(key)
+
+
+def test_a_table_takes_many_at_once_and_no_more_than_fit() -> None:
+    table = KeyTable(100, with_values=True)
+    keys = np.arange(0, 90, dtype=np.uint64)
+    table.put(np.concatenate([keys, keys]), np.concatenate([keys, keys + np.uint64(7)]))
+    assert table.count == 89
+    assert table.get(0) is None
+    assert table.get(89) == 89
+    table.put(np.arange(1_000, 1_100, dtype=np.uint64), np.arange(100, dtype=np.uint64))
+    assert table.count == 100
+    for key in (*range(90), *range(1_000, 1_100)):
+        table.remove(key)
+    assert table.count == 0
+    assert not table._keys.any()
+
+
+# The index.
+
+
+class Site:
+    """An index, and the engines' hashes of blocks: any numbers will do."""
+
+    def __init__(self, most: int = 1_000) -> None:
+        self.index = EngineBlocks(BLOCK, most)
+        self.names: dict[tuple[int, ...], int] = {}
+        for prefiller in (P0, P1):
+            self.index.begin(prefiller, Knowledge.ALL)
+
+    def name(self, path: tuple[int, ...]) -> int:
+        return self.names.setdefault(path, 0xABCDEF0123456789 + 977 * len(self.names))
+
+    def store(self, prefiller: PrefillerId, tokens: list[int], first: int = 0) -> None:
+        """Store the blocks of a prompt from the given one on."""
+        paths = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        hashes = [self.name(path) for path in paths[first:]]
+        before = self.name(paths[first - 1]) if first else None
+        end = BLOCK * len(paths)
+        self.index.stored(prefiller, hashes, before, tokens[first * BLOCK : end])
+
+    def known(self, prefiller: PrefillerId, tokens: list[int]) -> int:
+        return self.index.leading(prefiller, token_hashes(ids(*tokens), BLOCK))
+
+
+def test_blocks_are_known_of_the_prefiller_that_told_them() -> None:
+    site = Site()
+    prompt = list(range(30))
+    site.store(P0, prompt)
+    assert site.known(P0, prompt) == 7
+    assert site.known(P0, [*prompt[:13], 99, *prompt[14:]]) == 3
+    assert site.known(P1, prompt) == 0
+    # A further turn begins behind them.
+    site.store(P0, [*prompt, *range(50, 60)], first=7)
+    assert site.known(P0, [*prompt, *range(50, 60), 1]) == 10
+
+
+def test_removed_blocks_are_gone_and_unknown_ones_are_fine() -> None:
+    site = Site()
+    prompt = list(range(40))
+    site.store(P0, prompt)
+    site.index.removed(P0, [site.name(tuple(prompt[:end])) for end in (40, 36, 32)])
+    assert site.known(P0, prompt) == 7
+    site.index.removed(P0, [1, 2, 1 << 63])
+    assert site.index.blocks(P0) == 7
+
+
+def test_what_follows_unheard_blocks_is_left_out() -> None:
+    site = Site()
+    site.store(P0, list(range(40)), first=5)
+    assert site.index.blocks(P0) == 0
+
+
+def test_cleared_blocks_are_counted_as_a_reset() -> None:
+    site = Site()
+    site.store(P0, list(range(40)))
+    site.index.cleared(P0)
+    assert (site.index.blocks(P0), site.index.resets(P0), site.index.resets(P1)) == (0, 1, 0)
+    site.index.forget(P0)
+    assert site.index.knowledge(P0) is Knowledge.NONE
+    assert site.known(P0, list(range(40))) == 0
+
+
+def test_no_more_blocks_are_kept_than_fit() -> None:
+    site = Site(most=50)
+    for start in range(0, 10_000, 100):
+        site.store(P0, list(range(start, start + 100)))
+    assert site.index.blocks(P0) == 50
+
+
+@pytest.mark.parametrize(
+    ("hashes", "tokens"),
+    [([1, 2], [1] * 7), ([1], [1, 2, 3, -1]), ([1], [1, 2, 3, 1 << 70]), ([1], ["a", 2, 3, 4])],
+)
+def test_bad_token_ids_are_refused(hashes: list[int], tokens: list[int]) -> None:
+    site = Site()
+    with pytest.raises(ValueError, match="token id"):
+        site.index.stored(P0, hashes, None, tokens)
+    assert site.index.blocks(P0) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=5))))
+def test_the_index_follows_a_cache_that_drops_ends_first(
+    steps: list[tuple[int, list[int]]],
+) -> None:
+    site, held = Site(), dict[tuple[int, ...], None]()
+    for action, path in steps:
+        tokens = [token for step in path for token in [step] * BLOCK]
+        paths = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        if action:
+            first = next((n for n, one in enumerate(paths) if one not in held), None)
+            if first is not None:
+                site.store(P0, tokens, first)
+            for one in reversed(paths):
+                held.pop(one, None)
+                held[one] = None
+        for _ in range(max(len(held) - 12, 1 - action)):
+            if not held:
+                break
+            oldest = next(iter(held))
+            del held[oldest]
+            site.index.removed(P0, [site.name(oldest)])
+        known = 0
+        while known < len(paths) and paths[known] in held:
+            known += 1
+        assert site.known(P0, tokens) == known
+    assert site.index.blocks(P0) == len(held)
+
+
+# What the choice makes of it.
+
+
+class Asked:
+    """A memory before two prefillers, and requests for prompts of token ids."""
+
+    def __init__(self) -> None:
+        self.site = Site()
+        self.memory = PrefixMemory(4_000, self.site.index)
+        self.sent = 0
+
+    def expect(self, tokens: list[int], *, text: bool = False) -> list[int]:
+        request = self.request(tokens, text=text)
+        found = self.memory.expect(request, [P0, P1])
+        return [found[prefiller].cached_tokens for prefiller in (P0, P1)]
+
+    def request(self, tokens: list[int], *, text: bool = False) -> PrefillRequest:
+        blocks = token_hashes(ids(*tokens), BLOCK)
+        ticket = Ticket(len(tokens), blocks=blocks, block_tokens=BLOCK, token_blocks=not text)
+        self.sent += 1
+        return PrefillRequest(RequestId(self.sent), ticket, len(tokens), 0)
+
+    def send(self, tokens: list[int], prefiller: PrefillerId, *, text: bool = False) -> RequestId:
+        request = self.request(tokens, text=text)
+        expected = self.memory.expect(request, [prefiller])[prefiller]
+        self.memory.add(request, prefiller)
+        self.memory.watch(request, prefiller, expected)
+        return request.request
+
+
+PROMPT = list(range(200, 241))
+
+
+def test_what_a_prefiller_tells_counts_more_than_what_it_was_sent() -> None:
+    asked = Asked()
+    request = asked.send(PROMPT, P0)
+    # On its way.
+    assert asked.expect(PROMPT) == [40, 0]
+    asked.memory.ended(request, None)
+    # It was not stored after all.
+    assert asked.expect(PROMPT) == [0, 0]
+    asked.site.store(P0, PROMPT)
+    assert asked.expect(PROMPT) == [40, 0]
+    # The last token is always computed.
+    assert asked.expect(PROMPT[:40]) == [39, 0]
+
+
+def test_of_a_prefiller_that_was_heard_late_the_larger_counts() -> None:
+    asked = Asked()
+    asked.site.index.begin(P0, Knowledge.SOME)
+    asked.memory.ended(asked.send(PROMPT, P0), None)
+    assert asked.expect(PROMPT) == [40, 0]
+    asked.site.store(P0, [*PROMPT[:20], *range(30)])
+    assert asked.expect([*PROMPT[:20], *range(30)]) == [48, 0]
+
+
+def test_prompts_as_text_use_what_was_sent_until_the_cache_is_cleared() -> None:
+    asked = Asked()
+    asked.memory.ended(asked.send(PROMPT, P0, text=True), None)
+    assert asked.expect(PROMPT, text=True) == [40, 0]
+    asked.site.index.cleared(P0)
+    assert asked.expect(PROMPT, text=True) == [0, 0]
+
+
+def test_prompts_on_their_way_are_forgotten_when_they_are_there() -> None:
+    asked = Asked()
+    requests = [asked.send(list(range(start, start + 41)), P0) for start in range(0, 4_000, 50)]
+    for request in requests:
+        asked.memory.ended(request, None)
+    heard = asked.memory._heard
+    assert heard is not None
+    assert not heard._tables
+    assert not heard._pending[P0]._tables
+    assert not heard._under_way[P0]
