@@ -15,6 +15,7 @@ from math import inf
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
+from balanceroute.proxy.emulate.kv_log import Publish
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     choice,
@@ -54,6 +55,16 @@ class Fleet:
         10**12,
         shown_default="no cache",
         metavar="TOKENS",
+    )
+    kv_events: bool = flag(
+        "let prefillers publish the events of their prefix caches (ZeroMQ; the extra kv-events)"
+    )
+    kv_event_faults: float = number(
+        _DEFAULTS.kv_event_faults,
+        "probability that a batch of them is lost, repeated, late, misnumbered or wrong",
+        0,
+        1,
+        metavar="P",
     )
     connector: str = choice(
         _DEFAULTS.connector, "how KV caches travel", words(CONNECTORS), at_top=True
@@ -182,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_flags(arguments, *SECTIONS)
     settings, port = emulation_settings(given), given.read(Place).port
     engines = settings.prefillers + settings.ranks
-    if port and port + 2 * engines > _MAX_PORT:
+    if port and port + 4 * engines > _MAX_PORT:
         raise ConfigError(f"--port is {port}, too high for {engines} engines behind it")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, given))
@@ -228,7 +239,7 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
         _watch_stdin(loop, stopped)
     epoch_s = time.time_ns() / 1e9 - loop.time()
     rng = random.Random(given.read(Answers).seed)
-    fleet = EmulatedFleet(settings, rng=rng, epoch_s=epoch_s)
+    fleet = EmulatedFleet(settings, rng=rng, epoch_s=epoch_s, publish=_publish(settings))
     await fleet.start(place.host, place.port)
     try:
         # What is there stays, and requests leave few cycles. A collection holds up every rank.
@@ -238,6 +249,18 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
         await stopped.wait()
     finally:
         await fleet.close()
+
+
+def _publish(settings: EmulationSettings) -> Publish | None:
+    if not settings.kv_events:
+        return None
+    try:
+        from balanceroute.proxy.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--kv-events: needs {error.name}: pip install 'balanceroute[kv-events]'"
+        ) from None
+    return KvPublisher
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
@@ -264,6 +287,8 @@ def _announce(fleet: EmulatedFleet, *, as_json: bool) -> None:
         "prefill": fleet.prefill_urls,
         "decode": fleet.decode_urls,
         "bootstrap": fleet.bootstrap_urls,
+        "kv_events": [events for events, _ in fleet.kv_addresses],
+        "kv_replay": [replay for _, replay in fleet.kv_addresses],
     }
     lines = [json.dumps({"ready": True} | urls)]
     if not as_json:

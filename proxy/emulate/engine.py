@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.emulate.decoder import Decoder
+    from balanceroute.proxy.emulate.kv_log import Publisher
     from balanceroute.proxy.emulate.prefiller import Prefiller
 
 
@@ -56,6 +57,7 @@ class Engine:
         work: The executor behind the server.
         exchanges: Generation requests in progress.
         held: Requests that a fault keeps unprocessed.
+        publisher: Of its KV cache events, the last one; None if it has had none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         self.work: Prefiller | Decoder
         self.exchanges: dict[Exchange, EngineCall] = {}
         self.held: dict[Reply, None] = {}
+        self.publisher: Publisher | None = None
         self._hub = hub
         self._begin = begin
         self._servers: list[Server] = []
@@ -162,6 +165,8 @@ class Engine:
             server.close()
         self._servers.clear()
         self.held.clear()
+        if self.publisher is not None:
+            self.publisher.close()
         self._hub.book.lose(self.engine_id)
 
     def lose_process(self) -> None:

@@ -12,6 +12,7 @@ from balanceroute.proxy.emulate.decoder import Decoder
 from balanceroute.proxy.emulate.engine import Engine, EngineRole
 from balanceroute.proxy.emulate.fault_board import FaultBoard
 from balanceroute.proxy.emulate.hub import Hub
+from balanceroute.proxy.emulate.kv_log import KvLog, Publish
 from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.emulate.lengths import Lengths
 from balanceroute.proxy.emulate.poster import HttpPoster
@@ -33,15 +34,25 @@ class EmulatedFleet:
         settings: The deployment.
         rng: For ids and faults.
         epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
+        publish: With `kv_events`, publishes a prefiller's events; None for nobody.
 
     Attributes:
         engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
+        kv_logs: With `kv_events`, those of the prefillers since they began last.
     """
 
     def __init__(
-        self, settings: EmulationSettings, *, rng: random.Random, epoch_s: float = _EPOCH_S
+        self,
+        settings: EmulationSettings,
+        *,
+        rng: random.Random,
+        epoch_s: float = _EPOCH_S,
+        publish: Publish | None = None,
     ) -> None:
         self.settings = settings
+        self.kv_logs: dict[Engine, KvLog] = {}
+        self._publish = publish
+        self._port = 0
         self.engines: list[Engine] = []
         self._rng = rng
         self._epoch_s = epoch_s
@@ -57,6 +68,7 @@ class EmulatedFleet:
             OSError: An address cannot be bound; nothing is left running.
         """
         settings = self.settings
+        self._port = port
         self._hub = Hub(
             settings,
             self._rng,
@@ -96,6 +108,12 @@ class EmulatedFleet:
         """URLs of the prefillers' bootstrap servers, if the connector has them."""
         urls = [engine.bootstrap_url for engine in self.engines[: self.settings.prefillers]]
         return [url for url in urls if url]
+
+    @property
+    def kv_addresses(self) -> list[tuple[str, str]]:
+        """Where the prefillers publish their KV cache events, and send them again."""
+        publishers = [engine.publisher for engine in self.engines]
+        return [(one.events, one.replay) for one in publishers if one is not None]
 
     @property
     def lengths(self) -> Lengths:
@@ -240,12 +258,27 @@ class EmulatedFleet:
         ]
         return prefillers + decoders
 
+    def _kv_log(self, engine: Engine) -> KvLog:
+        """Return the log of a prefiller that begins, published where its last one was."""
+        log = self.kv_logs[engine] = KvLog(self.settings, self._rng)
+        if self._publish is not None:
+            # Behind the engines and the bootstrap servers.
+            first = self._port and self._port + 2 * (len(self.engines) + self.engines.index(engine))
+            ports = (first, first and first + 1)
+            if engine.publisher is not None:
+                last = engine.publisher
+                events, replay = (int(one.rpartition(":")[2]) for one in (last.events, last.replay))
+                ports = events, replay
+            engine.publisher = self._publish(log, engine.host, ports)
+        return log
+
     def _begin(self, engine: Engine) -> Prefiller | Decoder:
         """Return the executor behind an engine's server."""
         hub = self._hub
         if engine.name.startswith("prefill/"):
+            log = self._kv_log(engine) if self.settings.kv_events else None
             prefiller = self._prefillers[engine] = Prefiller(
-                self.settings, engine, hub.book, engine.counters
+                self.settings, engine, hub.book, engine.counters, log
             )
             return prefiller
         return Decoder(

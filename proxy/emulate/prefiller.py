@@ -13,6 +13,7 @@ from balanceroute.proxy.emulate.connectors import KvSource, alien_params, lease_
 from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
+from balanceroute.proxy.emulate.kv_log import KvLog
 from balanceroute.proxy.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd
 from balanceroute.proxy.emulate.prefill_queue import PrefillJob, PrefillQueue
 from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
@@ -29,8 +30,9 @@ class Prefiller:
         source: KvSource,
         book: LeaseBook,
         counters: Sequence[RankCounters],
+        log: KvLog | None = None,
     ) -> None:
-        self._caches = PrefixCaches(settings, counters)
+        self._caches = PrefixCaches(settings, counters, log)
         tokens = settings.prefiller_kv_tokens
         self.pool = BlockPool(None if tokens is None else settings.blocks(tokens))
         self._settings = settings

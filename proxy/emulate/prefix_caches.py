@@ -3,14 +3,27 @@
 from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.engine_metrics import RankCounters
+from balanceroute.proxy.emulate.kv_log import KvLog
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.sim.prefix_cache import PrefixCache
 
 
 class PrefixCaches:
-    """One cache for each rank, or none without `prefix_cache_tokens`; counts what it is asked for."""
+    """One cache for each rank, or none without `prefix_cache_tokens`; counts what it is asked for.
 
-    def __init__(self, settings: EmulationSettings, counters: Sequence[RankCounters]) -> None:
+    Args:
+        settings: Their size.
+        counters: Of each rank.
+        log: Told what changes; None if nobody listens.
+    """
+
+    def __init__(
+        self,
+        settings: EmulationSettings,
+        counters: Sequence[RankCounters],
+        log: KvLog | None = None,
+    ) -> None:
+        self._log = log
         size, tokens = settings.block_tokens, settings.prefix_cache_tokens
         self._block_tokens = size
         self._counters = counters
@@ -30,7 +43,19 @@ class PrefixCaches:
         """Keep a prompt whose KV cache came from elsewhere; return what was there before."""
         if not self._caches:
             return 0
-        return self._caches[rank].use(_blocks(tokens, self._block_tokens), len(tokens))
+        cache, size = self._caches[rank], self._block_tokens
+        blocks = _blocks(tokens, size)
+        if self._log is None:
+            return cache.use(blocks, len(tokens))
+        known = cache.leading(blocks)
+        cached = cache.use(blocks, len(tokens))
+        self._log.changed(
+            blocks[known:],
+            blocks[known - 1] if known else None,
+            tokens[known * size : len(blocks) * size],
+            [block for block in cache.dropped if isinstance(block, int)],
+        )
+        return cached
 
 
 def _blocks(tokens: list[int], size: int) -> list[int]:

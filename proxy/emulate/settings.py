@@ -44,6 +44,8 @@ class EmulationSettings:
         prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
         block_tokens: Tokens of a KV block.
         prefix_cache_tokens: Size of each engine's prefix cache (of each rank's); None for none.
+        kv_events: Whether prefillers publish the events of their prefix caches.
+        kv_event_faults: Probability that a batch of them is lost, repeated, late, misnumbered or wrong.
         lease_s: How long a prefiller keeps blocks that no decode rank pulls.
         time_scale: How many emulated seconds pass in one second of the event loop.
         engine_models: The names of the model and its adapters, for engines that serve another model, by
@@ -78,6 +80,8 @@ class EmulationSettings:
     prefiller_kv_tokens: int | None = None
     block_tokens: int = 32
     prefix_cache_tokens: int | None = None
+    kv_events: bool = False
+    kv_event_faults: float = 0.0
     lease_s: float = 30.0
     connector: str = "nixl"
     dp_mode: DpMode = DpMode.PORTS
@@ -110,6 +114,7 @@ class EmulationSettings:
             ("prefiller_kv_tokens", 1, 10**12),
             ("block_tokens", 1, 10**6),
             ("prefix_cache_tokens", 0, 10**12),
+            ("kv_event_faults", 0, 1),
             ("lease_s", 1e-6, 1e9),
             ("time_scale", 1e-3, 1e6),
             ("max_model_len", 2, 10**9),
@@ -121,6 +126,8 @@ class EmulationSettings:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} is {value}, must be from {least:g} to {most:g}")
+        if self.kv_events and self.prefix_cache_tokens is None:
+            raise ConfigError("kv_events needs a prefix cache")
         if not self.model:
             raise ConfigError("model is empty")
         if self.prefillers + self.ranks == 0:

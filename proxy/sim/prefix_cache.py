@@ -9,12 +9,23 @@ class PrefixCache:
     Args:
         blocks: How many it holds; None for no limit.
         block_tokens: Tokens of a block.
+
+    Attributes:
+        dropped: Blocks that it held before its last use, or got then, and holds no more.
     """
 
     def __init__(self, blocks: int | None, block_tokens: int) -> None:
         self._blocks = blocks
         self._block_tokens = block_tokens
+        self.dropped: list[Hashable] = []
         self._held: dict[Hashable, None] = {}  # The least recently used first.
+
+    def leading(self, blocks: Sequence[Hashable]) -> int:
+        """Return how many of a prompt's first blocks it holds."""
+        known = 0
+        while known < len(blocks) and blocks[known] in self._held:
+            known += 1
+        return known
 
     def use(self, blocks: Sequence[Hashable], prompt_tokens: int) -> int:
         """Look a prompt up and keep it.
@@ -36,6 +47,8 @@ class PrefixCache:
         for block in reversed(full):
             held.pop(block, None)
             held[block] = None
+        self.dropped.clear()
         while self._blocks is not None and len(held) > self._blocks:
-            del held[next(iter(held))]
+            self.dropped.append(next(iter(held)))
+            del held[self.dropped[-1]]
         return found * self._block_tokens
