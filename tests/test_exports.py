@@ -29,7 +29,7 @@ proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs Po
     make_policy
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
-    PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_LOADS
+    PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS
 proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs KvMeter
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
@@ -39,8 +39,8 @@ proxy.live: connectors control control_plane deployment descriptors engine_conne
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster standing state
-proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_transfers
-    model_list
+proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
+    kv_subscriber kv_transfers model_list
     scrape served_models
 proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
     pass_through refusals

@@ -7,6 +7,8 @@ connector = "nixl"                   # one of CONNECTORS; optional
 [[prefill]]
 url = "http://10.0.0.1:8100"
 bootstrap = "http://10.0.0.1:8998"   # mooncake only; optional
+kv_events = "tcp://10.0.0.1:5557"    # where it publishes its KV cache events; optional
+kv_replay = "tcp://10.0.0.1:5558"    # where it sends them again; optional
 [[decode]]
 url = "http://10.0.0.7:8200"         # one rank with a URL of its own
 [[decode]]
@@ -38,15 +40,24 @@ from balanceroute.topologies.placement import bracketed, place
 from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
 
 MAX_FILE_BYTES = 1 << 20
+_PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefiller: its URL, and that of its Mooncake bootstrap server if the file names one."""
+    """One prefiller: its URL, and what else the file names.
+
+    Attributes:
+        bootstrap: The URL of its Mooncake bootstrap server.
+        kv_events: Where it publishes its KV cache events.
+        kv_replay: Where it sends them again.
+    """
 
     url: str
     bootstrap: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +150,8 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
     connector = table.word("connector", tuple(CONNECTORS))
     prefill = tuple(
-        PrefillEntry(entry.required_text("url"), entry.text("bootstrap"))
-        for entry in table.tables("prefill", ("url", "bootstrap"))
+        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
+        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
     )
     decode = tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
     emulation = table.mapping("emulation")

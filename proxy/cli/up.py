@@ -45,7 +45,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "topology", metavar="TOPOLOGY", help="a TOML file, or the name of a shipped one"
     )
     add_process_flag(parser)
-    add_serve_flags(parser, without=("prefill", "decode", "bootstrap", "connector", "model"))
+    add_serve_flags(
+        parser,
+        without=("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model"),
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

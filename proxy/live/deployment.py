@@ -20,6 +20,7 @@ from balanceroute.proxy.core.prefill import (
     PrefillInputs,
     ScoreLimits,
 )
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
@@ -33,6 +34,7 @@ from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
+from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
@@ -87,7 +89,8 @@ class Deployment:
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
-        self.instances = Instances()
+        heard = any(one.kv_events is not None for one in config.prefillers)
+        self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
         self.roster = Roster(
             self.instances,
             connector=config.engines.connector,
@@ -170,6 +173,8 @@ class Deployment:
         yield "health", self.health.run
         yield "scrape", self.scraper.run
         yield "models", self._served_models.run
+        if self.instances.engine_blocks is not None:
+            yield "KV events", partial(self._follow_kv_events, self.instances.engine_blocks)
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
         for server in self._silent:
@@ -249,6 +254,7 @@ class Deployment:
                             config.scheduling.prefill_running_limit,
                             config.scheduling.prefill_share_limit,
                         ),
+                        engine_blocks=self.instances.engine_blocks,
                     ),
                 ),
                 on_failure=self._failures.report,
@@ -339,6 +345,30 @@ class Deployment:
 
     # Engines.
 
+    async def _follow_kv_events(self, blocks: EngineBlocks) -> None:
+        subscribe = self._environment.subscribe
+        if subscribe is None:
+            from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
+
+            subscribe = kv_subscriber.subscribe
+        sources = []
+        # The first prefillers are those of the configuration, in its order.
+        for prefiller, server in zip(
+            self.instances.prefillers, self.config.prefillers, strict=False
+        ):
+            if server.kv_events is not None:
+                feed = KvFeed(blocks, prefiller.id, replays=server.kv_replay is not None)
+                sources.append(
+                    Source(
+                        feed,
+                        server.kv_events,
+                        server.kv_replay,
+                        partial(_is_there, prefiller),
+                        self._metrics.engines.kv_events_lost,
+                    )
+                )
+        await subscribe(sources)
+
     async def _page(self, url: str) -> bytes:
         return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)
 
@@ -371,3 +401,7 @@ class Deployment:
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)
         self.driver.reopen()
+
+
+def _is_there(prefiller: Prefiller) -> bool:
+    return prefiller.status is not Status.REMOVED

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.telemetry.record import Log
@@ -35,6 +36,7 @@ class Environment:
             None where there are none.
         processes: Returns the numbers of the proxy's processes, by name; None if it is one.
         orders: Keeps the orders of administrators for the next scheduler process; None if there is none.
+        subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
         admin_sockets: Listen for administrators already; none to listen at the address of the
             settings.
     """
@@ -52,4 +54,5 @@ class Environment:
     read_credentials: Callable[[], Credentials] | None = None
     processes: Callable[[], Mapping[str, int]] | None = None
     orders: Keeper | None = None
+    subscribe: Subscribe | None = None
     admin_sockets: Sequence[socket.socket] = ()

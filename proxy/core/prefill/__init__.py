@@ -42,6 +42,7 @@ from balanceroute.proxy.core.prefill.tblb_scores import s1_enhanced, s2_dynamic_
 __all__ = [
     "PREFILL_CHOICES",
     "USING_BLOCKS",
+    "USING_EVENTS",
     "USING_LOADS",
     "FewestTokens",
     "MakePrefillChoice",
@@ -72,3 +73,5 @@ PREFILL_CHOICES: dict[str, Callable[[PrefillInputs], PrefillChoice]] = {
 USING_LOADS = frozenset({"s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"})
 # The choices that use the blocks of prompts.
 USING_BLOCKS = frozenset({"prefix-aware", "sticky", "cache-aware", "lmetric"})
+# The choices that use what prefillers tell of their caches.
+USING_EVENTS = frozenset({"prefix-aware"})

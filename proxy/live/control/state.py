@@ -136,7 +136,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
 def _prefillers(
     driver: "Driver", quarantines: "Mapping[Target, Quarantine]"
 ) -> list[PrefillerState]:
-    budgets = driver.scheduler.prefillers
+    budgets, blocks = driver.scheduler.prefillers, driver.instances.engine_blocks
     return [
         PrefillerState(
             prefiller=prefiller.id,
@@ -148,6 +148,7 @@ def _prefillers(
             held_tokens=budgets.held_tokens[prefiller.id],
             utilisation=prefiller.utilisation,
             quarantine=quarantines.get(prefiller.target, NO_QUARANTINE),
+            cached_blocks=None if blocks is None else blocks.blocks(prefiller.id),
         )
         for prefiller in driver.instances.prefillers
     ]

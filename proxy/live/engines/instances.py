@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
     from balanceroute.proxy.live.connectors import BootstrapIdentity
     from balanceroute.proxy.wire.http1.client import Endpoint
 
@@ -110,12 +111,17 @@ class Rank:
 class Instances:
     """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
 
+    Args:
+        engine_blocks: See below.
+
     Attributes:
         prefillers: By PrefillerId.
         ranks: By RankId.
+        engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine_blocks: "EngineBlocks | None" = None) -> None:
+        self.engine_blocks = engine_blocks
         self.prefillers: list[Prefiller] = []
         self.ranks: list[Rank] = []
 

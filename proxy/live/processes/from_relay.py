@@ -12,6 +12,7 @@ from msgspec import Struct
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 
@@ -44,7 +45,6 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
         record: As far as it is known.
         weight: Its share among requests of the same level.
         blocks: See `prompt_blocks`; empty unless `Welcome.uses_blocks`.
-        block_share: Of the prompt's tokens, in each of them.
     """
 
     number: int
@@ -56,8 +56,7 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
     keys: tuple[int, ...]
     record: RequestRecord
     weight: float = 1.0
-    blocks: tuple[int, ...] = ()
-    block_share: float = 0.0
+    blocks: PromptBlocks = PromptBlocks()
 
 
 class Live(Struct, frozen=True, array_like=True, tag=3):

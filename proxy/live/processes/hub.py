@@ -114,6 +114,7 @@ class Hub:
                 self._relays,
                 self.driver.uses_keys,
                 self.driver.uses_blocks,
+                self.driver.token_block,
             )
         )
         if self.driver.draining:

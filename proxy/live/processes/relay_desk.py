@@ -176,12 +176,7 @@ class RelayDesk:
                 message.tenant,
             )
         )
-        return structs.replace(
-            ticket,
-            keys=message.keys,
-            blocks=message.blocks,
-            block_tokens=message.block_share * ticket.prompt_tokens,
-        )
+        return structs.replace(message.blocks.of(ticket), keys=message.keys)
 
     def _accept(
         self, message: from_relay.Arrival, ticket: events.Ticket, engine_id: str

@@ -11,7 +11,7 @@ from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.standing import Standing
 from balanceroute.proxy.live.engines.instances import Prefiller
-from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
+from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks, prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.links import Link
@@ -137,9 +137,9 @@ class RemoteHost:
         shape, urgency = asked.shape, asked.urgency
         if self.uses_keys:
             record.keys = prompt_keys(shape.api, arrival.body)
-        blocks, block_share = (
-            prompt_blocks(shape.api, arrival.body) if self._said.uses_blocks else ((), 0.0)
-        )
+        blocks = PromptBlocks()
+        if self._said.uses_blocks:
+            blocks = prompt_blocks(shape.api, arrival.body, self._said.token_block)
         session = Session(
             number,
             self,
@@ -167,7 +167,6 @@ class RemoteHost:
             record,
             urgency.weight,
             blocks,
-            block_share,
         )
         self._links[number] = Link(arrival, message)
         self.uplink.send(message)

@@ -19,6 +19,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=101):
         relays: How many relays there are, among which limits of a whole proxy are divided.
         uses_keys: Whether arrivals are to have keys.
         uses_blocks: Whether they are to have the hashes of their blocks.
+        token_block: Tokens of a block where prompts are token ids; 0 for blocks of text alone.
     """
 
     version: int
@@ -26,6 +27,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=101):
     relays: int
     uses_keys: bool
     uses_blocks: bool = False
+    token_block: int = 0
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=102):

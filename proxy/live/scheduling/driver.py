@@ -248,16 +248,19 @@ class Driver:
         """Whether the prefill choice uses the blocks of prompts."""
         return self._settings.uses_blocks
 
+    @property
+    def token_block(self) -> int:
+        """Tokens of a block where prompts are token ids; 0 for blocks of text alone."""
+        blocks = self.instances.engine_blocks
+        return 0 if blocks is None else blocks.block_tokens
+
     def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
         """Return a ticket with the hashes of its prompt that somebody asks for."""
         api, body = arrival.asked.shape.api, arrival.body
         if self.uses_keys:
             ticket = structs.replace(ticket, keys=prompt_keys(api, body))
         if self.uses_blocks:
-            blocks, share = prompt_blocks(api, body)
-            ticket = structs.replace(
-                ticket, blocks=blocks, block_tokens=share * ticket.prompt_tokens
-            )
+            ticket = prompt_blocks(api, body, self.token_block).of(ticket)
         return ticket
 
     def place(self, ticket: Ticket, record: "RequestRecord") -> Ticket:

@@ -37,6 +37,18 @@ def base_address(word: str) -> str:
     return own_address(word).base
 
 
+def event_address(word: str) -> str:
+    """Check an address of KV cache events: `tcp://HOST:PORT`.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not word.startswith("tcp://"):
+        raise ConfigError(f"is {shown(word)}, must be tcp://HOST:PORT")
+    url = own_address(f"http://{word.removeprefix('tcp://')}")
+    return f"tcp://{url.base.removeprefix('http://')}"
+
+
 def model_name(word: str) -> str:
     """Check the name of a model.
 

@@ -6,6 +6,7 @@ key, and the reason; none shows a key, a token or a password.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.prefill import USING_EVENTS
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
@@ -47,6 +49,9 @@ from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from balanceroute.proxy.live.settings.engines import PrefillServer
     from balanceroute.topologies import Topology
 
 _QUEUE_TTL_S = 600.0
@@ -84,12 +89,12 @@ def make_config(
     _check_admin(given, listening, credentials.admin_token)
     scheduling = given.read(SchedulingSettings)
     _check_scheduling(given, scheduling, engines)
+    _check_kv_events(prefillers, scheduling)
     failures = given.read(FailureSettings)
     _check_backoff(given, failures)
     log = given.read(LogSettings)
     _check_logs(given, log)
-    aimd = given.read(AimdOptions)
-    _check_aimd(given, aimd)
+    aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
     lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
@@ -266,6 +271,16 @@ def _policies(given: Given, scheduling: SchedulingSettings) -> PolicySettings:
     return policies
 
 
+def _check_kv_events(prefillers: "Iterable[PrefillServer]", scheduling: SchedulingSettings) -> None:
+    if all(one.kv_events is None for one in prefillers):
+        return
+    if scheduling.prefill_choice not in USING_EVENTS:
+        choices = " or ".join(sorted(USING_EVENTS))
+        raise ConfigError(f"--kv-events: nobody asks without --prefill-choice {choices}")
+    if find_spec("zmq") is None:
+        raise ConfigError("--kv-events: needs pyzmq: pip install 'balanceroute[kv-events]'")
+
+
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
     """Check that every predictor can be made, and that metrics can tell them apart."""
     predictor, shadows = scheduling.predictor, scheduling.shadow_predictor
@@ -300,10 +315,12 @@ def _check_scheduling(
         raise ConfigError(f"{given.where('local_prefill_tokens')}: {reason}")
 
 
-def _check_aimd(given: Given, aimd: AimdOptions) -> None:
+def _aimd(given: Given) -> AimdOptions:
+    aimd = given.read(AimdOptions)
     low, high = aimd.aimd_min, aimd.aimd_max
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{given.where('aimd_min')} is {low}, beyond --aimd-max ({high})")
+    return aimd
 
 
 def _direct(connector: str) -> Direct:

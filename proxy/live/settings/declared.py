@@ -15,6 +15,7 @@ from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
+    event_address,
     host_name,
     model_name,
     own_address,
@@ -62,6 +63,17 @@ class EngineAddresses:
         metavar="URL",
         shown_default="port 8998 of its host",
     )
+    kv_events: tuple[str, ...] = texts(
+        "where each prefiller publishes its KV cache events, in the order of --prefill; with "
+        "--prefill-choice prefix-aware, and the extra kv-events",
+        event_address,
+        metavar="tcp://HOST:PORT",
+    )
+    kv_replay: tuple[str, ...] = texts(
+        "where each sends them again (replay_endpoint), in the same order",
+        event_address,
+        metavar="tcp://HOST:PORT",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,9 @@ class EngineSettings:
     )
     connector: str = choice(
         "nixl", "how the engines move KV caches", words(CONNECTORS), at_top=True
+    )
+    kv_block_tokens: int = integer(
+        16, "with --kv-events, tokens of the prefillers' KV blocks (--block-size)", 1, 4_096
     )
     model: tuple[str, ...] = texts(
         "the model names to serve",

@@ -1,10 +1,11 @@
 """The engines that a configuration names: prefillers and decode servers, each of them once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
@@ -19,10 +20,18 @@ BOOTSTRAP_PORT = 8998
 
 @dataclass(frozen=True, slots=True)
 class PrefillServer:
-    """One prefiller, and its bootstrap server if its connector has those."""
+    """One prefiller.
+
+    Attributes:
+        bootstrap: Its bootstrap server, if its connector has those.
+        kv_events: Where it publishes its KV cache events; None for nowhere.
+        kv_replay: Where it sends them again; None for nowhere.
+    """
 
     url: EngineUrl
     bootstrap: EngineUrl | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +69,15 @@ def prefill_servers(
     """
     servers: dict[EngineUrl, PrefillServer] = {}
     bootstraps: set[EngineUrl] = set()
-    for label, url, given in _prefill_entries(addresses, topology):
+    for label, given in _prefill_entries(addresses, topology):
+        url = given.url
         if url in servers:
             raise ConfigError(f"{label} names {url} twice")
         try:
-            servers[url] = prefill_server(url, given, connector)
+            bare = prefill_server(url, given.bootstrap, connector)
         except ConfigError as error:
             raise ConfigError(f"{label}: {error}") from None
+        servers[url] = replace(bare, kv_events=given.kv_events, kv_replay=given.kv_replay)
         bootstrap = servers[url].bootstrap
         if bootstrap in bootstraps:
             reason = f"would share the bootstrap server {bootstrap}: name one for each"
@@ -120,26 +131,43 @@ def decode_servers(
 
 def _prefill_entries(
     addresses: "EngineAddresses", topology: "Topology | None"
-) -> "Iterator[tuple[str, EngineUrl, EngineUrl | None]]":
-    """Yield each prefiller with what to call its setting."""
-    urls, bootstraps = addresses.prefill, addresses.bootstrap
-    if urls:
-        if bootstraps and len(bootstraps) != len(urls):
-            counts = f"{len(bootstraps)} for {len(urls)} of --prefill"
-            raise ConfigError(f"--bootstrap: {counts}, must be one for each")
-        for url, bootstrap in zip(urls, bootstraps or [None] * len(urls), strict=True):
-            yield "--prefill", url, bootstrap
-        return
-    if bootstraps:
-        raise ConfigError("--bootstrap: goes with --prefill")
-    if topology is None:
+) -> "Iterator[tuple[str, PrefillServer]]":
+    """Yield each prefiller as it is given, with what to call its setting."""
+    urls = addresses.prefill
+    for name, each in (
+        ("--bootstrap", addresses.bootstrap),
+        ("--kv-events", addresses.kv_events),
+        ("--kv-replay", addresses.kv_replay),
+    ):
+        if each and not urls:
+            raise ConfigError(f"{name}: goes with --prefill")
+        if each and len(each) != len(urls):
+            counts = f"{len(each)} for {len(urls)} of --prefill"
+            raise ConfigError(f"{name}: {counts}, must be one for each")
+    if addresses.kv_replay and not addresses.kv_events:
+        raise ConfigError("--kv-replay: needs --kv-events too")
+    for place, url in enumerate(urls):
+        yield (
+            "--prefill",
+            PrefillServer(
+                url,
+                addresses.bootstrap[place] if addresses.bootstrap else None,
+                addresses.kv_events[place] if addresses.kv_events else None,
+                addresses.kv_replay[place] if addresses.kv_replay else None,
+            ),
+        )
+    if urls or topology is None:
         return
     for i, entry in enumerate(topology.prefill):
         label = f"{topology.path}: prefill[{i}]"
         own = None
         if entry.bootstrap is not None:
             own = _own_address(f"{label}.bootstrap", entry.bootstrap)
-        yield label, _own_address(f"{label}.url", entry.url), own
+        events = _event_address(f"{label}.kv_events", entry.kv_events)
+        replay = _event_address(f"{label}.kv_replay", entry.kv_replay)
+        if replay is not None and events is None:
+            raise ConfigError(f"{label}.kv_replay: needs kv_events too")
+        yield label, PrefillServer(_own_address(f"{label}.url", entry.url), own, events, replay)
 
 
 def _decode_entries(
@@ -164,6 +192,13 @@ def _merged(one: DecodeServer, other: DecodeServer, label: str) -> DecodeServer:
         if url in one.ranks:
             raise ConfigError(f"{label} names {url} twice")
     return DecodeServer(one.url, one.rank_ids + other.rank_ids)
+
+
+def _event_address(label: str, word: str | None) -> str | None:
+    try:
+        return None if word is None else event_address(word)
+    except ConfigError as error:
+        raise ConfigError(f"{label} {error}") from None
 
 
 def _own_address(label: str, word: str) -> EngineUrl:

@@ -1,4 +1,4 @@
-"""Metrics of engines: failed scrapes, quarantines, late pulls."""
+"""Metrics of engines: failed scrapes, quarantines, late pulls, lost KV cache events."""
 
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.registry import Registry
@@ -19,6 +19,11 @@ class EngineMetrics:
         self._quarantines = registry.counter(
             "quarantines", "Times an engine was quarantined.", "role"
         )
+        self._kv_events_lost = registry.counter(
+            "kv_events_lost",
+            "Times that what a prefiller's KV cache events told was dropped, for the reason given.",
+            "reason",
+        )
         for role in Role:  # An alert finds no data in a sample that is absent.
             self._quarantines.labels(role.value)
             self._scrape_failures.labels(role.value)
@@ -30,6 +35,10 @@ class EngineMetrics:
     def pulled_late(self, count: int) -> None:
         """Count KV caches that were pulled after their lease."""
         self._late_pulls.inc(count)
+
+    def kv_events_lost(self, reason: str) -> None:
+        """Count one index of a prefiller's blocks that was emptied."""
+        self._kv_events_lost.labels(reason).inc()
 
     def quarantined(self, role: Role) -> None:
         """Count one engine sent to quarantine."""

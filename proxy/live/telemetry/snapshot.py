@@ -35,6 +35,9 @@ class PrefillerState:
     held_tokens: int
     utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
     quarantine: Quarantine = NO_QUARANTINE  # The last one.
+    cached_blocks: int | None = (
+        None  # Those that its KV cache events tell of; None if nobody listens.
+    )
 
 
 @dataclass(frozen=True, slots=True)

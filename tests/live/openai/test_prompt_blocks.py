@@ -15,8 +15,7 @@ MORE = [{"role": "assistant", "content": "because"}, {"role": "user", "content":
 
 
 def blocks(values: dict[str, Any], api: Api = Api.CHAT) -> tuple[int, ...]:
-    found, _ = prompt_blocks(api, RequestBody(json.dumps(values).encode()))
-    return found
+    return prompt_blocks(api, RequestBody(json.dumps(values).encode())).hashes
 
 
 def chat(*messages: object, **more: object) -> tuple[int, ...]:
@@ -60,8 +59,8 @@ def test_texts_token_ids_and_large_bodies_have_blocks() -> None:
 
 def test_a_block_is_its_share_of_the_bytes() -> None:
     body = RequestBody(json.dumps({"model": "m", "prompt": "a" * (4 * BLOCK_BYTES - 2)}).encode())
-    found, share = prompt_blocks(Api.COMPLETIONS, body)
-    assert (len(found), share) == (4, 0.25)
+    found = prompt_blocks(Api.COMPLETIONS, body)
+    assert (len(found.hashes), found.share, found.of_tokens) == (4, 0.25, False)
 
 
 def test_short_and_absent_prompts_have_none() -> None:

@@ -37,6 +37,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "prefill_waiting_limit": 3,
     "prefill_running_limit": 5,
     "prefill_share_limit": 0.6,
+    "kv_block_tokens": 32,
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
@@ -131,7 +132,7 @@ FILES = {
     "load_log",
     "tenants",
 }
-AT_TOP = {"prefill", "decode", "bootstrap", "connector", "model"}
+AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model"}
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.

@@ -1,0 +1,164 @@
+"""The batches of one prefiller's KV cache events, in order: gaps, repetitions and restarts are found.
+
+Batches are numbered from 0 since the engine began. When a number is not the next one, the batches from
+the last one that was taken on are asked for again; if that one is another now, the engine has begun
+anew. Where they cannot be had, the index of that prefiller is emptied, and what it stores from then on
+is known. So whatever comes, no more is lost than what it has cached.
+
+Source: https://github.com/vllm-project/vllm, ZmqEventPublisher at v0.32.0.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.live.engines.kv_event_batch import KvEventError, apply
+
+_DIGEST_BYTES = 16
+
+
+class KvFeed:
+    """What is known of one prefiller's stream. It does no IO.
+
+    Args:
+        blocks: The index.
+        prefiller: Whose stream it is.
+        replays: Whether batches can be asked for again.
+
+    Attributes:
+        losses: Reasons for which the index was emptied since they were read.
+        other_size: A size of its blocks that is not that of the index; None without.
+    """
+
+    def __init__(self, blocks: EngineBlocks, prefiller: PrefillerId, *, replays: bool) -> None:
+        self.losses: list[str] = []
+        self.other_size: int | None = None
+        self._blocks = blocks
+        self._prefiller = prefiller
+        self._replays = replays
+        self._last: int | None = None
+        self._digest = b""
+        # Whether older batches may still come that a replay has brought.
+        self._overlap = False
+        # Whether the next batch is taken, whatever its number.
+        self._any = not replays
+        self._replayed_last: int | None = None
+        blocks.begin(prefiller, Knowledge.SOME)
+
+    def take(self, number: int, payload: bytes) -> bool:
+        """Take a batch as it comes.
+
+        Returns:
+            Whether a replay is needed; the batch was then left out.
+        """
+        last = self._last
+        if last is None:
+            if number and not self._any:
+                return True
+            if number == 0:
+                self._blocks.cleared(self._prefiller)
+        elif number <= last:
+            if self._overlap or (number == last and _digest(payload) == self._digest):
+                return False
+            return self._lost("repeated", number, payload)
+        elif number > last + 1:
+            return self._lost("gap", number, payload)
+        self._overlap = self._any = False
+        self._apply(number, payload)
+        return False
+
+    def interrupted(self) -> None:
+        """Note that the connection was lost: any number of batches may be missing."""
+        if not self._replays and self._last is not None:
+            self._forget("interrupted")
+
+    def begin_replay(self) -> int:
+        """Return the number of the batch from which a replay is to be asked for."""
+        self._replayed_last = None
+        if self._blocks.knowledge(self._prefiller) is not Knowledge.ALL:
+            self._last = None  # From the start, more may be known than now.
+        return self._last or 0
+
+    def replayed(self, number: int, payload: bytes) -> bool:
+        """Take a batch of a replay.
+
+        Returns:
+            Whether it fits. If not, the engine has begun anew: another replay is needed.
+        """
+        if self._replayed_last is None:
+            self._replayed_last = number
+            if self._last is None:
+                if number == 0:
+                    self._blocks.cleared(self._prefiller)
+            elif (number, _digest(payload)) == (self._last, self._digest):
+                return True
+            else:
+                # Or it has sent so many since that it has dropped that one.
+                self._forget("restart")
+                return False
+        elif number != self._replayed_last + 1:
+            self._forget("gap")
+            return False
+        self._replayed_last = number
+        self._apply(number, payload)
+        return True
+
+    def end_replay(self, *, complete: bool) -> bool:
+        """Note the end of a replay, or that it failed; return whether it will do."""
+        anew = complete and self._replayed_last is None and self._last is not None
+        if anew or not complete:
+            self._forget("restart" if anew else "no replay")
+        self._any = not complete
+        self._overlap = self._last is not None
+        return not anew
+
+    def _lost(self, reason: str, number: int, payload: bytes) -> bool:
+        if self._replays:
+            return True
+        self._forget(reason)
+        return self.take(number, payload)
+
+    def _forget(self, reason: str) -> None:
+        self.losses.append(reason)
+        self._last = None
+        self._any = not self._replays
+        self._overlap = False
+        self._blocks.begin(self._prefiller, Knowledge.SOME)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        self._last, self._digest = number, _digest(payload)
+        try:
+            self.other_size = apply(payload, self._blocks, self._prefiller) or self.other_size
+        except KvEventError:
+            # What it told is unknown, and it would tell no more when it is asked again.
+            self.losses.append("malformed")
+            self._blocks.begin(self._prefiller, Knowledge.SOME)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One prefiller's events.
+
+    Attributes:
+        feed: Takes them.
+        events: Where it publishes them, as in `tcp://10.0.0.1:5557`.
+        replay: Where it sends them again; None for nowhere.
+        is_wanted: Whether its events still matter.
+        lost: Called with the reason when its index was emptied.
+    """
+
+    feed: KvFeed
+    events: str
+    replay: str | None
+    is_wanted: Callable[[], bool]
+    lost: Callable[[str], None]
+
+
+# Takes the events of all sources until it is cancelled.
+Subscribe = Callable[[Sequence[Source]], Awaitable[None]]
+
+
+def _digest(payload: bytes) -> bytes:
+    return blake2b(payload, digest_size=_DIGEST_BYTES).digest()

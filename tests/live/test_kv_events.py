@@ -1,0 +1,195 @@
+"""KV cache events over ZeroMQ: from emulated prefillers into the index, and into the choice."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.live.served import COMPLETIONS, ENGINES, Client, Served, play, serving
+
+from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.emulate import EmulatedFleet, EmulationSettings
+from balanceroute.proxy.emulate.prefix_caches import _blocks
+from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
+
+pytest.importorskip("zmq", reason="an extra")
+
+from balanceroute.proxy.emulate.kv_publisher import KvPublisher
+from balanceroute.proxy.live.engines.kv_subscriber import subscribe
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.live.conftest import MakeExchanged
+
+P = PrefillerId(0)
+BLOCK = 16
+SETTINGS = replace(
+    ENGINES,
+    prefillers=2,
+    block_tokens=BLOCK,
+    prefix_cache_tokens=40 * BLOCK,
+    kv_events=True,
+    prompt_tokens_details=True,
+)
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1_000) for _ in range(blocks * BLOCK + 1)]
+
+
+@asynccontextmanager
+async def engines(settings: EmulationSettings = SETTINGS) -> "AsyncIterator[EmulatedFleet]":
+    fleet = EmulatedFleet(settings, rng=random.Random(5), publish=KvPublisher)
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    while not ready():  # noqa: ASYNC110 - of what sockets bring.
+        await asyncio.sleep(0)
+
+
+def request(tokens: list[int]) -> dict[str, object]:
+    return {"model": "tiny", "prompt": tokens, "max_tokens": 2, "ignore_eos": True}
+
+
+def test_the_index_follows_a_prefiller_through_its_life(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        blocks = EngineBlocks(BLOCK)
+        async with engines() as fleet:
+            engine = Client(fleet.engines[0].port, make_exchanged)
+
+            async def compute(*seeds: int) -> None:
+                for seed in seeds:
+                    answer = await engine.post(COMPLETIONS, request(prompt(seed, 6)))
+                    assert answer.status == 200
+
+            def follows() -> bool:
+                cache = fleet._prefillers[fleet.engines[0]]._caches._caches[0]
+                held = [seed for seed in range(20) if known(seed) == 6]
+                whole = [seed for seed in range(20) if cached(seed) == 6]
+                return held == whole and blocks.blocks(P) == len(cache._held)
+
+            def cached(seed: int) -> int:
+                caches = fleet._prefillers[fleet.engines[0]]._caches
+                return caches._caches[0].leading(hashed(prompt(seed, 6)))
+
+            def known(seed: int) -> int:
+                tokens = np.array(prompt(seed, 6), np.int64)
+                return blocks.leading(P, token_hashes(tokens, BLOCK))
+
+            await compute(0, 1)
+            feed = KvFeed(blocks, P, replays=True)
+            lost: list[str] = []
+            ((events, replay), _) = fleet.kv_addresses
+            source = Source(feed, events, replay, lambda: True, lost.append)
+            task = asyncio.create_task(subscribe([source]))
+            try:
+                # What was published before it listened.
+                await until(lambda: blocks.blocks(P) == 12 and follows())
+                assert blocks.knowledge(P) is Knowledge.ALL
+                # More than fit.
+                await compute(*range(2, 9))
+                await until(lambda: blocks.blocks(P) == 40 and follows())
+                fleet.kill(0)
+                await fleet.restore(0)
+                engine.close()
+                engine = Client(fleet.engines[0].port, make_exchanged)
+                await compute(3)
+                await until(lambda: blocks.blocks(P) == 6 and follows())
+                await until(lambda: bool(lost))
+                assert not task.done()
+            finally:
+                engine.close()
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    play(main())
+
+
+def hashed(tokens: list[int]) -> list[int]:
+    return _blocks(tokens, BLOCK)
+
+
+def flags(fleet: EmulatedFleet) -> list[str]:
+    events, replays = zip(*fleet.kv_addresses, strict=True)
+    return [
+        *("--prefill-choice", "prefix-aware", "--kv-block-tokens", str(BLOCK)),
+        *("--kv-events", *events, "--kv-replay", *replays),
+    ]
+
+
+async def until_known(served: Served, blocks: list[int]) -> None:
+    while True:
+        state = (await served.admin.get("/admin/state")).json["state"]
+        if [one["cached_blocks"] for one in state["prefillers"]] == blocks:
+            return
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_proxy_finds_what_others_had_computed(
+    make_exchanged: "MakeExchanged", workers: int
+) -> None:
+    async def main() -> None:
+        async with engines() as fleet:
+            for place, seed in ((0, 1), (1, 2)):
+                engine = Client(fleet.engines[place].port, make_exchanged)
+                assert (await engine.post(COMPLETIONS, request(prompt(seed, 8)))).status == 200
+                engine.close()
+            words = [*flags(fleet), "--workers", str(workers)]
+            async with serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
+            ) as served:
+                await until_known(served, [8, 8])
+                for seed, place in ((2, 1), (1, 0), (2, 1), (1, 0)):
+                    answer = await served.client.post(COMPLETIONS, request(prompt(seed, 8)))
+                    assert answer.status == 200
+                    # Elsewhere it would have been stored once more.
+                    held = fleet._prefillers[fleet.engines[1 - place]]._caches._caches[0]
+                    assert held.leading(hashed(prompt(seed, 8))) == 0
+
+    play(main())
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_treacherous_events_cost_no_answer(make_exchanged: "MakeExchanged", replays: bool) -> None:
+    async def main() -> None:
+        async with engines(replace(SETTINGS, kv_event_faults=0.5)) as fleet:
+            words = flags(fleet) if replays else flags(fleet)[: -1 - len(fleet.prefill_urls)]
+            async with serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
+            ) as served:
+                seed = 0
+                while seed < 60 or not (replays or await has_lost_events(served)):
+                    tokens = prompt(seed % 7, 4) + prompt(seed, 2)
+                    answer = await served.client.post(COMPLETIONS, request(tokens))
+                    assert answer.status == 200
+                    assert answer.json["usage"]["prompt_tokens"] == len(tokens)
+                    seed += 1
+                    if seed == 40:
+                        fleet.kill(0)
+                        await fleet.restore(0)
+                page = await metrics(served)
+                assert "balanceroute_decision_failures_total{" not in page
+
+    play(main())
+
+
+async def metrics(served: Served) -> str:
+    return (await served.admin.get("/metrics")).body.decode()
+
+
+async def has_lost_events(served: Served) -> bool:
+    return "balanceroute_kv_events_lost_total{" in await metrics(served)
