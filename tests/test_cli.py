@@ -557,7 +557,10 @@ def test_a_dash_for_the_json_is_standard_output(capsys: pytest.CaptureFixture[st
         (["simulate", "--rnaks", "4"], "--rnaks; did you mean '--ranks'?"),
         (["simulat"], "invalid choice: 'simulat'; did you mean 'simulate'?"),
         (["--versoin"], "unrecognized arguments: --versoin; did you mean '--version'?"),
-        (["serve", "--policy", "brh"], "--policy: invalid choice: 'brh'; did you mean 'br-h'?"),
+        (
+            ["serve", "--policy", "brh"],
+            "--policy is 'brh', which is no policy; did you mean 'br-h'?",
+        ),
         (["serve", "--direct", "x"], "invalid choice: 'x'; known: auto, prefill, decode, refuse"),
         (["simulate", "--trace", HEAD, "--policy", "brh"], "did you mean 'br-h'?"),
     ],

@@ -26,7 +26,7 @@ proxy.core: admission adoption avoidance balance config curves decision deposits
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
-    make_policy
+    is_outside make_policy predicts
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
     PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS
@@ -68,7 +68,7 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
     request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
-proxy.sim: decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet
+proxy.sim: api decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet
     prefix_cache recorder report service_log workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout

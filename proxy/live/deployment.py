@@ -12,7 +12,13 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, Fir
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
-from balanceroute.proxy.core.policies import Policy, PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.policies import (
+    Policy,
+    PolicyInputs,
+    PolicySettings,
+    is_outside,
+    make_policy,
+)
 from balanceroute.proxy.core.prefill import (
     PREFILL_CHOICES,
     USING_BLOCKS,
@@ -199,8 +205,11 @@ class Deployment:
         """Decide by another policy from now on.
 
         Raises:
-            ConfigError: No policy has that name.
+            ConfigError: No policy has that name. Of those from outside the one of the settings has: what
+                an administrator sends is not imported.
         """
+        if is_outside(name) and name != self.config.scheduling.policy:
+            raise ConfigError(f"policy {name!r} is not the one that --policy names")
         before, self.policy = self.policy, name
         try:
             self._reconfigure()

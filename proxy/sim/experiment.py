@@ -13,7 +13,14 @@ from statistics import fmean, stdev
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
-from balanceroute.proxy.core.policies import PREDICTING, PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.errors import PolicyError
+from balanceroute.proxy.core.policies import (
+    PolicyInputs,
+    PolicySettings,
+    is_outside,
+    make_policy,
+    predicts,
+)
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
 from balanceroute.proxy.service_levels import ByGroup, Targets, mean_of
 from balanceroute.proxy.sim.driver import Deployment, Simulation
@@ -67,6 +74,7 @@ def run_experiment(
     Raises:
         ConfigError: A policy is unknown, a predictor cannot be made, or a workload is too short for a
             steady state.
+        PolicyError: A policy from outside failed.
     """
     for policy in policies:
         runs: list[RunMetrics] = []
@@ -83,13 +91,27 @@ def run_experiment(
                 service=None if targets is None else ServiceLog(workload.requests),
                 on_finished=partial(progress, policy),
             )
-            recorder = simulation.run()
+            recorder = _run(simulation, policy)
             runs.append(recorder.metrics())
             first = first or recorder
             if recorder.service is not None and targets is not None:
                 groups.append(recorder.service.figures(targets))
         assert first is not None
         yield _summarise(policy, runs, groups, first)
+
+
+def _run(simulation: Simulation, policy: str) -> Recorder:
+    """Run a simulation; what fails in a policy from outside is its fault, not the simulator's.
+
+    Raises:
+        PolicyError: Such a policy failed, or left requests in the pool for ever.
+    """
+    if not is_outside(policy):
+        return simulation.run()
+    try:
+        return simulation.run()
+    except Exception as error:
+        raise PolicyError(f"policy {policy!r} failed: {error!r}") from error
 
 
 def make_simulation(
@@ -110,9 +132,9 @@ def make_simulation(
         ConfigError: The policy is unknown, or the predictor cannot be made.
     """
     # The others do not predict, and training takes time.
-    predicts = policy in PREDICTING or deployment.expects_output
-    predicts |= settings.kv_peak_quantile is not None
-    asked = forecast(workload, settings) if predicts else NoPrediction()
+    predicting = predicts(policy) or deployment.expects_output
+    predicting |= settings.kv_peak_quantile is not None
+    asked = forecast(workload, settings) if predicting else NoPrediction()
     predictor = Capped(asked)  # As in the proxy.
     parts = PolicyInputs(
         deployment.ranks,

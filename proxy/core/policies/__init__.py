@@ -15,6 +15,8 @@
 | `smg-least-load` | early | shortest queue in seconds, plus KV pressure (SMG) |
 | `s1-enhanced`, `s2-enhanced`, `s2-dynamic-waiting` | early | drawn by a score (TBLB) |
 | `llmd-token-load` | early | fewest expected output tokens, in three buckets (llm-d) |
+
+`module:function` is a policy from outside this package.
 """
 
 from collections.abc import Callable
@@ -35,6 +37,7 @@ from balanceroute.proxy.core.policies.jsq import shortest_queue
 from balanceroute.proxy.core.policies.least_charged import LeastCharged
 from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
+from balanceroute.proxy.core.policies.outside import is_outside, outside_policy
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
@@ -65,7 +68,9 @@ __all__ = [
     "Policy",
     "PolicyInputs",
     "PolicySettings",
+    "is_outside",
     "make_policy",
+    "predicts",
 ]
 
 
@@ -268,16 +273,22 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
 PREDICTING = frozenset({"br-h", "dynamo-kv", "llmd-token-load"})
 
 
+def predicts(name: str) -> bool:
+    """Return whether a policy uses the predictor, or may use it."""
+    return name in PREDICTING or is_outside(name)
+
+
 def make_policy(name: str, inputs: PolicyInputs) -> Policy:
-    """Return the policy called `name`.
+    """Return the policy called `name`, one of `POLICIES` or `module:function`.
 
     Raises:
-        ConfigError: No policy has that name.
+        ConfigError: No policy has that name, or the function makes none.
     """
-    if name not in POLICIES:
+    if name not in POLICIES and not is_outside(name):
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    make = POLICIES.get(name) or outside_policy(name)
     settings = inputs.settings.resolved(ranks=inputs.ranks, batch_limit=inputs.batch_limit)
-    policy = POLICIES[name](replace(inputs, settings=settings))
+    policy = make(replace(inputs, settings=settings))
     quantile, capacity = settings.kv_peak_quantile, inputs.rank_kv_tokens
     # What binds early ignores memory: it queues in the engine.
     if quantile is None or capacity is None or policy.slots_beyond_batch is None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import POLICIES, is_outside
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
@@ -19,15 +20,34 @@ from balanceroute.proxy.live.settings.setting import (
     numbers,
     seconds,
     switch,
+    text,
     words,
 )
+from balanceroute.topologies import did_you_mean
+
+
+def policy_name(name: str) -> str:
+    """Return the name of a policy.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name in POLICIES or is_outside(name):
+        return name
+    raise ConfigError(f"is {name!r}, which is no policy{did_you_mean(name, POLICIES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingSettings:
     """What goes where, how much of it, and when. None is no limit, or what a rule gives."""
 
-    policy: str = choice("br-h", "which rank takes a request, and when", words(POLICIES))
+    policy: str = text(
+        "br-h",
+        "which rank takes a request, and when: "
+        f"{', '.join(POLICIES)}, or module:function of your own",
+        policy_name,
+        metavar="NAME",
+    )
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
     )

@@ -84,7 +84,7 @@ from balanceroute.proxy.core.errors import ConfigError
             "--engine-ca-file",
             "means nothing with --insecure-engines",
         ),
-        ({"policy": "psychic"}, "--policy", "is 'psychic', must be one of random, "),
+        ({"policy": "psychic"}, "--policy", "is 'psychic', which is no policy"),
         ({"predictor": "oracle"}, "--predictor", "is 'oracle', which is neither a predictor nor"),
         ({"predictor": "survivl"}, "--predictor", "did you mean 'survival'?"),
         ({"predictor": "/"}, "--predictor", "is /: not a regular file"),
