@@ -114,6 +114,7 @@ class Scheduling:
             asyncio.get_running_loop(),
             routes=self.deployment.model_routes,
             models=self.deployment.models,
+            tenancy=self.deployment.tenancy,
             metrics=self.metrics,
             log=self._log,
             settings="",

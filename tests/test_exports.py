@@ -51,9 +51,9 @@ proxy.live.openai: answer api_error body completion_stream context_limit held_en
     stream_event stream_opening stream_reader token_counts token_estimate transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
-proxy.live.processes: adoption channel frames from_relay gathering generation hub kept_process links listening
-    mirror orders outbox part questions relay_desk relay_records relay_reports relay_sweep remote_host
-    remote_request resumption stream_counts supervisor to_relay uplink
+proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
+    mirror orders outbox part questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
+    remote_host remote_request resumption stream_counts supervisor to_relay uplink
 proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     retry_budget

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.frontend.tenancy import Tenancy
+    from balanceroute.proxy.live.frontend.tenancy import Limits
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
@@ -49,7 +49,7 @@ class PublicListener:
         metrics: "RequestCounts",
         pages: "Pages",
         log: "Log",
-        tenancy: "Tenancy",
+        tenancy: "Limits",
         unix_s: Callable[[], float],
     ) -> None:
         self._config = config

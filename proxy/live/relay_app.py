@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import BoundedQueue
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
-from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.listeners import PublicListener
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
@@ -86,17 +84,16 @@ class RelayApp:
             counts,
             occupancy=self._occupancy,
             waiting=config.admission.queue_limit,
+            limited=bool(config.credentials.tenants),
         )
         records = RelayRecords(out.send)
-        # Tenants' limits are kept where all requests are known.
-        tenancy = Tenancy(BoundedQueue(1), (), lambda: 0)
         self.pass_through = PassThrough(
             self.mirror.instances,
             self.host,
             metrics=records,
             retried=records.retried,
             log=records,
-            tenancy=tenancy,
+            tenancy=self.host.tenancy,
             limits=PassThroughLimits(
                 config.scheduling.single_engine_limit, config.admission.queue_limit
             ),
@@ -108,9 +105,9 @@ class RelayApp:
             routes=self.mirror.routes,
             pass_through=self.pass_through,
             metrics=records,
-            pages=RelayPages(self.host.ask_page),
+            pages=RelayPages(self.host.questions.ask_page),
             log=records,
-            tenancy=tenancy,
+            tenancy=self.host.tenancy,
             unix_s=environment.unix_s,
         )
 

@@ -89,6 +89,7 @@ class SchedulerApp(ControlPlane):
             asyncio.get_running_loop(),
             routes=deployment.model_routes,
             models=deployment.models,
+            tenancy=deployment.tenancy,
             metrics=self.metrics,
             log=self._environment.log,
             settings=self._digest,

@@ -34,7 +34,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     expected_output_tokens,
     user_agent,
 )
-from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.frontend.tenancy import Limits
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
@@ -102,7 +102,7 @@ class Gateway:
         log: "Log",
         settings: GatewaySettings,
         clients: Clients,
-        tenancy: Tenancy,
+        tenancy: Limits,
         unix_s: Callable[[], float],
     ) -> None:
         self._intake = intake
@@ -229,12 +229,16 @@ class Gateway:
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
-        refusal = self._tenancy.offer_alone(record.tenant)
-        if refusal is not None:
-            self._refuse_at_last(reply, record, refusal)
-            return
-        self._tell_allowances(reply, record)
-        self.pass_through(replace(request, body=body), reply, headers, record, among)
+        request = replace(request, body=body)
+
+        def offered(refusal: "Refusal | None") -> None:
+            if refusal is not None:
+                self._refuse_at_last(reply, record, refusal)
+                return
+            self._tell_allowances(reply, record)
+            self.pass_through(request, reply, headers, record, among)
+
+        self._tenancy.offer_alone(record.tenant, offered)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.

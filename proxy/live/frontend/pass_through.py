@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
-from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.frontend.tenancy import Limits
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -54,7 +54,7 @@ class PassThrough:
         instances: Instances,
         intake: "Intake",
         *,
-        tenancy: Tenancy,
+        tenancy: Limits,
         metrics: "RequestCounts",
         retried: Callable[[str, str], None],
         log: "Log",
@@ -96,7 +96,9 @@ class PassThrough:
         self._retries.earn()
         exchange = SingleExchange(self, request, reply, headers, record, among=among)
         prefiller = self._free(None, among)
-        if self._intake.draining:
+        if reply.closed:
+            exchange.client_left()
+        elif self._intake.draining:
             exchange.refuse(503, "the proxy is shutting down")
         elif prefiller is not None:
             self._start(exchange, prefiller)

@@ -94,7 +94,7 @@ class SingleExchange:
         self._limit_s = owner.legs.prefill_timeout_s
         self._progress_s = owner.clock()
         self._timer = owner.call_later(self._limit_s, self._check_time)
-        reply.on_closed = self._left
+        reply.on_closed = self.client_left
 
     def send(self, prefiller: "Prefiller") -> None:
         """Send it to a prefiller."""
@@ -222,7 +222,8 @@ class SingleExchange:
         self._fail(504, reason, Outcome.UPSTREAM_ERROR)
         self._owner.failed(self._prefiller.target, Fault.TIMEOUT, reason)
 
-    def _left(self) -> None:
+    def client_left(self) -> None:
+        """End it: nobody waits for its answer."""
         self._abort()
         self._end(Outcome.CANCELLED, "")
 

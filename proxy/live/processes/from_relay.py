@@ -334,6 +334,16 @@ class Resumed(Struct, frozen=True, array_like=True, tag=29):
     """A relay has told of every request that goes on; what follows is new."""
 
 
+class AskAlone(Struct, frozen=True, array_like=True, tag=30):
+    """Whether a tenant's limits let a request in that one engine answers alone.
+
+    Its end is told as a `Recorded` that was passed through. Without tenants nobody asks.
+    """
+
+    question: int
+    tenant: str
+
+
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | Ended
 Report = (
     LegSucceeded
@@ -363,4 +373,5 @@ FromRelay = (
     | Occupancy
     | Drained
     | Resumed
+    | AskAlone
 )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+    from balanceroute.proxy.live.frontend.tenancy import Tenancy
     from balanceroute.proxy.live.processes.outbox import Outbox
     from balanceroute.proxy.live.processes.remote_request import RemoteRequest
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -46,6 +47,7 @@ class Hub:
         driver: Decides for all of them.
         routes: The engines of each model.
         models: What the engines serve.
+        tenancy: The tenants' limits.
         settings: The digest of the settings, which relays must share.
         name: Names this scheduler process.
         relays: How many relays there are to be.
@@ -64,6 +66,7 @@ class Hub:
         *,
         routes: "ModelRoutes",
         models: "ModelList",
+        tenancy: "Tenancy",
         metrics: "Metrics",
         log: "Log",
         settings: str,
@@ -73,12 +76,11 @@ class Hub:
         counts: "PushedCounts[RemoteRequest]",
     ) -> None:
         self.driver = driver
-        self.call_soon = loop.call_soon
+        self.loop = loop
         self.eligible = routes.eligible
         self.desks: dict[int, Desk] = {}
         self.counts = counts
         self.gathering = Gathering(relays, loop.call_later)
-        self._loop = loop
         self._metrics = metrics
         self._log = log
         self._settings = settings
@@ -86,6 +88,7 @@ class Hub:
         self._relays = relays
         self._page_of_metrics = page_of_metrics
         self._models = models
+        self.tenancy = tenancy
         self._models_known: dict[Target, tuple[ServedModel, ...]] = {}
         self._models_told = to_relay.Models(())
         self._on_drained: Callable[[], None] = lambda: None
@@ -233,7 +236,7 @@ class Hub:
                 )
             )
         self.changed()
-        self._timer = self._loop.call_later(_LOOK_S, self._look)
+        self._timer = self.loop.call_later(_LOOK_S, self._look)
 
 
 def _as_message(model: ServedModel) -> to_relay.Model:

@@ -26,6 +26,10 @@ class Questions:
         self._open[self._asked] = asked, answer
         self._send(asked)
 
+    def ask_page(self, path: Any, answer: Callable[[bytes], None]) -> None:
+        """Ask for a page that tells of all processes."""
+        self.ask(answer, lambda question: from_relay.AskPage(question, path))
+
     def answer(self, question: int, said: object) -> None:
         """Pass an answer on."""
         _, answer = self._open.pop(question)

@@ -14,6 +14,7 @@ from balanceroute.proxy.live.engines.instances import Prefiller, Target
 from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.adoption import adoption
+from balanceroute.proxy.live.processes.alone_requests import AloneRequests
 from balanceroute.proxy.live.processes.outbox import Outbox
 from balanceroute.proxy.live.processes.remote_request import RemoteRequest
 from balanceroute.proxy.live.request import reports
@@ -49,8 +50,9 @@ class RelayDesk:
         self.requests: dict[int, RemoteRequest] = {}
         self.occupancy = from_relay.Occupancy(0, {}, 0, 0, 0, 0, 0, 0.0)
         self.drained = False
-        self.out = Outbox(hub.call_soon, write, self._first)
+        self.out = Outbox(hub.loop.call_soon, write, self._first)
         self._hub = hub
+        self._alone = AloneRequests(hub.tenancy)
         self._driver = hub.driver
         self._welcome: to_relay.Welcome | None = None
         self._told: dict[tuple[str, int], to_relay.ToRelay] = {}
@@ -76,7 +78,8 @@ class RelayDesk:
             from_relay.Occupancy: self._take_occupancy,
             from_relay.Drained: self._take_drained,
             from_relay.Gaps: hub.take_gaps,
-            from_relay.Recorded: hub.take_record,
+            from_relay.AskAlone: self._ask_alone,
+            from_relay.Recorded: self._recorded,
             from_relay.LegRetried: hub.take_retry,
             from_relay.Failure: hub.take_failure,
         }
@@ -104,6 +107,7 @@ class RelayDesk:
         """End every request of the relay, whose connection is closed, and release what it held."""
         self.out.close()
         self._hub.forget(self)
+        self._alone.gone()
         self._hub.gathering.forget(self)
         driver = self._driver
         now_s = driver.context.clock()
@@ -142,6 +146,7 @@ class RelayDesk:
                     refusal.reason,
                     refusal.retry_after_s,
                     refusal.cause,
+                    dict(self._hub.tenancy.allowances(message.record.tenant)),
                 )
             )
             return
@@ -194,9 +199,15 @@ class RelayDesk:
             send=self.out.send,
             clock=driver.context.clock,
         )
-        local_prefill = message.record.local_prefill
         self.out.send(
-            to_relay.Accepted(theirs, request.row, engine_id, ticket.prompt_tokens, local_prefill)
+            to_relay.Accepted(
+                theirs,
+                request.row,
+                engine_id,
+                ticket.prompt_tokens,
+                message.record.local_prefill,
+                dict(self._hub.tenancy.allowances(message.record.tenant)),
+            )
         )
         return request
 
@@ -269,6 +280,11 @@ class RelayDesk:
         self._hand_offs[message.prefiller] -= 1
         self._driver.report(reports.RemotePrefillEnded(message.prefiller))
 
+    def _recorded(self, message: from_relay.Recorded) -> None:
+        if message.what == "passed_through":
+            self._alone.ended(message.record)
+        self._hub.take_record(message)
+
     def _take_occupancy(self, message: from_relay.Occupancy) -> None:
         self.occupancy = message
 
@@ -308,6 +324,9 @@ class RelayDesk:
     def _ask_page(self, message: from_relay.AskPage) -> None:
         page = self._hub.page(message.path)
         self.out.send(to_relay.Page(message.question, page))
+
+    def _ask_alone(self, message: from_relay.AskAlone) -> None:
+        self.out.send(self._alone.offer(message))
 
 
 def _core_event(

@@ -19,6 +19,7 @@ from balanceroute.proxy.live.processes.orders import accept, await_anew, obey
 from balanceroute.proxy.live.processes.questions import Questions
 from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
+from balanceroute.proxy.live.processes.relay_tenancy import RelayTenancy
 from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
@@ -49,11 +50,13 @@ class RemoteHost:
         context: What the sessions share.
         failures: Told of exceptions.
         uplink: The way to the scheduler process.
+        limited: Whether there are tenants.
         waiting: Of requests that no scheduler process has answered while there is none.
         counts: Told of the streams that begin and end.
         occupancy: Returns what the relay holds, given how late its timers are, in seconds.
 
     Attributes:
+        questions: What was asked and is not answered yet.
         sessions: All live requests.
         isolation: Ends alone what failed.
         draining: Whether new requests are refused.
@@ -71,6 +74,7 @@ class RemoteHost:
         *,
         occupancy: Callable[[float], from_relay.Occupancy],
         waiting: int,
+        limited: bool,
     ) -> None:
         self.context = context
         self.sessions: dict[RequestId, Session] = {}
@@ -82,7 +86,8 @@ class RemoteHost:
         self._mirror = mirror
         self._counts = counts
         self._arrived = 0
-        self._questions = Questions(uplink.send)
+        self.questions = Questions(uplink.send)
+        self.tenancy = RelayTenancy(self.questions, limited=limited)
         self._waiting = waiting
         self._alone_since_s = context.clock()
         self._empty = asyncio.Event()
@@ -104,6 +109,7 @@ class RemoteHost:
             to_relay.RetryAnswered: self._answered,
             to_relay.PrefillerChosen: self._prefiller_chosen,
             to_relay.Page: self._answered,
+            to_relay.AloneAnswered: self.tenancy.answered,
             to_relay.Drain: self._drain,
         }
 
@@ -203,7 +209,7 @@ class RemoteHost:
         pulled_from: PrefillerId | None = None,
     ) -> None:
         """Ask whether one more attempt is allowed."""
-        self._questions.ask(
+        self.questions.ask(
             answer, lambda question: from_relay.AskRetry(question, leg, fault, pulled_from)
         )
 
@@ -214,7 +220,7 @@ class RemoteHost:
         answer: Callable[[Prefiller | None], None],
     ) -> None:
         """Ask who prefills."""
-        self._questions.ask(
+        self.questions.ask(
             answer, lambda question: from_relay.AskPrefiller(question, number, other_than)
         )
 
@@ -236,10 +242,10 @@ class RemoteHost:
     def _resume(self) -> None:
         """Tell the scheduler process, which has told of the engines, of the requests that are here."""
         renumbered = self._mirror.renumbered()
-        self._questions.renumber(renumbered.prefillers)
+        self.questions.renumber(renumbered.prefillers)
         lives = resumed(self._links, self.sessions, renumbered, self.isolation)
         anew = [self._anew(number, link) for number, link in self._unanswered()]
-        self.uplink.open([*lives, from_relay.Resumed(), *anew, *self._questions.open()])
+        self.uplink.open([*lives, from_relay.Resumed(), *anew, *self.questions.open()])
 
     def _anew(self, number: RequestId, link: Link) -> from_relay.Arrival:
         await_anew(self.sessions[number])
@@ -248,10 +254,6 @@ class RemoteHost:
         return link.message
 
     # What the relay's own parts do.
-
-    def ask_page(self, path: Any, answer: Callable[[bytes], None]) -> None:
-        """Ask for a page that tells of all processes."""
-        self._questions.ask(answer, lambda question: from_relay.AskPage(question, path))
 
     def use_connector(self, connector: "Any") -> None:
         """Take another connector from the next request on."""
@@ -265,7 +267,7 @@ class RemoteHost:
     def idle(self) -> bool:
         """Whether nothing is kept for any request, past or present."""
         return (
-            not (self.sessions or self._links or self._questions.open() or self.context.hand_offs)
+            not (self.sessions or self._links or self.questions.open() or self.context.hand_offs)
             and self._counts.idle
         )
 
@@ -340,12 +342,12 @@ class RemoteHost:
 
     def _answered(self, message: to_relay.RetryAnswered | to_relay.Page) -> None:
         said = message.allowed if isinstance(message, to_relay.RetryAnswered) else message.body
-        self._questions.answer(message.question, said)
+        self.questions.answer(message.question, said)
 
     def _prefiller_chosen(self, message: to_relay.PrefillerChosen) -> None:
         chosen = message.prefiller
         prefiller = None if chosen is None else self._mirror.instances.prefillers[chosen]
-        self._questions.answer(message.question, prefiller)
+        self.questions.answer(message.question, prefiller)
 
     def _accepted(self, message: to_relay.Accepted) -> None:
         number = RequestId(message.number)
@@ -358,6 +360,7 @@ class RemoteHost:
             if session.phase is Phase.STREAMING and session.decodes:
                 self._counts.started(link.row, session)
             return
+        self.tenancy.told(link.arrival, message.allowances)
         session.headers = link.arrival.headers(message.engine_id)
         accept(session, message)
         link.accepted, link.engine_id = True, message.engine_id
@@ -368,6 +371,7 @@ class RemoteHost:
         link = self._links.get(number)
         if link is None or link.accepted:
             return  # Its client left, and the session told so.
+        self.tenancy.told(link.arrival, message.allowances)
         refusal = Refusal(message.status, message.reason, message.retry_after_s, message.cause)
         self._refuse(number, link, refusal)
 

@@ -6,6 +6,7 @@ request (`from_relay.CoreEvent`) that the scheduler process had taken when it se
 
 from msgspec import Struct
 
+from balanceroute.proxy.core.admission import Allowance
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.engines.instances import Role, Status
 
@@ -104,6 +105,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag=107):
         engine_id: What it is called at the engines.
         prompt_estimate: Prompt tokens as the scheduler takes them to be.
         local_prefill: Whether a rank computes the prompt, so that the request is in the pool.
+        allowances: What is left of the rates of the tenant.
     """
 
     number: int
@@ -111,16 +113,18 @@ class Accepted(Struct, frozen=True, array_like=True, tag=107):
     engine_id: str
     prompt_estimate: int
     local_prefill: bool = False
+    allowances: dict[str, Allowance] = {}
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=108):
-    """A request was refused, and does not exist for the scheduler."""
+    """A request was refused, and does not exist for the scheduler; see `Accepted`."""
 
     number: int
     status: int
     reason: str
     retry_after_s: int | None
     cause: str
+    allowances: dict[str, Allowance] = {}
 
 
 # Orders for one request; see the methods of `Session` of the same names.
@@ -228,6 +232,17 @@ class Drain(Struct, frozen=True, array_like=True, tag=122):
     """Take nothing new, and send `Drained` when every request is over."""
 
 
+class AloneAnswered(Struct, frozen=True, array_like=True, tag=123):
+    """The answer to `AskAlone`: as of `Refused`, or status 0 if it is let in."""
+
+    question: int
+    status: int = 0
+    reason: str = ""
+    retry_after_s: int | None = None
+    cause: str = ""
+    allowances: dict[str, Allowance] = {}
+
+
 ToRelay = (
     Welcome
     | Unwelcome
@@ -251,4 +266,5 @@ ToRelay = (
     | DropLostKv
     | InstanceRemoved
     | Drain
+    | AloneAnswered
 )

@@ -57,7 +57,8 @@ def test_a_key_that_is_nobodys_is_refused_and_a_tenants_is_not_passed_on(
     play(scenario, flags=flags(tmp_path, tenant("acme")))
 
 
-def test_a_rate_of_requests_is_told_and_kept(play: "Play", tmp_path: Path) -> None:
+@pytest.mark.parametrize("relays", [0, 1])
+def test_a_rate_of_requests_is_told_and_kept(relays: int, play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
         first = await site.post(COMPLETIONS, BODY, given("acme"))
         assert first.status == 200
@@ -80,11 +81,14 @@ def test_a_rate_of_requests_is_told_and_kept(play: "Play", tmp_path: Path) -> No
         assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
 
     limits = "requests_per_minute = 6\nrequest_burst = 2"
-    play(scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")))
+    play(
+        scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")), relays=relays
+    )
 
 
+@pytest.mark.parametrize("relays", [0, 1])
 def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
-    play: "Play", tmp_path: Path
+    relays: int, play: "Play", tmp_path: Path
 ) -> None:
     async def scenario(site: "Site") -> None:
         # Its prompt has three tokens, estimated as two.
@@ -105,7 +109,7 @@ def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
         assert huge.header(b"retry-after") is None
 
     limits = "tokens_per_minute = 60\ntoken_burst = 92"
-    play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits)), relays=relays)
 
 
 def test_requests_in_flight_have_a_limit_and_count_until_they_end(
@@ -131,7 +135,10 @@ def test_requests_in_flight_have_a_limit_and_count_until_they_end(
     play(scenario, flags=flags(tmp_path, tenant("acme", "concurrency = 2")))
 
 
-def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path: Path) -> None:
+@pytest.mark.parametrize("relays", [0, 1])
+def test_requests_that_one_engine_answers_alone_count_too(
+    relays: int, play: "Play", tmp_path: Path
+) -> None:
     async def scenario(site: "Site") -> None:
         first = await site.post("/tokenize", BODY, given("acme"))
         assert first.status == 200
@@ -142,11 +149,12 @@ def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path
         assert (await running.end()).status == 200
         refused = await site.post("/tokenize", BODY, given("acme"))
         assert "requests per minute" in is_error(refused, 429)
+        await site.until(lambda: len(site.world.ended) == 4)
         outcomes = [record.outcome for record in site.world.ended]
         assert outcomes == [Outcome.OK, Outcome.REJECTED, Outcome.OK, Outcome.REJECTED]
 
     limits = "concurrency = 1\nrequests_per_minute = 2"
-    play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits)), relays=relays)
 
 
 def test_a_body_that_is_refused_in_any_case_is_not_read(play: "Play", tmp_path: Path) -> None:
