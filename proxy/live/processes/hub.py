@@ -33,6 +33,7 @@ class Desk(Protocol):
     """Who serves one relay; see `RelayDesk`."""
 
     out: "Outbox[to_relay.ToRelay]"
+    requests: "dict[int, RemoteRequest]"
     occupancy: from_relay.Occupancy
     drained: bool
 

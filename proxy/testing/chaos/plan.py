@@ -73,9 +73,16 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int, tenants_too: bool = True) -> Plan:
-    """Return the plan of a seed, without tenants if they are to be left out."""
-    plan = _draw_plan(seed, requests)
+def draw_plan(seed: int, *, requests: int, tenants_too: bool = True, long: bool = False) -> Plan:
+    """Return the plan of a seed.
+
+    Args:
+        seed: Decides everything.
+        requests: How many.
+        tenants_too: Whether there may be tenants.
+        long: Whether answers take so long that streams outlive a process.
+    """
+    plan = _draw_plan(seed, requests, long=long)
     tenants = draw_tenants(seed, plan.visits[-1].start_s) if tenants_too else None
     if tenants is None:
         return plan
@@ -86,10 +93,10 @@ def draw_plan(seed: int, *, requests: int, tenants_too: bool = True) -> Plan:
     return replace(plan, world=world, visits=visits, tenants=tenants)
 
 
-def _draw_plan(seed: int, requests: int) -> Plan:
+def _draw_plan(seed: int, requests: int, *, long: bool) -> Plan:
     rng = random.Random(seed)
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
-    engines = _engines(rng)
+    engines = _engines(rng, long=long)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
     prefixes = random.Random(f"prefixes {seed}")
     engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
@@ -132,7 +139,8 @@ def _draw_plan(seed: int, requests: int) -> Plan:
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
     injections.sort(key=lambda one: (one.start_s, one.end_s))
     mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
-    mix = replace(mix, max_tokens=rng.choice([10, 40, 100]))
+    longest = rng.choice([10, 40, 100])
+    mix = replace(mix, max_tokens=100 if long else longest)
     leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
     visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
     return Plan(
@@ -147,10 +155,10 @@ def _draw_plan(seed: int, requests: int) -> Plan:
     )
 
 
-def _engines(rng: random.Random) -> EmulationSettings:
+def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:
     connector = rng.choices(list(CONNECTORS), weights=[50, 15, 20, 15])[0]
     recomputes = CONNECTORS[connector].recomputes
-    return EmulationSettings(
+    engines = EmulationSettings(
         prefillers=rng.randint(1, 3),
         ranks=rng.randint(1, 4),
         batch_limit=rng.choice(_BATCH_LIMITS),
@@ -170,6 +178,7 @@ def _engines(rng: random.Random) -> EmulationSettings:
         partial_utf8=rng.choice([0.0, 0.0, 0.2]),
         merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
+    return replace(engines, mean_output_tokens=50.0, step_base_ns=50_000_000) if long else engines
 
 
 def _direct(rng: random.Random) -> dict[str, object]:

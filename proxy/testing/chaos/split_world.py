@@ -183,6 +183,11 @@ class SplitWorld(World):
             if place not in self._down:
                 self._connect(relay, place)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no process is missing."""
+        return not (self._alone or self._down)
+
     def is_up(self, port: int) -> bool:
         """Return whether a relay listens there."""
         up = [one for place, one in enumerate(self.relays) if place not in self._down]

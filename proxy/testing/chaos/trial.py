@@ -34,6 +34,7 @@ from balanceroute.proxy.testing.chaos.audit import (
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills
+from balanceroute.proxy.testing.chaos.ledger_watch import LedgerWatch
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
@@ -91,7 +92,7 @@ class Report:
 
 def run_seed(seed: int, *, requests: int, relays: int = 0, kills: bool = False) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    plan = draw_plan(seed, requests=requests, tenants_too=not relays)
+    plan = draw_plan(seed, requests=requests, tenants_too=not relays, long=kills)
     return run_plan(plan, relays=relays, kills=kills)
 
 
@@ -161,6 +162,7 @@ class Trial:
         self._saboteur.begin(self._begin_s)
         self._report.faults += _client_faults(plan)
         self._plan_kills()
+        self._watch_ledger()
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
         if plan.storm_s is not None:
             self._loop.call_at(self._begin_s + plan.storm_s, self._storm)
@@ -176,6 +178,7 @@ class Trial:
         world.journal.write("calm")
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
+        self._ledger_watched()
         report.violations += audit_proxy(world)
         if not (isinstance(world, SplitWorld) and world.scheduler_kills):
             # Else they count since the last of them.
@@ -282,6 +285,17 @@ class Trial:
         world.journal.write("tenants", *(one.name for one in tenants.files[1]))
 
     # Processes.
+
+    def _watch_ledger(self) -> None:
+        if isinstance(self._world, SplitWorld):
+            self._ledger = LedgerWatch(self._world)
+            self._watching = self._loop.create_task(self._ledger.run())
+
+    def _ledger_watched(self) -> None:
+        if isinstance(self._world, SplitWorld):
+            self._watching.cancel()
+            self._report.violations += self._ledger.found
+            self._report.counters["streams taken over"] += self._ledger.taken_over
 
     def _plan_kills(self) -> None:
         world, plan = self._world, self._plan
