@@ -69,7 +69,7 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet
-    prefix_cache recorder report service_log workload
+    prefix_cache recorder report service_log service_plots workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
     turn_writes write_progress

@@ -31,6 +31,7 @@ from balanceroute.proxy.sim.hints import hints, unending
 from balanceroute.proxy.sim.plots import write_plots
 from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
 from balanceroute.proxy.sim.service_log import groups_of
+from balanceroute.proxy.sim.service_plots import write_service_plots
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.topologies import did_you_mean
 
@@ -189,6 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_output("--json", arguments.json, as_json(config, results))
     if arguments.plots is not None:
         pictures = write_plots(results, arguments.plots, title=title)
+        pictures += write_service_plots(results, arguments.plots, title=title)
         with for_people(arguments.json):
             Console(soft_wrap=True).print(
                 f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False

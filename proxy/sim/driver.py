@@ -415,6 +415,9 @@ class Simulation:
         fleet, now_ns = self._fleet, self._loop.now_ns
         duration_ns = fleet.begin_step()
         self.recorder.idle_time(now_ns - self._idle_since_ns)
+        budget, service = self.scheduler.intake.budget, self.recorder.service
+        if budget is not None and service is not None:
+            service.limit(budget.cap * self.scheduler.ranks.open, now_ns)
         self.recorder.step(fleet.step_loads, fleet.running, duration_ns, now_ns, fleet.emissions)
         self._stepping = True
         self._step_began_ns = now_ns

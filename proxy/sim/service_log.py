@@ -52,6 +52,7 @@ class ServiceLog:
     Attributes:
         groups: The tenants and classes, in order.
         samples: The sums, about once a second.
+        limits: Times and the limit on requests in flight from then on.
     """
 
     def __init__(self, requests: "Sequence[TraceRequest]") -> None:
@@ -69,6 +70,7 @@ class ServiceLog:
         self._opened: Sample | None = None
         self._closed: Sample | None = None
         self.samples: list[Sample] = []
+        self.limits: list[tuple[int, int]] = []
 
     def arrived(self, request: RequestId, now_ns: int) -> None:
         """Note an arrival."""
@@ -101,6 +103,21 @@ class ServiceLog:
     def first_token(self, request: RequestId, now_ns: int) -> None:
         """Note the first token of a request."""
         self._times[request].first_ns = now_ns
+
+    def first_tokens(self, group: int) -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
+        """Return when a group's first tokens came, and how long each took, in seconds."""
+        times = [
+            (times.first_ns, times.first_ns - times.arrived_ns)
+            for times in self._times.values()
+            if times.group == group and times.first_ns is not None
+        ]
+        came, took = np.array(times, np.float64).reshape(-1, 2).T / 1e9
+        return came, took
+
+    def limit(self, requests: int, now_ns: int) -> None:
+        """Note the limit on requests in flight."""
+        if not self.limits or self.limits[-1][1] != requests:
+            self.limits.append((now_ns, requests))
 
     def left(self, request: RequestId, kv_tokens: int) -> None:
         """Note that a request left its batch."""
