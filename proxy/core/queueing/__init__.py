@@ -21,9 +21,9 @@ from balanceroute.proxy.core.queueing.base import (
 )
 from balanceroute.proxy.core.queueing.by_ticket import (
     ByTicket,
+    ByWork,
     by_deadline,
     by_level,
-    by_work,
     urgent_by_deadline,
 )
 from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
@@ -58,7 +58,7 @@ QUEUE_ORDERS: dict[str, MakeQueueOrder] = {
     "edf": partial(ByTicket, by_deadline),
     "abs": partial(ByTicket, by_level),
     "ml": partial(ByTicket, urgent_by_deadline),
-    "srpt": partial(ByTicket, by_work),
+    "srpt": ByWork,
 }
 PREDICTING_ORDERS = frozenset({"srpt"})
 """The orders that use `Ticket.predicted_tokens`."""

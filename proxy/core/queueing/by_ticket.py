@@ -10,7 +10,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from math import inf
 
+from msgspec import structs
+
 from balanceroute.proxy.core.events import RequestId, Ticket
+
+# In the running mean, which so covers about 128 requests.
+_OUTPUT_WEIGHT = 1 / 128
 
 Key = tuple[float, float]
 Place = tuple[float, float, RequestId]
@@ -73,6 +78,31 @@ class ByTicket:
         return bisect_left(self._order, self._places[request])
 
 
+class ByWork(ByTicket):
+    """`srpt`: the least work first.
+
+    Outputs are predicted once requests are let in. One without a prediction, which asks how many
+    are ahead of it, is taken to answer as much as the mean of the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(by_work)
+        self._mean_output = 0.0
+
+    def add(self, request: RequestId, ticket: Ticket) -> None:
+        """Insert a request in order."""
+        super().add(request, ticket)
+        output = ticket.predicted_tokens
+        weight = _OUTPUT_WEIGHT if self._mean_output else 1.0
+        self._mean_output += weight * (output - self._mean_output)
+
+    def ahead(self, ticket: Ticket) -> int:
+        """Return how many requests go before one that came now. Ties go to those that wait."""
+        if not ticket.predicted_tokens:
+            ticket = structs.replace(ticket, predicted_tokens=round(self._mean_output))
+        return super().ahead(ticket)
+
+
 def by_deadline(ticket: Ticket) -> Key:
     """`edf`: the earliest deadline first; a request without one has all the time."""
     return inf if ticket.deadline_ns is None else ticket.deadline_ns, 0
@@ -89,7 +119,7 @@ def urgent_by_deadline(ticket: Ticket) -> Key:
 
 
 def by_work(ticket: Ticket) -> Key:
-    """`srpt`: the least work first, in KV tokens of a decode rank times steps.
+    """The least work first, in KV tokens of a decode rank times steps.
 
     All sequences of a request share its prompt. Without a prediction prompts decide.
     """

@@ -111,7 +111,7 @@ TICKETS = st.lists(
         st.integers(1, 100),
         level=st.integers(-2, 2),
         deadline_ns=st.none() | st.integers(0, 100),
-        predicted_tokens=st.integers(0, 100),
+        predicted_tokens=st.integers(1, 100),
     ),
     min_size=1,
     max_size=20,

@@ -94,3 +94,10 @@ def test_it_agrees_with_a_sorted_list(
         assert all((RequestId(one) in order) == (one in there) for one in range(10))
         for position, one in enumerate(expected):
             assert list(order.ahead_of(one)) == expected[:position]
+
+
+def test_before_its_prediction_a_request_is_expected_to_answer_as_the_others() -> None:
+    order = QUEUE_ORDERS["srpt"]()
+    for number, prompt_tokens in enumerate((10, 20, 30, 40)):
+        order.add(RequestId(number), Ticket(prompt_tokens, predicted_tokens=100))
+    assert order.ahead(Ticket(25)) == 2
