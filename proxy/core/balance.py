@@ -92,6 +92,8 @@ class Balance:
         self._envelope: NDArray[np.float64] = (ahead / self._speeds).max(axis=0)
         self._margins = (self._envelope * self._speeds - ahead) * self._stretch
         self._target = target
+        # The latest rank's kinks, which it asks for several times before it admits anything.
+        self._kinks_of: tuple[int, NDArray[np.float64]] | None = None
         if target is None:
             self._penalties = self._past_envelope
         else:
@@ -119,8 +121,10 @@ class Balance:
 
     def outlook(self, rank: int, totals: NDArray[np.float64]) -> Outlook:
         """Return F and the overflow of each of float64[n] `totals` on `rank`; there is a target."""
-        kinks = self._kinks(rank).reshape(2, -1)
-        beyond = np.maximum(totals[:, None, None] - kinks, 0.0) @ self._steps
+        beyond = np.subtract.outer(totals, self._kinks(rank))
+        np.maximum(beyond, 0.0, out=beyond)
+        # One product of all rows is much faster than one for each total.
+        beyond = (beyond.reshape(-1, len(self._steps)) @ self._steps).reshape(-1, 2)
         to_envelope = self._reward * totals - self._beta * beyond[:, 1]
         to_target = to_envelope + self._target_penalty * (beyond[:, 1] - beyond[:, 0])
         return Outlook(to_target, to_envelope, beyond[:, 1] / self._steps.sum())
@@ -143,6 +147,7 @@ class Balance:
 
     def admit(self, rank: int, contribution: NDArray[np.float64]) -> None:
         """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it."""
+        self._kinks_of = None
         self._ahead[rank] += contribution
         level = self._ahead[rank] / self._speeds[rank]
         # A higher envelope widens every rank's margin; below it only this rank's margin changes.
@@ -159,7 +164,10 @@ class Balance:
         margins: NDArray[np.float64] = self._margins[rank]
         if self._target is None:
             return margins
-        target = self._target * self._speeds[rank]
-        room = np.maximum(target - self._ahead[rank], 0.0) * self._stretch
-        # A target above the envelope is none.
-        return np.concatenate([np.minimum(room, margins), margins])
+        if self._kinks_of is None or self._kinks_of[0] != rank:
+            target = self._target * self._speeds[rank]
+            room = np.maximum(target - self._ahead[rank], 0.0) * self._stretch
+            # A target above the envelope is none.
+            kinks = np.concatenate([np.minimum(room, margins), margins])
+            self._kinks_of = rank, kinks
+        return self._kinks_of[1]

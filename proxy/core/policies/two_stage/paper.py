@@ -1,6 +1,7 @@
 """The paper's stages, where ours differ. Paper: Algorithms 2 and 3."""
 
-from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
+from balanceroute.proxy.core.policies.two_stage.candidates import sizes
+from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.pool import PoolEntry
 
 

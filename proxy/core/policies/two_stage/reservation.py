@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
+from balanceroute.proxy.core.policies.two_stage.candidates import Candidates
+from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.policies.two_stage.subsets import best_choice
 
 if TYPE_CHECKING:
@@ -65,17 +66,18 @@ class Reservations:
     def choose(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return what `rank` takes of its candidates; [] for nothing."""
         candidates = work.candidates(rank)
-        if not candidates:
+        entries = candidates.entries
+        if not entries:
             return []
         own = self.of_rank.get(rank)
         # One that avoids the rank now, or is no candidate any more, has no use for it.
-        if own is not None and own not in [entry.request for entry in candidates]:
+        if own is not None and own not in [entry.request for entry in entries]:
             del self.of_rank[rank]
         view = _View(work, rank, candidates, set(self.of_rank.values()))
         if rank not in self.of_rank and not self._reserve(work, rank, view):
             return view.best(work, rank)
         own = self.of_rank[rank]
-        for index, entry in enumerate(candidates):
+        for index, entry in enumerate(entries):
             if entry.request == own and view.has_room[index]:
                 # An empty rank has nothing left to shed.
                 overflow = float(view.overflow[index])
@@ -85,17 +87,19 @@ class Reservations:
         others = view.has_room & ~view.reserved
         # The smallest, so that the departures make room.
         smallest = int(np.where(others, view.sizes, np.inf).argmin())
-        return [candidates[smallest]] if others[smallest] else []
+        return [entries[smallest]] if others[smallest] else []
 
     def _reserve(self, work: Round, rank: int, view: "_View") -> bool:
         """Reserve `rank` for the latest candidate that may; return whether there is one."""
+        wanting = view.is_late & ~(view.reserved | view.fills)
+        if not wanting.any():
+            return False
         enough = (1.0 - view.late / _ANY_RANK) * view.sizes
-        wanting = ~(view.reserved | view.fills)
-        wanting &= (view.late >= _LATE) & (work.balance.safe_margins[rank] >= enough)
+        wanting &= work.balance.safe_margins[rank] >= enough
         if not wanting.any():
             return False
         latest = int(np.where(wanting, view.late, -np.inf).argmax())
-        self.of_rank[rank] = view.candidates[latest].request
+        self.of_rank[rank] = view.entries[latest].request
         view.reserved[latest] = True
         return True
 
@@ -104,9 +108,10 @@ class _View:
     """The n candidates of one rank, in order of the pool.
 
     Attributes:
-        candidates: The entries.
+        entries: The entries.
         sizes: float64[n], their KV tokens.
         late: float64[n], admissions beyond their turn, in lengths of the pool.
+        is_late: bool[n], whether that is enough to reserve a rank.
         scores: float64[n], F with the credit.
         overflow: float64[n], tokens beyond the rank's margin.
         has_room: bool[n], whether the rank has the memory.
@@ -115,21 +120,20 @@ class _View:
     """
 
     def __init__(
-        self, work: Round, rank: int, candidates: "list[PoolEntry]", reserved: "set[RequestId]"
+        self, work: Round, rank: int, candidates: Candidates, reserved: "set[RequestId]"
     ) -> None:
-        self.candidates = candidates
-        self.sizes = sizes(candidates)
-        overtaken = np.array([entry.overtaken for entry in candidates], np.float64)
+        self.entries, self.sizes, overtaken = candidates
         # First come, first served, the entries ahead would be admitted before it.
-        self.late = (overtaken - np.arange(len(candidates))) / len(work.pool)
+        self.late = (overtaken - np.arange(len(overtaken))) / len(work.pool)
+        self.is_late = self.late >= _LATE
         to_target, to_envelope, self.overflow = work.balance.outlook(rank, self.sizes)
-        self.scores = np.where(self.late >= _LATE, to_envelope, to_target)
+        self.scores = np.where(self.is_late, to_envelope, to_target)
         self.scores += work.credit_each * overtaken
         self.fills = to_envelope >= 0.0
         self.has_room = self.sizes <= work.fleet.room(rank)
-        self.reserved = np.zeros(len(candidates), np.bool_)
+        self.reserved = np.zeros(len(overtaken), np.bool_)
         if reserved:
-            self.reserved |= [entry.request in reserved for entry in candidates]
+            self.reserved |= [entry.request in reserved for entry in self.entries]
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
@@ -138,11 +142,9 @@ class _View:
         """
         free = self.has_room & (self.fills | ~self.reserved | (work.fleet.bound[rank] == 0))
         if free.all():
-            return best_choice(work, rank, self.candidates, self.scores)
-        candidates = [
-            entry for entry, is_free in zip(self.candidates, free, strict=True) if is_free
-        ]
-        return best_choice(work, rank, candidates, self.scores[free])
+            return best_choice(work, rank, self.entries, self.scores)
+        entries = [entry for entry, is_free in zip(self.entries, free, strict=True) if is_free]
+        return best_choice(work, rank, entries, self.scores[free])
 
 
 def _tolerable(work: Round, entry: "PoolEntry", overflow: float) -> bool:

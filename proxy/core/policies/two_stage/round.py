@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balanceroute.proxy.core.balance import Balance
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
+from balanceroute.proxy.core.policies.two_stage.candidates import (
+    Candidates,
+    Oldest,
+    candidates_of,
+)
 from balanceroute.proxy.core.policies.two_stage.settings import TwoStageSettings
 from balanceroute.proxy.core.policies.two_stage.target import target_tokens
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
-
-_RESTRICTED = attrgetter("restricted")
 
 
 class Round:
@@ -64,15 +65,17 @@ class Round:
         # that the credit of a waiting entry exceeds any overflow at last.
         offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
         self.credit_each = settings.weights.penalty * offset_tokens
+        self._oldest: Oldest | None = None
 
-    def candidates(self, rank: int) -> list[PoolEntry]:
+    def candidates(self, rank: int) -> Candidates:
         """Return the K oldest entries that may go to the open `rank`, whether they fit or not."""
         window = self.settings.window
-        entries = self.pool.first(window)
+        if self._oldest is None:
+            # Each admission takes a slot, and one entry moves up.
+            self._oldest = Oldest(self.pool.first(window + int(self.fleet.free_slots.sum())))
         # Usually every entry may go to every rank, and the first K need no filter.
-        if any(map(_RESTRICTED, entries)):
-            return list(islice(self.allowed(rank), window))
-        return entries
+        candidates = self._oldest.first(window)
+        return candidates or candidates_of(list(islice(self.allowed(rank), window)))
 
     def allowed(self, rank: int) -> Iterator[PoolEntry]:
         """Iterate over the entries that may go to the open `rank`, oldest first."""
@@ -99,6 +102,8 @@ class Round:
     def admit(self, entry: PoolEntry, rank: int) -> None:
         """Admit an entry to a rank; later decisions of the round see it."""
         self.pool.admit(entry.request)
+        if self._oldest is not None:
+            self._oldest.admitted(entry)
         self.fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
         if len(self.pool) == 0:
@@ -110,8 +115,3 @@ class Round:
                 entry.request, entry.kv_tokens, entry.age, entry.slots
             )
         self.balance.admit(rank, contribution)
-
-
-def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
-    """Return float64[n], the load of each entry on the rank that admits it."""
-    return np.array([entry.kv_tokens for entry in entries], np.float64)

@@ -7,9 +7,10 @@ the best single entry anyway. A rank that is reserved makes room instead, see `r
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.policies.two_stage.candidates import sizes
 from balanceroute.proxy.core.policies.two_stage.paper import largest
 from balanceroute.proxy.core.policies.two_stage.reservation import Reservations
-from balanceroute.proxy.core.policies.two_stage.round import Round, sizes
+from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.policies.two_stage.subsets import best_choice
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -45,7 +46,8 @@ def _choose(work: Round, rank: int, reservations: Reservations) -> list[PoolEntr
 def _roomiest(work: Round, open_ranks: NDArray[np.bool_]) -> int:
     """Return the open rank with the largest safe margin, then most free slots, then lowest."""
     margins = np.where(open_ranks, work.balance.safe_margins, -1.0)
-    ties = np.flatnonzero(margins == margins.max())
+    # Not `max` and `flatnonzero`, which wrap these in Python code.
+    (ties,) = (margins == margins[margins.argmax()]).nonzero()
     if len(ties) == 1:
         return int(ties[0])
     return int(ties[int(work.fleet.free_slots[ties].argmax())])
