@@ -281,7 +281,7 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
         "theta": 2,
         "window": WINDOW,
         "patience": PATIENCE_PER_SLOT * 2 * 4,
-        "hold_s": 1.0,
+        "hold_s": DEFAULTS.hold_s,
         "paper": False,
     }
     assert {name: config[name] for name in expected} == expected

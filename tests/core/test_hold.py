@@ -67,10 +67,33 @@ def test_what_fills_more_than_it_costs_is_not_held(tokens: int, *, is_held: bool
     assert (rule.next_decision_ns is not None) == is_held
 
 
-@pytest.mark.parametrize(("taken", "is_held"), [(7, False), (8, True)])
-def test_nothing_is_held_while_a_quarter_of_the_slots_is_free(taken: int, *, is_held: bool) -> None:
+@pytest.mark.parametrize(("taken", "is_held"), [(6, False), (7, True)])
+def test_nothing_is_held_while_a_third_of_the_slots_is_free(taken: int, *, is_held: bool) -> None:
     rule, pool = policy(), pool_of(20_000)
     assert bool(admitted(rule, fleet(taken), pool, 1)) != is_held
+
+
+@pytest.mark.parametrize(
+    ("lately", "now", "is_held"),
+    # 0.7 of what it was lately and 0.3 of what it is now, against two thirds.
+    [(5, 9, False), (6, 8, False), (6, 9, True), (8, 3, False), (8, 4, True)],
+)
+def test_a_fleet_that_was_less_full_lately_holds_less(
+    lately: int, now: int, *, is_held: bool
+) -> None:
+    rule = policy()
+    for _ in range(2_000):
+        admitted(rule, fleet(lately), pool_of(10), 1)
+    assert bool(admitted(rule, fleet(now), pool_of(20_000), 1)) != is_held
+
+
+def test_a_fleet_without_an_open_rank_says_nothing_about_its_slots() -> None:
+    rule, closed = policy(), fleet(0)
+    closed.is_open[:] = False
+    closed.free_slots[:] = 0
+    for _ in range(2_000):
+        admitted(rule, closed, pool_of(10), 1)
+    assert admitted(rule, fleet(taken=8), pool_of(20_000), 1) == []
 
 
 def test_nothing_is_held_while_slots_are_scarce() -> None:

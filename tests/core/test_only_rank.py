@@ -49,8 +49,10 @@ def pool_of(*entries: tuple[int, int], deadline_ns: int | None = None, lost_on: 
     return pool
 
 
-def dispatched(view: Fleet, pool: Pool, predictor: Predictor) -> list[Assignment]:
-    settings, rng = PolicySettings(hold_s=0.0), random.Random(1)
+def dispatched(
+    view: Fleet, pool: Pool, predictor: Predictor, hold_s: float = 0.0
+) -> list[Assignment]:
+    settings, rng = PolicySettings(hold_s=hold_s), random.Random(1)
     inputs = PolicyInputs(len(view.loads), BATCH, settings, rng, predictor)
     return make_policy("br-h", inputs).dispatch(view, pool, NOW_NS)
 
@@ -66,7 +68,7 @@ def test_the_stages_come_to_the_same(
 ) -> None:
     view = fleet([taken, *[BATCH] * full], kv_limit)
     pool = pool_of(*entries)
-    forced = fill_only_rank(view, pool, NOW_NS, hold_ns=0)
+    forced = fill_only_rank(view, pool, NOW_NS)
     assume(forced is not None)
     other = fleet([taken, *[BATCH] * full], kv_limit)
     # With this, entries take more room than is known beforehand, so the stages decide.
@@ -93,11 +95,12 @@ OPEN = {
 def test_the_stages_decide_what_is_open(why: str) -> None:
     view, pool = OPEN[why]
     waiting = len(pool)
-    assert fill_only_rank(view, pool, NOW_NS, hold_ns=0) is None
+    assert fill_only_rank(view, pool, NOW_NS) is None
     assert len(pool) == waiting
 
 
 def test_the_stages_decide_while_a_request_may_be_held() -> None:
-    view, pool = fleet([7]), pool_of((5, 1))
-    assert fill_only_rank(view, pool, NOW_NS, hold_ns=1) is None
-    assert fill_only_rank(view, pool, NOW_NS, hold_ns=0) == [(0, 0)]
+    pool = pool_of((5, 1))
+    with pytest.raises(AssertionError):
+        dispatched(fleet([7]), pool, Unasked(), hold_s=1.0)
+    assert dispatched(fleet([7]), pool, Unasked()) == [(0, 0)]

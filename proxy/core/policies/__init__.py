@@ -106,7 +106,7 @@ class PolicySettings:
     theta: int | None = None
     window: int | None = None
     patience: float | None = None
-    hold_s: float = 1.0
+    hold_s: float = 2.0
     form: Form | None = None
     refresh_tokens: int = 20
     bypass_slots: int = 2
@@ -202,7 +202,7 @@ def _two_stage(
         theta=chosen.theta,
         window=chosen.window,
         patience=chosen.patience,
-        hold_ns=round(chosen.hold_s * 1e9),
+        hold_ns=0 if chosen.paper else round(chosen.hold_s * 1e9),
         gamma=gamma,
         paper=chosen.paper,
     )

@@ -8,29 +8,27 @@ from operator import attrgetter
 
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
-from balanceroute.proxy.core.policies.two_stage.hold import may_hold
 from balanceroute.proxy.core.policies.two_stage.stage_1 import largest_first
 from balanceroute.proxy.core.pool import Pool
 
 _KV_TOKENS, _RESTRICTED = attrgetter("kv_tokens"), attrgetter("restricted")
 
 
-def fill_only_rank(
-    fleet: Fleet, pool: Pool, now_ns: int, *, hold_ns: int
-) -> list[Assignment] | None:
+def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | None:
     """Admit everything that waits; None, with nothing admitted, if there is a choice.
+
+    Not where requests may be held.
 
     Args:
         fleet: The ranks; at least one has a free slot.
         pool: What waits.
         now_ns: For deadlines: an entry that is late may have to go first, or not at all.
-        hold_ns: See `TwoStageSettings`.
     """
     (ranks,) = fleet.free_slots.nonzero()
     if len(ranks) > 1 or fleet.room_after is not None:
         return None
     rank = RankId(ranks.item(0))
-    if pool.slots > fleet.free_slots[rank] or may_hold(fleet, hold_ns) or pool.overdue(now_ns):
+    if pool.slots > fleet.free_slots[rank] or pool.overdue(now_ns):
         return None
     entries = pool.first(len(pool))
     fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens[rank]

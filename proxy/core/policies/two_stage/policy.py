@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from balanceroute.proxy.core.fscore import discounts, lasting_discount
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
+from balanceroute.proxy.core.policies.two_stage.hold import Occupancy
 from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
 from balanceroute.proxy.core.policies.two_stage.paper import fill_longest_queues
 from balanceroute.proxy.core.policies.two_stage.reservation import Reservations
@@ -47,15 +48,17 @@ class TwoStage:
         self._gamma = settings.gamma  # As lowered last.
         self.reservations = Reservations()
         self._on_stage = on_stage
+        self._occupancy = Occupancy()
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits. Paper: Algorithms 2 and 3."""
         self.next_decision_ns = None
+        may_hold = self._settings.hold_ns > 0 and self._occupancy.is_high(fleet)
         # The usual case in saturation; it costs no projection.
         if not (fleet.free_slots > 0).any():
             return []
-        if not self._settings.paper:
-            forced = fill_only_rank(fleet, pool, now_ns, hold_ns=self._settings.hold_ns)
+        if not (self._settings.paper or may_hold):
+            forced = fill_only_rank(fleet, pool, now_ns)
             if forced is not None:
                 self._on_stage("stage_1")
                 return forced
@@ -67,7 +70,7 @@ class TwoStage:
         else:
             # Overdue entries first, while every rank still has its slots.
             place_overdue(work, now_ns)
-            self.next_decision_ns = place_all(work, now_ns)
+            self.next_decision_ns = place_all(work, now_ns, may_hold=may_hold)
             self.reservations.prune(work)
         self._on_stage("stage_1")
         # The free slots would go to the entries that are held.

@@ -4,7 +4,7 @@ Every pooled request gets a slot now, or in a moment, see `hold`. The largest go
 rule for even sums, each to the rank where its F is best.
 """
 
-from balanceroute.proxy.core.policies.two_stage.hold import is_held, may_hold
+from balanceroute.proxy.core.policies.two_stage.hold import is_held
 from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.pool import PoolEntry
 
@@ -16,7 +16,7 @@ def place_overdue(work: Round, now_ns: int) -> None:
     work.place(work.pool.overdue(now_ns))
 
 
-def place_all(work: Round, now_ns: int) -> int | None:
+def place_all(work: Round, now_ns: int, *, may_hold: bool) -> int | None:
     """Admit the oldest entries, the largest of them first.
 
     Returns:
@@ -28,7 +28,7 @@ def place_all(work: Round, now_ns: int) -> int | None:
     fits = work.pool.slots <= free
     entries = _oldest(work, free if fits else max(0, free - work.settings.theta))
     entries.sort(key=largest_first)
-    if not (fits and may_hold(work.fleet, work.settings.hold_ns)):
+    if not (fits and may_hold):
         work.place(entries)
         return None
     ends_ns: list[int] = []
