@@ -103,6 +103,13 @@ def test_every_process_reads_certificates_and_keys_again(
             assert await shown(served) == {after}
             assert await statuses(served, make_exchanged, b"second") == {200}
             assert await statuses(served, make_exchanged, b"third") == {401}
+            # So if relays alone can serve with it.
+            token.write_text("third\n")
+            cert.write_text("no certificate\n")
+            served.process.send_signal(signal.SIGHUP)
+            await until_logged(log, "stay as they are", 6)
+            assert await statuses(served, make_exchanged, b"second") == {200}
+            assert await statuses(served, make_exchanged, b"third") == {401}
             await long.end()
             assert long.done
             served.process.send_signal(signal.SIGTERM)
