@@ -271,6 +271,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         flags: Mapping[str, object] | None = None,
         at_rest: bool = True,
         relays: int = 0,
+        tenants: str = "",
         **changes: Any,
     ) -> None:
         engines: dict[str, Any] = {
@@ -284,6 +285,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
             settings = WorldSettings(
                 EmulationSettings(**(engines | changes)),
                 {"admin": True, "admin_port": 0, **(flags or {})},
+                tenants,
             )
             rng = random.Random(7)
             world = (

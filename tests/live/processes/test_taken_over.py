@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.live.processes.test_crossing import NUMBER, SHAPE, Relay
@@ -172,6 +173,29 @@ def test_a_relay_that_died_too_is_not_waited_for_long(play: "Play") -> None:
         await asyncio.sleep(5.0)
 
     play(scenario, relays=2, **SLOW)
+
+
+def test_limits_of_tenants_hold_on(play: "Play") -> None:
+    key = b"a key of a tenant"
+
+    async def scenario(site: "Site") -> None:
+        headers = [(b"authorization", b"Bearer " + key)]
+        streams = [site.send(COMPLETIONS, STREAM, headers=headers) for _ in range(2)]
+        for stream in streams:
+            await stream.until_events(2)
+        await restart(site)
+        refused = await site.post(COMPLETIONS, STREAM, headers)
+        assert refused.status == 429
+        assert b"2 requests of the tenant are in flight already" in refused.body
+        for stream in streams:
+            assert (await stream.end()).done
+        await site.until(lambda: len(site.world.ended) == 3)
+        assert (await site.post(COMPLETIONS, STREAM, headers)).done
+
+    tenant = (
+        f'[[tenant]]\nname = "a"\nkey_sha256 = ["{sha256(key).hexdigest()}"]\nconcurrency = 2\n'
+    )
+    play(scenario, relays=2, tenants=tenant, **SLOW)
 
 
 def live(phase: Any, *, rank: RankId | None, prefiller: PrefillerId | None) -> from_relay.Live:
