@@ -21,8 +21,8 @@ proxy.cli: emulate engine_flags engine_parser evaluate evaluation_plots hash_key
     online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses pace placement policies pool prediction prefill
-    prefill_queue projection queueing ranks recount scheduler skill standing step_model subset time_limits timers
-    trajectories turnover
+    prefill_queue projection queueing rank_memory ranks recount scheduler skill standing step_model subset
+    time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
@@ -68,8 +68,8 @@ proxy.live.telemetry: decision_failures decision_metrics engine_metrics expositi
     request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
-proxy.sim: api decode_fleet driver engine_options entrance experiment forecast hints loop plots prefill_fleet
-    prefix_cache recorder report service_log service_plots workload
+proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
+    prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
     turn_writes write_progress

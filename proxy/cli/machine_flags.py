@@ -76,6 +76,14 @@ class Machines:
         shown_default="prefillers compute all",
         metavar="TOKENS",
     )
+    rank_prefix_cache: int | None = integer(
+        None,
+        "tokens in a rank's prefix cache, for prompts that it computes",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+    )
     local_prefill_always: bool = flag("let ranks compute all such prompts, whatever it costs")
     pool_limit: int | None = integer(
         None,
@@ -146,6 +154,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
         transfer_base_ns=round(1e6 * machines.transfer_base_ms),
         transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         local_prefill_tokens=machines.local_prefill_tokens,
+        rank_cache_tokens=machines.rank_prefix_cache,
         local_prefill_always=machines.local_prefill_always,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,

@@ -59,6 +59,9 @@ class Ticket(Struct, frozen=True):
             if unused.
         block_tokens: Tokens of a block, possibly an estimate.
         token_blocks: Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
+        home: The rank that it is to go to while that is open, as it has a part of the prompt; None for
+            any.
+        home_tokens: The tokens that this rank has.
     """
 
     prompt_tokens: int
@@ -78,6 +81,8 @@ class Ticket(Struct, frozen=True):
     blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0
     token_blocks: bool = False
+    home: RankId | None = None
+    home_tokens: int = 0
 
 
 class RequestArrived(Struct, frozen=True):

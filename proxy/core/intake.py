@@ -3,6 +3,8 @@
 Each part may be missing, and then costs nothing.
 """
 
+from typing import TYPE_CHECKING
+
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.events import Observer, Ticket
 from balanceroute.proxy.core.lifecycle import Request
@@ -10,6 +12,10 @@ from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import FairQueueing
 from balanceroute.proxy.core.ranks import Ranks
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Intake:
@@ -70,12 +76,14 @@ class Intake:
         if self.first_tokens is not None and now_ns > request.waiting_since_ns:
             self.first_tokens.started()
 
-    def step(self, duration_ns: int | None, now_ns: int) -> None:
-        """Note a decode step."""
+    def step(self, duration_ns: int | None, loads: "NDArray[np.int64]", now_ns: int) -> None:
+        """Note a decode step, and int64[G], the KV tokens of the ranks after it."""
         if self.meter is not None:
             self.meter.step(duration_ns)
         if self.budget is not None and duration_ns is not None:
             self.budget.step(duration_ns, now_ns)
+        if self.local_prefill is not None and duration_ns is not None:
+            self.local_prefill.step(duration_ns, int(loads.max()))
 
     def started(self, request: Request, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined its rank's batch."""

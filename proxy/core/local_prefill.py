@@ -5,6 +5,11 @@ that time and N for the requests that are decoded or wait for a rank, the sum of
 
     C x (1 + N).
 
+A rank that has the beginning of the prompt computes only the rest: a conversation's next turn. But the
+request has to go to this rank then. If that takes it x tokens beyond the fullest rank, every step is
+b x longer at first, until the rank has shed the overflow. It sheds r tokens in a step, those of the
+requests that leave it, so this delays all by N b x^2 / 2r; see `leases`.
+
 A prefiller has it done in R = w + s: w for the work that is before it, s for its own. Of that only
 counts what is longer than the wait for a free slot, which both ways share. Those that come to the
 prefiller until its queue is empty wait s longer, as in `prefix_aware`; then the KV cache is
@@ -12,23 +17,30 @@ transferred, which takes T:
 
     R x (1 + s / m x u / (1 - u)) + T, for a utilisation of u and a mean prefill of m.
 
-The rank computes the prompt if the first sum is the smaller one. All times are measured. If no
+The rank computes the prompt if the first sums are the smaller ones. All times are measured. If no
 prefiller is open, the rank computes every prompt up to the limit.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
+    DecodeLost,
     DecodeStarted,
     Event,
     Expire,
     PrefillDone,
     PrefillerId,
     PrefillLost,
+    RankClosed,
+    RankId,
     ReleasePrefill,
     RequestArrived,
     RequestCancelled,
@@ -41,11 +53,23 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.prefill.work import PrefillWork, ServiceModel
+from balanceroute.proxy.core.rank_memory import RankMemory
+from balanceroute.proxy.core.step_model import StepModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # u / (1 - u) for a utilisation of 0.8, as in `prefix_aware`.
 _QUEUE_FACTOR = 4.0
 # Steps that their mean time covers.
 _WINDOW_STEPS = 64
+# Prefills that the share of their prompts covers which is computed.
+_WINDOW_PREFILLS = 64
+# Steps by which a first token is too late to be within its usual variation.
+_SURE_STEPS = 4.0
+# Of a request on a rank, on average, before any has left.
+_LONGEST_STAY_STEPS = 1_000
 # From its admission to its first token a request waits for half a step, and computes in the next.
 _STEPS_TO_FIRST_TOKEN = 1.5
 # Before so many prompts of the ranks their own, a rank counts as fast as a prefiller.
@@ -59,14 +83,16 @@ class FleetState:
     Attributes:
         prefillers: Those that are open and can serve the request.
         waiting_slots: Slots that the requests in the pool need.
-        free_slots: Of all ranks.
+        free_slots: int64[G]; 0 on a rank that is closed or cannot serve the request.
+        loads: int64[G], KV tokens.
         bound: Requests that the ranks have.
         departures_per_step: Requests that leave the ranks in a step.
     """
 
     prefillers: Sequence[PrefillerId]
     waiting_slots: int
-    free_slots: int
+    free_slots: "NDArray[np.int64]"
+    loads: "NDArray[np.int64]"
     bound: int
     departures_per_step: float
 
@@ -75,8 +101,8 @@ class LocalPrefill:
     """Watches one scheduler, and decides who computes a prompt.
 
     Args:
-        limit_tokens: The longest prompt that a rank computes.
-        always: Have ranks compute every prompt up to the limit: a baseline.
+        limit_tokens: The most tokens of a prompt that a rank computes.
+        always: Have ranks compute whatever is within the limit: a baseline.
     """
 
     def __init__(self, limit_tokens: int, *, always: bool = False) -> None:
@@ -89,73 +115,115 @@ class LocalPrefill:
         self._queued: dict[RequestId, int] = {}
         self._admitted_ns: dict[RequestId, int] = {}
         self._queued_tokens = 0
-        self._step_ns = 0.0
+        self._memory = RankMemory()
+        self._waits_for: dict[RequestId, RankId] = {}  # Until it is admitted to its home.
+        self._step_ns = self._envelope = 0.0
+        self._steps = StepModel()
+        self._computed = 1.0  # Share of their prompts that prefillers compute.
         self._transfers, self._local = ServiceModel(), ServiceModel()
 
-    def takes(self, ticket: Ticket, state: FleetState, now_ns: int) -> bool:
-        """Return whether a rank is to compute the prompt of a request that arrives now."""
-        tokens = ticket.prompt_tokens
-        if not (ticket.prefill and ticket.decode) or tokens > self._limit_tokens:
-            return False
-        if self._always or not state.prefillers:
-            return True
-        if not self._work.mean_ns:
-            return False
-        waiting = state.waiting_slots + ticket.slots
-        compute_ns = self._compute_ns(tokens, state.prefillers[0])
-        return compute_ns * (waiting + state.bound) < self._prefill_cost_ns(ticket, state, now_ns)
+    def placed(self, ticket: Ticket, state: FleetState, now_ns: int) -> Ticket:
+        """Return the ticket of a request that arrives now, without prefill if a rank computes it."""
+        if not (ticket.prefill and ticket.decode):
+            return ticket
+        delayed = state.waiting_slots + ticket.slots + state.bound
+        token_ns = self._token_ns()
+        # Any rank, or one that has the beginning.
+        ways: list[tuple[float, int, RankId | None]] = [
+            (token_ns * ticket.prompt_tokens * delayed, 0, None)
+        ]
+        for rank, cached in self._memory.expect(ticket).items():
+            if state.free_slots[rank] > list(self._waits_for.values()).count(rank):
+                overflow_ns = state.bound * self._overflow_ns(ticket, state, rank)
+                compute_ns = token_ns * (ticket.prompt_tokens - cached)
+                ways.append((compute_ns * delayed + overflow_ns, cached, rank))
+        able = [way for way in ways if ticket.prompt_tokens - way[1] <= self._limit_tokens]
+        if not able:
+            return ticket
+        cost_ns, cached, home = min(able, key=itemgetter(0))
+        measured = self._work.mean_ns > 0.0
+        if (
+            not self._always
+            and state.prefillers
+            and not (measured and cost_ns < self._prefill_cost_ns(ticket, state, now_ns))
+        ):
+            return ticket
+        return replace(ticket, prefill=False, home=home, home_tokens=cached)
+
+    def _overflow_ns(self, ticket: Ticket, state: FleetState, rank: RankId) -> float:
+        """Return by how much all steps are longer in sum if a request goes to `rank`."""
+        loads, tokens = state.loads, ticket.prompt_tokens * ticket.slots
+        beyond = max(0.0, float(loads[rank] + tokens - loads.max()))
+        least = max(0.0, float(loads[state.free_slots > 0].min() + tokens - loads.max()))
+        if beyond <= least:
+            return 0.0
+        leaving = max(state.departures_per_step, state.bound / _LONGEST_STAY_STEPS)
+        shed = leaving / len(loads) * float(loads.sum()) / state.bound
+        # While b is not known, all of the step's time counts as that of its tokens.
+        token_ns = self._steps.ns_per_token or self._step_ns / max(1.0, self._envelope)
+        return token_ns * (beyond**2 - least**2) / (2.0 * shed)
 
     def _prefill_cost_ns(self, ticket: Ticket, state: FleetState, now_ns: int) -> float:
         """Return the sum of the delays if a prefiller computes the prompt, in ns."""
-        work, tokens = self._work, ticket.prompt_tokens
+        work, tokens = self._work, round(self._computed * ticket.prompt_tokens)
         service_ns, prefiller = min(
             (work.wait_ns(one, now_ns) + work.service_ns(one, tokens), one)
             for one in state.prefillers
         )
         own_ns = work.service_ns(prefiller, tokens)
-        base_ns = work.service_ns(prefiller, 0)
-        token_ns = work.service_ns(prefiller, 1) - base_ns
-        queued_ns = base_ns * len(self._queued) + token_ns * self._queued_tokens
+        queued_ns = work.service_ns(prefiller, 0) * len(self._queued)
+        queued_ns += work.token_ns * self._computed * self._queued_tokens
         done_ns = service_ns + queued_ns / len(state.prefillers)
         late_ns = max(0.0, done_ns - self._slot_wait_ns(ticket, state))
         others = _QUEUE_FACTOR * own_ns / work.mean_ns
         base_ns, token_ns = self._transfers.line
-        transfer_ns = max(0.0, base_ns + token_ns * tokens - self._step_ns)
+        transfer_ns = max(0.0, base_ns + token_ns * ticket.prompt_tokens - self._step_ns)
         return late_ns * (1.0 + others) + transfer_ns
 
     def _slot_wait_ns(self, ticket: Ticket, state: FleetState) -> float:
         """Return how long a request that came to the pool now would wait for a slot."""
-        missing = state.waiting_slots + ticket.slots - state.free_slots
+        missing = state.waiting_slots + ticket.slots - int(state.free_slots.sum())
         if missing <= 0:
             return 0.0
         rate = state.departures_per_step
         return missing / rate * self._step_ns if rate else inf
 
-    def _compute_ns(self, tokens: int, prefiller: PrefillerId) -> float:
-        """Return by how much a step is longer in which a rank computes `tokens`."""
-        work = self._work
-        token_ns = work.service_ns(prefiller, 1) - work.service_ns(prefiller, 0)
+    def _token_ns(self) -> float:
+        """Return by how much a step is longer for each token of a prompt that a rank computes."""
+        token_ns = self._work.token_ns
         if self._local.weight >= _LEAST:
             # Not all engines tell when an answer begins, so too short a time may have been measured.
             token_ns = max(token_ns, self._local.line[1])
-        return token_ns * tokens
+        return token_ns
 
     # What is measured.
+
+    def step(self, duration_ns: int, envelope_tokens: int) -> None:
+        """Learn from a step: its time, and the KV tokens of the fullest rank."""
+        self._steps.observe(envelope_tokens, duration_ns)
+        weight = 1 / _WINDOW_STEPS if self._step_ns else 1.0
+        self._step_ns += weight * (duration_ns - self._step_ns)
+        self._envelope += weight * (envelope_tokens - self._envelope)
 
     def observe(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
         """Learn from an event and its actions."""
         match event:
-            case StepCompleted(duration_ns):
-                if duration_ns is not None:
-                    weight = 1 / _WINDOW_STEPS if self._step_ns else 1.0
-                    self._step_ns += weight * (duration_ns - self._step_ns)
-                return
+            case StepCompleted():
+                return  # See `step`.
             case RequestArrived(request, ticket):
                 self._prompts[request] = ticket
+                if ticket.home is not None:
+                    self._waits_for[request] = ticket.home
                 if ticket.prefill and ticket.decode:
                     self._queue(request)
             case PrefillDone(request, prompt_tokens, _, cached_tokens):
-                self._work.end(request, prompt_tokens - (cached_tokens or 0), now_ns)
+                computed = prompt_tokens - (cached_tokens or 0)
+                self._computed += (computed / prompt_tokens - self._computed) / _WINDOW_PREFILLS
+                self._work.end(request, computed, now_ns)
+            case RankClosed(rank):
+                self._memory.forget(rank)
+            case DecodeLost(request) if request in self._prompts:
+                self._leave_home(request)
             case PrefillLost(request, _, True):
                 self._requeue(request, now_ns)
             case DecodeStarted(request):
@@ -177,15 +245,30 @@ class LocalPrefill:
         match action:
             case StartPrefill(request, prefiller, prompt_tokens):
                 if self._unqueue(request):
-                    self._work.begin(request, prefiller, prompt_tokens, now_ns)
-            case Admit(request):
-                self._admitted_ns[request] = now_ns
+                    tokens = round(self._computed * prompt_tokens)
+                    self._work.begin(request, prefiller, tokens, now_ns)
+            case Admit(request, rank):
+                self._admit(request, rank, now_ns)
             case ReleasePrefill(request):
                 self._requeue(request, now_ns)
             case Expire(request):
                 self._forget(request, now_ns)
             case _:
                 pass
+
+    def _admit(self, request: RequestId, rank: RankId, now_ns: int) -> None:
+        ticket = self._prompts.get(request)
+        if ticket is None:
+            return
+        self._admitted_ns[request] = now_ns
+        self._waits_for.pop(request, None)
+        self._memory.add(ticket, rank)
+        if ticket.home != rank:
+            self._leave_home(request)
+
+    def _leave_home(self, request: RequestId) -> None:
+        """Note that the rank which a request goes to has nothing of its prompt."""
+        self._prompts[request] = replace(self._prompts[request], home=None, home_tokens=0)
 
     def _started(self, request: RequestId, now_ns: int) -> None:
         ticket = self._prompts.pop(request, None)
@@ -195,9 +278,17 @@ class LocalPrefill:
         took_ns = now_ns - since_ns
         if ticket.prefill:
             self._transfers.observe(ticket.prompt_tokens, took_ns)
-        else:
-            own_ns = took_ns - _STEPS_TO_FIRST_TOKEN * self._step_ns
-            self._local.observe(ticket.prompt_tokens, max(0, round(own_ns)))
+        elif self._step_ns:  # Else it is not known how much of it is the step's own time.
+            own_ns = max(0.0, took_ns - _STEPS_TO_FIRST_TOKEN * self._step_ns)
+            computed = ticket.prompt_tokens - ticket.home_tokens
+            missed_ns = self._token_ns() * ticket.home_tokens
+            if ticket.home is not None and own_ns > self._token_ns() * computed + max(
+                missed_ns / 2, _SURE_STEPS * self._step_ns
+            ):
+                # It had to compute all: it has dropped what it was given, or has begun anew.
+                self._memory.forget(ticket.home)
+            else:
+                self._local.observe(computed, round(own_ns))
 
     def _queue(self, request: RequestId) -> None:
         tokens = self._prompts[request].prompt_tokens
@@ -220,4 +311,5 @@ class LocalPrefill:
         self._work.end(request, None, now_ns)
         self._unqueue(request)
         self._prompts.pop(request, None)
+        self._waits_for.pop(request, None)
         self._admitted_ns.pop(request, None)

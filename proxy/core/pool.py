@@ -6,7 +6,7 @@ what free choice among the pooled requests costs one request, against first come
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
@@ -30,6 +30,7 @@ class PoolEntry:
         lost_on: Ranks to avoid while others are open, the earliest loss first.
         overtaken: Entries behind it that were admitted while it waited.
         overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
+        home: The rank that it waits for, see `Ticket`; None for none.
         since_ns: When it first entered the pool, unless it has been decoded since.
         slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
@@ -48,6 +49,7 @@ class PoolEntry:
     overtaken: int = 0
     overflow_limit: float = inf
     since_ns: int = 0
+    home: RankId | None = None
     slots: int = field(init=False)
     ranks: frozenset[RankId] | None = field(init=False)
     restricted: bool = field(init=False)
@@ -57,6 +59,8 @@ class PoolEntry:
         eligible = self.ticket.eligible
         self.slots = self.ticket.slots
         self.ranks = None if eligible is None else eligible.ranks
+        if self.home is not None:
+            self.ranks = frozenset((self.home,))
         self.restricted = bool(self.lost_on) or self.ranks is not None
         self.kv_tokens = self.prompt_tokens * self.slots
 
@@ -78,6 +82,7 @@ class Pool:
         self._deadlines = Timers()
         self._expiries = Timers()
         self._leases = Timers()
+        self._closed: set[RankId] = set()
         self.slots = 0
         self.mean_prompt_tokens = 0.0
         # What left since `begin_round`, in order, and which of it was removed without admission.
@@ -99,6 +104,8 @@ class Pool:
     def add(self, entry: PoolEntry) -> None:
         """Insert `entry` in order."""
         assert entry.request not in self._entries, f"request {entry.request} is pooled twice"
+        if entry.home in self._closed:
+            entry = replace(entry, home=None)
         self._order.add(entry.request, entry.ticket)
         self._entries[entry.request] = entry
         self._set_timers(entry)
@@ -112,10 +119,21 @@ class Pool:
             )
 
     def replace(self, entry: PoolEntry) -> None:
-        """Replace an entry by one with other times; place and overtakings stay."""
-        entry.overtaken = self._entries[entry.request].overtaken
+        """Replace an entry by one with other times; place, home and overtakings stay."""
+        before = self._entries[entry.request]
+        entry = replace(entry, overtaken=before.overtaken, home=before.home)
         self._entries[entry.request] = entry
         self._set_timers(entry)
+
+    def set_open(self, rank: RankId, is_open: bool) -> None:
+        """Note whether a rank is open; entries that wait for a closed one may go elsewhere."""
+        if is_open:
+            self._closed.discard(rank)
+            return
+        self._closed.add(rank)
+        for request, entry in self._entries.items():
+            if entry.home == rank:
+                self._entries[request] = replace(entry, home=None)
 
     def first(self, count: int) -> list[PoolEntry]:
         """Return the first `count` entries in order."""

@@ -171,7 +171,7 @@ class Scheduler:
                 return self._emit(self._get(number), tokens)
             case StepCompleted():
                 self.ledger.step()
-                self.intake.step(event.duration_ns, now_ns)
+                self.intake.step(event.duration_ns, self.ledger.loads, now_ns)
                 return []
             case Tick():
                 return self._tick(now_ns)
@@ -322,11 +322,8 @@ class Scheduler:
         self._holdings.end_prefill(request)
         assert request.prefiller is not None
         # It was charged with an estimate of its length, until the engine counted the tokens.
-        self.prefillers.correct(
-            request.prefiller,
-            charged_tokens=request.prompt_tokens,
-            prompt_tokens=event.prompt_tokens,
-        )
+        charged, counted = request.prompt_tokens, event.prompt_tokens
+        self.prefillers.correct(request.prefiller, charged_tokens=charged, prompt_tokens=counted)
         request.prefilled(event, now_ns)
         self._to_pool(request, now_ns)
         return self._start_prefills(now_ns)
@@ -403,7 +400,9 @@ class Scheduler:
             case PrefillerScraped():
                 return []  # It is for the choice of prefillers, which observes.
             case RankClosed(rank) | RankOpened(rank):
-                self.ranks.set_open(rank, isinstance(event, RankOpened))
+                is_open = isinstance(event, RankOpened)
+                self.ranks.set_open(rank, is_open)
+                self.pool.set_open(rank, is_open)
                 return []
             case PrefillerClosed(prefiller):
                 self.prefillers.set_open(prefiller, False)

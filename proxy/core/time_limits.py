@@ -46,4 +46,6 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
         lost_on=request.lost_on_ranks,
         overtaken=request.overtaken,
         since_ns=since_ns,
+        # A rank that lost it, or gave it back, need not have that part any more.
+        home=None if request.lost_on_ranks or request.emitted_before else request.ticket.home,
     )

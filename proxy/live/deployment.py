@@ -280,7 +280,7 @@ class Deployment:
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,
-                uses_blocks=config.scheduling.prefill_choice in USING_BLOCKS,
+                uses_blocks=local is not None or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
             ),
             rng=environment.rng,

@@ -27,7 +27,6 @@ from balanceroute.proxy.core.events import (
     PrefillDone,
     PrefillerId,
     PrefillerScraped,
-    RankId,
     ReleasePrefill,
     RequestArrived,
     RequestFinished,
@@ -50,6 +49,7 @@ from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.proxy.sim.entrance import Entrance
+from balanceroute.proxy.sim.handover import Handover
 from balanceroute.proxy.sim.loop import EventLoop
 from balanceroute.proxy.sim.prefill_fleet import PrefillFleet, PrefillJob, PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder
@@ -81,6 +81,7 @@ class Deployment:
         transfer_ns_per_token: f.
         local_prefill_tokens: The longest prompt that a rank computes instead of a prefiller, where that
             delays all requests less; None for none. It takes d of the prefill servers for a token.
+        rank_cache_tokens: Size of a rank's prefix cache; None for none. A rank computes what it lacks.
         local_prefill_always: Have ranks compute all prompts up to that, whatever it costs.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
@@ -111,6 +112,7 @@ class Deployment:
     transfer_ns_per_token: float = 0.0
     local_prefill_tokens: int | None = None
     local_prefill_always: bool = False
+    rank_cache_tokens: int | None = None
     deadline_ns: int | None = None
     pool_limit: int | None = None
     queue_order: str = "fcfs"
@@ -160,14 +162,6 @@ class Deployment:
         per_token_ns = self.recompute_ns_per_token
         return None if per_token_ns is None else lambda tokens: round(per_token_ns * tokens)
 
-    def compute_ns(self, tokens: int) -> int:
-        """Return by how much a step is longer in which a rank computes `tokens` of a prompt."""
-        return 0 if self.prefill is None else round(self.prefill.ns_per_token * tokens)
-
-    def transfer_ns(self, kv_tokens: int) -> int:
-        """Return the duration of a KV transfer."""
-        return self.transfer_base_ns + round(self.transfer_ns_per_token * kv_tokens)
-
 
 class Simulation:
     """One run.
@@ -210,7 +204,6 @@ class Simulation:
         self._deployment = deployment
         self._workload = workload
         self._predictor = predictor
-        self._expects_output = deployment.expects_output
         self._entrance = Entrance(deployment.admission)
         self._on_finished = on_finished
         self._clock_ns = clock_ns
@@ -224,6 +217,13 @@ class Simulation:
             rank_kv_tokens=deployment.rank_kv_tokens,
             recompute_ns=deployment.recompute_ns,
             options=deployment.engines,
+        )
+        self._handover = Handover(
+            self._fleet,
+            self._loop,
+            transfer_ns=(deployment.transfer_base_ns, deployment.transfer_ns_per_token),
+            prefill=prefill,
+            cache_tokens=[deployment.rank_cache_tokens] * deployment.ranks,
         )
         self._arrived = 0
         self._emitted: dict[RequestId, int] = {}  # Of recomputed requests, before their next try.
@@ -277,7 +277,13 @@ class Simulation:
                     self._prefill.submit(job)
             case Admit(request, rank):
                 self._entrance.began(request, now_ns)
-                self._transfer(request, rank)
+                self._handover.send(
+                    request,
+                    rank,
+                    self._workload.requests[request],
+                    emitted=self._emitted.get(request, 0),
+                    local=not self.scheduler.requests[request].ticket.prefill,
+                )
             case ReleasePrefill(request):
                 # One that has expired is gone; any other one leaves the pool as its lease has ended.
                 if request in self.scheduler.requests:
@@ -286,25 +292,6 @@ class Simulation:
                 self._expire(request)
             case _:
                 raise AssertionError(f"nothing in a simulation leads to {action}")
-
-    def _transfer(self, request: RequestId, rank: RankId) -> None:
-        trace = self._workload.requests[request]
-        emitted = self._emitted.get(request, 0)
-        kv_tokens = trace.prompt_tokens + emitted
-        local = not self.scheduler.requests[request].ticket.prefill
-        submit = partial(
-            self._fleet.submit,
-            request,
-            rank,
-            kv_tokens=kv_tokens,
-            output_tokens=trace.output_tokens - emitted,
-            compute_ns=self._deployment.compute_ns(kv_tokens) if local else 0,
-        )
-        transfer_ns = 0 if local else self._deployment.transfer_ns(kv_tokens)
-        if transfer_ns:
-            self._loop.call_at(self._loop.now_ns + transfer_ns, submit)
-        else:
-            submit()
 
     def _arrive(self) -> None:
         request = RequestId(self._arrived)
@@ -319,7 +306,7 @@ class Simulation:
         refusal = self._entrance.offer(request, ticket, load, now_ns)
         if refusal is None:
             self._predictor.begin(request, features_of(traced))
-            if self._expects_output:
+            if self._deployment.expects_output:
                 tokens = mean_output_tokens(self._predictor, request, None)
                 ticket = structs.replace(ticket, predicted_tokens=tokens)
             ticket = placed(scheduler, ticket, now_ns)

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 TOKEN_NS = 1_000
 STEP_NS = 100_000
-IDLE = FleetState((PrefillerId(0),), 0, 100, 0, 1.0)
+IDLE = FleetState((PrefillerId(0),), 0, np.full(2, 50), np.zeros(2, np.int64), 0, 1.0)
 
 
 class Site:
@@ -80,7 +81,7 @@ def warm() -> Site:
     site = Site()
     for tokens in [200, 400] * 20:
         site.prefill(tokens)
-    site.feed(StepCompleted(STEP_NS))
+    site.feed(*[StepCompleted(STEP_NS)] * 3)
     return site
 
 
@@ -91,41 +92,41 @@ def test_without_measurements_prefillers_compute_all() -> None:
 def test_a_rank_takes_what_delays_all_less() -> None:
     local = warm().local
     # C (1 + N) against R (1 + 4 s / m) with R = s = C, m = 300: up to N = 4 s / m.
-    assert local.takes(Ticket(300), replace(IDLE, bound=3), 10**9)
-    assert not local.takes(Ticket(300), replace(IDLE, bound=5), 10**9)
-    assert local.takes(Ticket(600), replace(IDLE, bound=7), 10**9)
-    assert not local.takes(Ticket(600), replace(IDLE, bound=9), 10**9)
+    assert not local.placed(Ticket(300), replace(IDLE, bound=3), 10**9).prefill
+    assert local.placed(Ticket(300), replace(IDLE, bound=5), 10**9).prefill
+    assert not local.placed(Ticket(600), replace(IDLE, bound=7), 10**9).prefill
+    assert local.placed(Ticket(600), replace(IDLE, bound=9), 10**9).prefill
 
 
 def test_who_waits_for_a_rank_is_delayed_too() -> None:
     state = replace(IDLE, bound=1, waiting_slots=4)
-    assert not warm().local.takes(Ticket(300), state, 10**9)
+    assert warm().local.placed(Ticket(300), state, 10**9).prefill
 
 
 def test_the_work_before_a_prefiller_counts() -> None:
     site = warm()
     busy = replace(IDLE, bound=20)
-    assert not site.local.takes(Ticket(100), busy, site.now_ns)
+    assert site.local.placed(Ticket(100), busy, site.now_ns).prefill
     running = [site.arrive(500), site.arrive(500)]
     # 11 s (1 + 4/3) against 21 s.
-    assert site.local.takes(Ticket(100), busy, site.now_ns)
+    assert not site.local.placed(Ticket(100), busy, site.now_ns).prefill
     site.feed(*(RequestCancelled(request) for request in running))
-    assert not site.local.takes(Ticket(100), busy, site.now_ns)
+    assert site.local.placed(Ticket(100), busy, site.now_ns).prefill
 
 
 def test_a_wait_for_a_slot_hides_a_prefill() -> None:
     local = warm().local
-    full = replace(IDLE, free_slots=0, departures_per_step=0.1)
+    full = replace(IDLE, free_slots=np.zeros(2, np.int64), departures_per_step=0.1)
     # A slot is free in ten steps, a millisecond: a prefill of less than that delays nobody.
-    assert not local.takes(Ticket(900), full, 10**9)
-    assert not local.takes(Ticket(900), replace(full, departures_per_step=0.0), 10**9)
-    assert local.takes(Ticket(900), replace(full, departures_per_step=1.0), 10**9)
+    assert local.placed(Ticket(900), full, 10**9).prefill
+    assert local.placed(Ticket(900), replace(full, departures_per_step=0.0), 10**9).prefill
+    assert not local.placed(Ticket(900), replace(full, departures_per_step=1.0), 10**9).prefill
 
 
 def test_a_transfer_counts() -> None:
     site = warm()
     state = replace(IDLE, bound=5)
-    assert not site.local.takes(Ticket(300), state, site.now_ns)
+    assert site.local.placed(Ticket(300), state, site.now_ns).prefill
     for tokens in [200, 400] * 20:
         request = site.arrive(tokens)
         site.feed(PrefillDone(request, tokens), after_ns=TOKEN_NS * tokens)
@@ -135,13 +136,13 @@ def test_a_transfer_counts() -> None:
         site.local.observe(DecodeStarted(request), [], site.now_ns)
         site.feed(RequestCancelled(request))
     # 2 s more for the way over the prefiller.
-    assert site.local.takes(Ticket(300), state, site.now_ns)
+    assert not site.local.placed(Ticket(300), state, site.now_ns).prefill
 
 
 def test_a_slow_rank_is_measured() -> None:
     site = warm()
     state = replace(IDLE, bound=3)
-    assert site.local.takes(Ticket(300), state, site.now_ns)
+    assert not site.local.placed(Ticket(300), state, site.now_ns).prefill
     for tokens in [200, 400] * 20:
         request = RequestId(site.sent)
         site.sent += 1
@@ -150,15 +151,15 @@ def test_a_slow_rank_is_measured() -> None:
         site.now_ns += round(1.5 * STEP_NS) + 4 * TOKEN_NS * tokens
         site.local.observe(DecodeStarted(request), [], site.now_ns)
         site.feed(RequestCancelled(request))
-    assert not site.local.takes(Ticket(300), state, site.now_ns)
+    assert site.local.placed(Ticket(300), state, site.now_ns).prefill
 
 
 def test_the_limit_holds_whatever_it_costs() -> None:
-    assert warm().local.takes(Ticket(1_000), IDLE, 10**9)
-    assert not warm().local.takes(Ticket(1_001), IDLE, 10**9)
+    assert not warm().local.placed(Ticket(1_000), IDLE, 10**9).prefill
+    assert warm().local.placed(Ticket(1_001), IDLE, 10**9).prefill
     always = LocalPrefill(1_000, always=True)
-    assert always.takes(Ticket(1_000), replace(IDLE, bound=10**6), 0)
-    assert not always.takes(Ticket(1_001), IDLE, 0)
+    assert not always.placed(Ticket(1_000), replace(IDLE, bound=10**6), 0).prefill
+    assert always.placed(Ticket(1_001), IDLE, 0).prefill
 
 
 @pytest.mark.parametrize("ticket", [Ticket(10, prefill=False), Ticket(10, decode=False)])

@@ -176,7 +176,9 @@ def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
         assert mirrored == loads
         assert int(scheduler.ledger.started.sum()) == running
         if late:  # What it binds joins at once, so that its whole ledger is the truth.
-            delayed = deployment.rank_kv_tokens is not None or deployment.transfer_ns(1) > 0
+            delayed = deployment.rank_kv_tokens is not None or bool(
+                deployment.transfer_base_ns or deployment.transfer_ns_per_token
+            )
             assert queued == 0 or delayed
             assert int(scheduler.ledger.bound.max()) <= deployment.batch_limit
 

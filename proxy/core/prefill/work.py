@@ -103,6 +103,11 @@ class PrefillWork:
         """The mean time of a prefill; 0 before the first."""
         return self._all.mean_ns
 
+    @property
+    def token_ns(self) -> float:
+        """What a token takes, of all prefillers; 0 before the first prefill."""
+        return self._all.line[1]
+
     def service_ns(self, prefiller: PrefillerId, tokens: int) -> float:
         """Return how long a prefiller takes for `tokens`; before the first prefill, their number."""
         base, slope = self._line(prefiller)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 FLAGS = {"local_prefill_tokens": 200}
 BODY = {"model": "tiny", "prompt": list(range(150)), "max_tokens": 3, "ignore_eos": True}
 LONG = BODY | {"prompt": list(range(900))}
@@ -72,3 +73,35 @@ def test_another_rank_computes_what_a_rank_lost(play: "Play") -> None:
         assert len(site.received("prefill", COMPLETIONS)) == 1
 
     play(scenario, flags=FLAGS)
+
+
+def messages(turns: int) -> list[dict[str, object]]:
+    return [
+        {"role": "user", "content": " ".join(f"{turn}{word % 100:02}" for word in range(1_000))}
+        for turn in range(turns)
+    ]
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_conversation_returns_to_its_rank(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        await warm_up(site)
+        times_s = []
+        for turns in range(1, 5):
+            body = {"model": "tiny", "messages": messages(turns), "max_tokens": 2, "stream": True}
+            begin_s = site.loop.time()
+            assert (await site.post(CHAT, body)).status == 200
+            times_s.append(site.loop.time() - begin_s)
+        assert not site.received("prefill", CHAT)
+        assert len({seen.engine for seen in site.received("decode", CHAT)}) == 1
+        # 1,000 new tokens each time.
+        assert max(times_s[1:]) < 1.2 * times_s[0]
+
+    play(
+        scenario,
+        flags={"local_prefill_tokens": 2_000},
+        relays=relays,
+        ranks=3,
+        prefix_cache_tokens=100_000,
+        max_model_len=100_000,
+    )

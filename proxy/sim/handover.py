@@ -1,0 +1,77 @@
+"""The way of a request to its rank: its KV cache is transferred, or the rank computes the prompt.
+
+A KV transfer takes e + f x KV tokens. A rank takes d for each token of a prompt that it computes, as a
+prefill server does, but none for those in its own prefix cache.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.sim.decode_fleet import DecodeFleet
+from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.sim.prefix_cache import PrefixCache
+from balanceroute.traces import TraceRequest
+
+
+class Handover:
+    """Gives requests to a fleet.
+
+    Args:
+        fleet: The ranks.
+        loop: Virtual time.
+        transfer_ns: e and f.
+        prefill: Of the prefill servers; None if there are none.
+        cache_tokens: Size of each rank's prefix cache; None for none.
+    """
+
+    def __init__(
+        self,
+        fleet: DecodeFleet,
+        loop: EventLoop,
+        *,
+        transfer_ns: tuple[int, float],
+        prefill: PrefillModel | None,
+        cache_tokens: Sequence[int | None],
+    ) -> None:
+        self._fleet = fleet
+        self._loop = loop
+        self._transfer_ns = transfer_ns
+        self._prefill = prefill
+        size = 1 if prefill is None else prefill.block_tokens
+        self._caches = [
+            None if tokens is None else PrefixCache(tokens // size, size) for tokens in cache_tokens
+        ]
+
+    def send(
+        self, request: RequestId, rank: RankId, trace: TraceRequest, *, emitted: int, local: bool
+    ) -> None:
+        """Send a request to a rank.
+
+        Args:
+            request: The request.
+            rank: Its rank.
+            trace: What it is.
+            emitted: Tokens that it emitted before.
+            local: Whether the rank computes the prompt.
+        """
+        kv_tokens = trace.prompt_tokens + emitted
+        cache = self._caches[rank]
+        # The rank has all of it from now on.
+        cached = 0 if cache is None else cache.use(trace.hash_ids, trace.prompt_tokens)
+        token_ns = 0.0 if self._prefill is None else self._prefill.ns_per_token
+        base_ns, each_ns = self._transfer_ns
+        transfer_ns = 0 if local else base_ns + round(each_ns * kv_tokens)
+        submit = partial(
+            self._fleet.submit,
+            request,
+            rank,
+            kv_tokens=kv_tokens,
+            output_tokens=trace.output_tokens - emitted,
+            compute_ns=round(token_ns * (kv_tokens - cached)) if local else 0,
+        )
+        if transfer_ns:
+            self._loop.call_at(self._loop.now_ns + transfer_ns, submit)
+        else:
+            submit()
