@@ -34,7 +34,7 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
-proxy.live: connectors control control_plane deployment descriptors engine_connections engines environment
+proxy.live: announcement connectors control control_plane deployment descriptors engine_connections engines environment
     frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector

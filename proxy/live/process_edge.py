@@ -168,16 +168,6 @@ def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
     return config, descriptors
 
 
-def announcement(config: "ProxyConfig", port: int, admin_port: int | None = None) -> str:
-    """Return the line that a command prints when it serves, at these ports."""
-    listening = config.listening
-    scheme = "http" if listening.tls_cert is None else "https"
-    line = f"listening on {scheme}://{listening.host}:{port}"
-    if admin_port is not None:
-        line += f", admin on http://{listening.admin_host}:{admin_port}"
-    return line
-
-
 def settle_garbage_collector() -> None:
     """Keep collections rare and short: what is there now stays, and requests leave few cycles."""
     gc.collect()

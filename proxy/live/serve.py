@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from balanceroute.proxy.live.announcement import announce
 from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
-    announcement,
     make_environment,
     serve_until_told,
     settle_garbage_collector,
@@ -77,8 +77,7 @@ def _stay() -> None:
 def _announce(proxy: Proxy, descriptors: int) -> None:
     config = proxy.config
     admin_port = None if proxy.admin is None else proxy.admin.port
-    line = announcement(config, proxy.server.port, admin_port)
-    print(line, flush=True)  # noqa: T201 - the command's answer, which scripts wait for.
+    announce(config, proxy.server.port, admin_port)
     _log.info(
         "serving",
         extra={

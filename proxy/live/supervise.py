@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import uvloop
 from msgspec.structs import replace
 
+from balanceroute.proxy.live.announcement import announce as announce_ports
 from balanceroute.proxy.live.listeners import not_bound
-from balanceroute.proxy.live.process_edge import Logs, announcement
+from balanceroute.proxy.live.process_edge import Logs
 from balanceroute.proxy.live.processes.kept_process import INPUT_FAULT, StartError
 from balanceroute.proxy.live.processes.listening import listen
 from balanceroute.proxy.live.processes.supervisor import Commands, Supervisor
@@ -66,7 +67,7 @@ async def _supervise(config: "ProxyConfig", commands: Commands) -> int:
         ports = [own[0].getsockname()[1] for own in (relays[0], admin) if own]
 
         def announce() -> None:
-            print(announcement(config, *ports), flush=True)  # noqa: T201 - scripts wait for it.
+            announce_ports(config, *ports)
             _log.info("serving", extra={"fields": {"relays": workers, "port": ports[0]}})
 
         supervisor = Supervisor(
