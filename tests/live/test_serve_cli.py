@@ -152,7 +152,7 @@ def test_the_status_is_that_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", *ENGINES, "--port", "70000"], "--port is 70000, must be from 0 to 65535"),
         (["serve", *ENGINES, "--gamma", "nan"], "--gamma is nan, must be from 1e-09 to 1"),
         (["serve", *ENGINES, "--lease-s", "long"], "--lease-s is 'long', must be a number"),
-        (["serve", *ENGINES, "--policy", "psychic"], "--policy: invalid choice: 'psychic'"),
+        (["serve", *ENGINES, "--policy", "psychic"], "--policy is 'psychic', which is no policy"),
         (["serve", *ENGINES, "--decode", "http://u:hunter2@e"], "must not carry credentials"),
         (["serve", "--topology", "emulated-2p8"], "did you mean 'emulated-2p8d'?"),
         (["serve", "--topology", "emulated-2p8d"], "start them with `balanceroute up`"),
