@@ -129,8 +129,8 @@ def drifting() -> list[TraceRequest]:
 MOONCAKE = partial(public, "mooncake_conversation.jsonl.gz")
 AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
 AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
-TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", 0.3)
-_LONG = ("fifo", "survival", "exact-match", "oracle")
+TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", spread=0.3)
+_LONG = ("fifo", "survival", "exact-match", "gbdt", "oracle")
 _BOTH = ("survival", "exact-match", "gbdt", "oracle")
 SCENARIOS = (
     Scenario("mooncake, 8 ranks, saturated", MOONCAKE),
