@@ -40,7 +40,7 @@ from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
-from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
+from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source, Subscribe
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
@@ -134,8 +134,10 @@ class Deployment:
         """Find the engines.
 
         Raises:
-            ConfigError: A decode server answers, but does not tell its ranks.
+            ConfigError: A decode server answers, but does not tell its ranks; or an extra is missing.
         """
+        if self.instances.engine_blocks is not None:
+            self._subscribe()
         config, orders, roster = self.config, self._environment.orders, self.roster
         settings = Standing(self.policy, config.prefillers, config.decoders)
         standing = load(orders, settings)
@@ -355,11 +357,6 @@ class Deployment:
     # Engines.
 
     async def _follow_kv_events(self, blocks: EngineBlocks) -> None:
-        subscribe = self._environment.subscribe
-        if subscribe is None:
-            from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
-
-            subscribe = kv_subscriber.subscribe
         sources = []
         # The first prefillers are those of the configuration, in its order.
         for prefiller, server in zip(
@@ -376,7 +373,17 @@ class Deployment:
                         self._metrics.engines.kv_events_lost,
                     )
                 )
-        await subscribe(sources)
+        await self._subscribe()(sources)
+
+    def _subscribe(self) -> Subscribe:
+        if self._environment.subscribe is not None:
+            return self._environment.subscribe
+        try:
+            from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
+        except ModuleNotFoundError as error:
+            reason = f"needs {error.name}: pip install 'balanceroute[kv-events]'"
+            raise ConfigError(f"--kv-events: {reason}") from None
+        return kv_subscriber.subscribe
 
     async def _page(self, url: str) -> bytes:
         return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)

@@ -436,3 +436,17 @@ def test_engines_do_not_outlive_a_proxy_that_is_killed() -> None:
         process.send_signal(signal.SIGKILL)
         assert process.stderr.read() == b""
         assert process.wait() == -signal.SIGKILL
+
+
+def test_kv_cache_events_need_their_extra() -> None:
+    program = (
+        "import sys; sys.modules['zmq'] = None; from balanceroute.proxy.__main__ import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = "serve --prefill http://p --decode http://d --port 0 --admin-port 0 --log none"
+    words += " --prefill-choice prefix-aware --kv-events tcp://p:5557"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words.split()], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--kv-events: needs zmq: pip install 'balanceroute[kv-events]'" in done.stderr

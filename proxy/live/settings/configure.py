@@ -6,7 +6,6 @@ key, and the reason; none shows a key, a token or a password.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -277,8 +276,6 @@ def _check_kv_events(prefillers: "Iterable[PrefillServer]", scheduling: Scheduli
     if scheduling.prefill_choice not in USING_EVENTS:
         choices = " or ".join(sorted(USING_EVENTS))
         raise ConfigError(f"--kv-events: nobody asks without --prefill-choice {choices}")
-    if find_spec("zmq") is None:
-        raise ConfigError("--kv-events: needs pyzmq: pip install 'balanceroute[kv-events]'")
 
 
 def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:

@@ -98,9 +98,7 @@ def _draw_plan(seed: int, requests: int, *, long: bool) -> Plan:
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng, long=long)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
-    prefixes = random.Random(f"prefixes {seed}")
-    engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
-    flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
+    engines = _with_prefixes(seed, engines, flags)
     local = random.Random(f"local prefill {seed}")
     if CONNECTORS[engines.connector].ranks_prefill:
         flags["local_prefill_tokens"] = local.choice([None, None, 40, 100_000])
@@ -179,6 +177,29 @@ def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:
         merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
     return replace(engines, mean_output_tokens=50.0, step_base_ns=50_000_000) if long else engines
+
+
+def _with_prefixes(
+    seed: int, engines: EmulationSettings, flags: dict[str, object]
+) -> EmulationSettings:
+    """Return the engines with prefix caches and, at times, their events; add the proxy's flags."""
+    prefixes = random.Random(f"prefixes {seed}")
+    engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
+    flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
+    rng = random.Random(f"KV events {seed}")
+    if rng.random() >= 0.2:
+        return engines
+    engines = replace(
+        engines,
+        block_tokens=rng.choice([4, engines.block_tokens]),
+        prefix_cache_tokens=rng.choice([500, 10_000]),
+        kv_events=True,
+        kv_event_faults=rng.choice([0.0, 0.3]),
+    )
+    flags |= {"prefill_choice": "prefix-aware", "kv_block_tokens": engines.block_tokens}
+    if rng.random() < 0.3:
+        flags["kv_replay"] = []
+    return engines
 
 
 def _direct(rng: random.Random) -> dict[str, object]:

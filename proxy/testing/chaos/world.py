@@ -24,6 +24,7 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
     FaultyPredictor,
 )
 from balanceroute.proxy.testing.chaos.journal import Journal
+from balanceroute.proxy.testing.chaos.kv_link import KvLink
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -104,6 +105,7 @@ class World:
             "log": "none",
             "model": [],
             "tenants": self._write_tenants(self._settings.tenants),
+            **_kv_addresses(self._settings.engines),
             **self._settings.flags,
             "prefill": [known(url) for url in self.fleet.prefill_urls],
             "decode": [known(url) for url in self.fleet.decode_urls],
@@ -117,6 +119,7 @@ class World:
             stopwatch=self.loop.time,
             in_thread=_at_once,
             observer=self.observer,
+            subscribe=KvLink(self.fleet).subscribe,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
             read_credentials=partial(read_credentials, None, flags),
         )
@@ -187,6 +190,14 @@ class World:
         await self.fleet.close()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _kv_addresses(engines: EmulationSettings) -> dict[str, object]:
+    """Return the flags for KV cache events; the ports are those of `KvLink`."""
+    if not engines.kv_events:
+        return {}
+    events = [f"tcp://127.0.0.1:{1 + number}" for number in range(engines.prefillers)]
+    return {"kv_events": events, "kv_replay": events}
 
 
 async def _at_once(function: Callable[[], None]) -> None:

@@ -16,7 +16,6 @@ from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
-from balanceroute.proxy.live.settings import configure
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import ENGINE_KEY_VARIABLE, make_config
 from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
@@ -116,10 +115,7 @@ def test_ranks_to_discover_are_not_known_yet(tmp_path: Path) -> None:
     assert of_file(tmp_path, engines=engines).decoders == (DecodeServer(D, discover=True),)
 
 
-def test_kv_cache_events_are_named_for_each_prefiller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(configure, "find_spec", lambda _: True)
+def test_kv_cache_events_are_named_for_each_prefiller(tmp_path: Path) -> None:
     config = of_flags(
         prefill=["http://p:1", "http://p:2"],
         kv_events=["tcp://P:5", "tcp://p:7"],
@@ -142,12 +138,6 @@ def test_kv_cache_events_are_named_for_each_prefiller(
     ):
         with pytest.raises(ConfigError, match=reason):
             of_file(tmp_path, engines=f'{ENGINES}[[prefill]]\nurl = "http://q"\n{key}')
-
-
-def test_kv_cache_events_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configure, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"^--kv-events: needs pyzmq: pip install"):
-        of_flags(kv_events=["tcp://p:5"], prefill_choice="prefix-aware")
 
 
 def test_a_bootstrap_server_is_beside_its_prefiller_unless_told(tmp_path: Path) -> None:
