@@ -12,6 +12,7 @@ import zmq.asyncio
 from balanceroute.proxy.emulate.kv_log import KvLog
 
 _END = b"\xff" * 8
+_TOPIC = b""
 
 
 class KvPublisher:
@@ -49,7 +50,7 @@ class KvPublisher:
         self._context.term()
 
     def _publish(self, number: int, payload: bytes) -> None:
-        self._publisher.send_multipart((b"", number.to_bytes(8), payload))
+        self._publisher.send_multipart((_TOPIC, number.to_bytes(8), payload))
 
     async def _serve(self) -> None:
         while True:
@@ -59,8 +60,10 @@ class KvPublisher:
             start = int.from_bytes(frames[1])
             for number, payload in list(self._log.batches):
                 if number >= start:
-                    await self._router.send_multipart((client, b"", number.to_bytes(8), payload))
-            await self._router.send_multipart((client, b"", _END, b""))
+                    await self._router.send_multipart(
+                        (client, b"", _TOPIC, number.to_bytes(8), payload)
+                    )
+            await self._router.send_multipart((client, b"", _TOPIC, _END, b""))
 
 
 def _bound(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", host: str, port: int) -> str:

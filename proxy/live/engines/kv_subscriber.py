@@ -116,11 +116,13 @@ class _Subscriber:
             for _ in range(_REPLAY_BATCHES):
                 async with asyncio.timeout(_REPLAY_S):
                     frames = await dealer.recv_multipart()
-                if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+                # A delimiter, in later versions the topic, and these two.
+                number, payload = frames[-2:] if len(frames) in (3, 4) else (b"", b"")
+                if len(number) != _NUMBER_BYTES:
                     break
-                if frames[1] == _END:
+                if number == _END:
                     return feed.end_replay(complete=True)
-                if not feed.replayed(int.from_bytes(frames[1]), frames[2]):
+                if not feed.replayed(int.from_bytes(number), payload):
                     return False
                 await asyncio.sleep(0)
         except TimeoutError:
