@@ -16,6 +16,7 @@ from balanceroute.proxy.live.openai.held_end import HeldEnd
 from balanceroute.proxy.live.openai.stream_event import choices_of, is_opening, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
+from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
 from balanceroute.proxy.live.openai.usage import (
     USAGE,
@@ -42,6 +43,7 @@ class CompletionStream(StreamReader):
         usage: How usage objects are rewritten.
         counts: The engine's own counts; None if they were not asked for.
         transcript: Keeps the text; None if no rank can hand the request back.
+        ids: Keeps the ids of the tokens; None if they were not asked for.
         expensive: Called if the engine's counts cost it more the longer the answer.
     """
 
@@ -50,6 +52,7 @@ class CompletionStream(StreamReader):
         "_expensive",
         "_has_begun",
         "_held_end",
+        "_ids",
         "_sequences",
         "_shows_each",
         "_transcript",
@@ -65,6 +68,7 @@ class CompletionStream(StreamReader):
         usage: UsageRewrite,
         counts: TokenCounts | None,
         transcript: Transcript | None,
+        ids: TokenIds | None = None,
         expensive: Callable[[], None],
     ) -> None:
         super().__init__(resumes=resumes)
@@ -75,6 +79,7 @@ class CompletionStream(StreamReader):
         hides_total = counts is not None and counts.asked.hide_total
         self._held_end = HeldEnd() if hides_total else None
         self._transcript = transcript
+        self._ids = ids
         self._expensive = expensive
         self._has_begun = False  # Nothing but openings came so far.
         self.finished = 0
@@ -101,10 +106,12 @@ class CompletionStream(StreamReader):
         Returns:
             Nothing if one of them is no token event: none was taken then, and all are to be read.
         """
-        rewrites_each = self._shows_each and self._usage.changes
+        rewrites_each, ids = self._shows_each and self._usage.changes, self._ids
         for event in events:
             # From the right, where it stands: a third of what `in` costs.
             if event.rfind(_GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
+                return []
+            if ids is not None and not ids.is_plain(event):
                 return []
         counts = self._counts
         if counts is None:
@@ -113,6 +120,8 @@ class CompletionStream(StreamReader):
             events = [counts.take(events[0])]
         else:
             events = [counts.take(event) for event in events]
+        if ids is not None:
+            events = list(map(ids.take, events))
         if self._transcript is not None:
             for event in events:
                 self._transcript.keep(event)
@@ -147,13 +156,18 @@ class CompletionStream(StreamReader):
         return end + self._read(event)
 
     def _read(self, event: bytes) -> bytes:
-        if _GOING_ON in event and _ROLE not in event:
+        ids = self._ids
+        going_on = _GOING_ON in event and _ROLE not in event
+        if going_on and (ids is None or ids.is_plain(event)):
             self._has_begun = True
             if self._transcript is not None:
                 self._transcript.keep(event)
-            return self._usage.apply(self._count(event))
+            event = self._usage.apply(self._count(event))
+            return event if ids is None else ids.take(event)
         message = parsed(event)
         if message is None:
+            if ids is not None and event_data(event):
+                ids.lost = True
             return self._opening.pass_empty(event)
         error = message.get("error")
         if error is not None:
@@ -168,7 +182,12 @@ class CompletionStream(StreamReader):
         return self._counts.take(event)
 
     def _read_error(self, event: bytes, error: object) -> bytes:
-        passed = self._opening.pass_error(event)
+        ids = self._ids
+        if ids is not None and (ids.usable or not ids.begun):
+            self._opening.error = event  # Another engine goes on.
+            passed = b""
+        else:
+            passed = self._opening.pass_error(event)
         if passed:
             text = error.get("message") if isinstance(error, dict) else error
             self._report(str(text or "error"))
@@ -185,16 +204,22 @@ class CompletionStream(StreamReader):
             opens = is_opening(choice)
             if not opens:
                 self._take_choice(choice)
+        if self._ids is not None:
+            self._ids.note(event, message)
         if is_total(message) or self.finished == self._sequences == 1:
             self._take_usage(message.get("usage"))
         counts = self._counts if message.get("choices") else None
         if counts is not None and continuous_usage_is_expensive(message):
             self._expensive()
+            if self._ids is not None:
+                self._ids.lost = True  # A parser may yet find that it was not the answer.
         if opens and self._opening.resumes:
             return b""
         if counts is not None:
             event = counts.hide(event) if opens else counts.take(event)
         event = self._usage.apply(event)
+        if self._ids is not None:
+            event = self._ids.hide(event, message)
         if counts is None or opens or not self.finished or self._held_end is None:
             return event
         self._held_end.hold(event)

@@ -47,7 +47,7 @@ def resumed_members(
     """
     _check_freedom(values)
     _check_stops(values.get("stop"), text)
-    members = _remaining(api, values, emitted_tokens)
+    members = remaining_limits(api, values, emitted_tokens)
     if api is Api.COMPLETIONS:
         return members | _continued_prompt(values, text)
     if api is Api.CHAT:
@@ -77,7 +77,12 @@ def _check_stops(stops: object, text: str) -> None:
             begin = tail.find(stop[0], begin + 1)
 
 
-def _remaining(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict[str, object]:
+def remaining_limits(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict[str, object]:
+    """Return the limits of an answer of which some tokens were emitted already.
+
+    Raises:
+        CannotResumeError: One is no number.
+    """
     members: dict[str, object] = {}
     for name, least in _LIMITS:
         limit = values.get(name)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Rank
@@ -15,12 +15,15 @@ from balanceroute.proxy.live.openai.answer import (
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
+from balanceroute.proxy.live.openai.continuation import continuable
+from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
@@ -29,6 +32,7 @@ from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted, PullSucceeded
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Each makes progress.
 _MOST_RECOMPUTES = 32
+# Of what an engine reports.
+_MOST_WORDS = 200
 
 
 class DecodeAttempt(Attempt):
@@ -60,6 +66,7 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
+        "_ids",
         "_kv",
         "_rank",
         "_remote",
@@ -80,9 +87,23 @@ class DecodeAttempt(Attempt):
         self.stream: Relay | None = None
         self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
+        self._ids = TokenIds(session.emitted.overlap) if self._may_continue(engine) else None
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
+
+    def _may_continue(self, engine: "Prefiller | Rank") -> bool:
+        session, emitted = self._session, self._session.emitted
+        resume = session.context.legs.resume
+        if resume is Resume.OFF or self._rank is None:
+            return False
+        if emitted.continued is not None:
+            return True
+        sampled = resume is Resume.VALID
+        emitted.kept = continuable(session.shape, session.body.values, sampled=sampled)
+        # It has a parser of reasoning, and what that keeps back cannot be told from an answer.
+        parses = engine.continuous_usage_is_expensive and session.shape.api is Api.CHAT
+        return emitted.kept is not None and not parses
 
     @property
     def bound(self) -> bool:
@@ -107,6 +128,17 @@ class DecodeAttempt(Attempt):
         return None if self.stream is None else self.stream.reader.read_tokens()
 
     @property
+    def continuable(self) -> bool:
+        """Whether another rank could go on with the stream, from the ids of its tokens."""
+        return self._ids is not None and self._session.emitted.takes(self._ids, self._session.shape)
+
+    @property
+    def advanced(self) -> bool:
+        """Whether it has brought tokens from which another rank could go on."""
+        ids = self._ids
+        return ids is not None and ids.begun and ids.count > 0 and self.continuable
+
+    @property
     def complete(self) -> bool:
         """Whether all sequences have finished, though not the stream."""
         return self.stream is not None and self.stream.reader.complete
@@ -120,11 +152,15 @@ class DecodeAttempt(Attempt):
             params = self._kv.params
         elif context.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
-        asked, asking = None, session.body
-        if legs.count_tokens == "usage":
+        asked, (_, asking) = None, self._asked
+        # With the ids too: only usage shows that an engine has a parser of reasoning.
+        if legs.count_tokens == "usage" or self._ids is not None:
             each = not self.engine.continuous_usage_is_expensive
             asked = ask_for_counts(session.shape, asking.values, each=each)
-        body = decode_body(asking, session.emitted.members, params, asked, drop=legs.drop)
+        members = session.emitted.members
+        if self._ids is not None:
+            members = {**members, "return_token_ids": True}
+        body = decode_body(asking, members, params, asked, drop=legs.drop)
         handler: ResponseHandler
         if session.shape.stream:
             handler = self.stream = self._make_stream(asked)
@@ -199,7 +235,7 @@ class DecodeAttempt(Attempt):
         session, resumes = self._session, self._session.answer.opened
         reader: StreamReader
         if session.shape.api in (Api.CHAT, Api.COMPLETIONS):
-            reader = CompletionStream(
+            reader = self._make_reader(
                 session.shape.sequences,
                 resumes=resumes,
                 usage=self._usage,
@@ -218,6 +254,13 @@ class DecodeAttempt(Attempt):
             resumes=resumes,
         )
 
+    def _make_reader(self, sequences: int, **options: Any) -> CompletionStream:
+        emitted, ids = self._session.emitted, self._ids
+        if ids is None or emitted.continued is None:
+            return CompletionStream(sequences, ids=ids, **options)
+        head = emitted.head if self._session.shape.api is Api.CHAT else b""
+        return ContinuationStream(sequences, head=head, ids=ids, **options)
+
     def _stop_asking(self) -> None:
         """Ask this engine no more for its counts in every event."""
         if not self.engine.continuous_usage_is_expensive:
@@ -232,8 +275,7 @@ class DecodeAttempt(Attempt):
         self._transfer = context.unique()
         self._remote = HandOff(
             session.host,
-            session.shape.api,
-            session.body,
+            *self._asked,
             session.emitted.members,
             session.headers,
             number=session.number,
@@ -318,14 +360,8 @@ class DecodeAttempt(Attempt):
 
     def stream_error_first(self, event: bytes) -> None:
         """Fail when the first event is an error."""
-        payload = event_data(event)
-        error = json.loads(payload)["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if type(code) is int and 400 <= code <= 599 else 500
-        what = What.REFUSED if status < 500 else What.ERROR_EVENT
-        answer = (status, JSON_HEADERS, payload)
-        reason = f"status {status}"
-        self._session.failed(self, Failure(what, Fault.SERVER_ERROR, reason, answer))
+        session = self._session
+        session.failed(self, _reported(event, opened=session.answer.opened))
 
     def stream_recomputed(self) -> None:
         """Go on elsewhere: the rank hands the request back."""
@@ -336,7 +372,10 @@ class DecodeAttempt(Attempt):
             session.fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
         advanced = False
-        if stream is not None and stream.started and (tokens := stream.count_tokens()):
+        if stream is not None and stream.started and self.continuable:
+            self._leave_ids()
+            advanced = True
+        elif stream is not None and stream.started and (tokens := stream.count_tokens()):
             advanced = True
             assert self._transcript is not None
             try:
@@ -345,8 +384,34 @@ class DecodeAttempt(Attempt):
             except CannotResumeError as error:
                 session.fail(502, f"the engine dropped the request, and {error}")
                 return
-        session.recomputed(advanced=advanced)
+        # A rank that did nothing for it would do so again.
+        session.recomputed(elsewhere=not advanced)
+
+    def hand_over(self) -> None:
+        """Have another rank go on with the stream."""
+        self.close()
+        self._leave_ids()
+        self._session.record.resumes += 1
+        self._session.recomputed(elsewhere=True)
+
+    def _leave_ids(self) -> None:
+        assert self._ids is not None
+        self._session.emitted.add_ids(self._ids, self._session.shape)
 
     def stream_broken(self, error: WireError) -> None:
         """Fail, or end the answer truthfully."""
         self._session.failed(self, breakage(error))
+
+
+def _reported(event: bytes, *, opened: bool) -> Failure:
+    """Return the failure that an engine reports in an event."""
+    payload = event_data(event)
+    error = json.loads(payload)["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if type(code) is int and 400 <= code <= 599 else 500
+    what = What.REFUSED if status < 500 else What.ERROR_EVENT
+    if opened:  # The status was sent long ago.
+        words = error.get("message") if isinstance(error, dict) else error
+        return Failure(what, Fault.SERVER_ERROR, f"the engine reported: {words}"[:_MOST_WORDS])
+    answer = (status, JSON_HEADERS, payload)
+    return Failure(what, Fault.SERVER_ERROR, f"status {status}", answer)

@@ -62,6 +62,7 @@ class Next(Enum):
     OTHER_RANK = "another rank, the same KV cache"
     NEW_KV = "prefilled again"
     OTHERS_KV = "prefilled again, by another prefiller"
+    CONTINUE = "prefilled again with what was emitted, and continued by another rank"
     FAIL = "an error"
 
 
@@ -145,7 +146,14 @@ RULES = {
 
 
 def triage(
-    leg: Leg, failure: Failure, *, stream_open: bool, pulls: bool, offers: int, deaths: int
+    leg: Leg,
+    failure: Failure,
+    *,
+    stream_open: bool,
+    continuable: bool,
+    pulls: bool,
+    offers: int,
+    deaths: int,
 ) -> Rule:
     """Return what to do about a failure.
 
@@ -153,17 +161,21 @@ def triage(
         leg: Which leg failed.
         failure: How.
         stream_open: Whether the client has the head of its answer.
+        continuable: Whether another rank could go on with what the client has.
         pulls: Whether the engine was to pull a KV cache, and has given no sign that it has.
         offers: How many ranks this KV cache was offered to.
-        deaths: Under how many engines the request broke off, this one included.
+        deaths: How many engines broke off under the request, this one included, and brought nothing
+            from which another could go on.
     """
     rule = RULES[leg, failure.what]
     blame, then = rule.blame, rule.then
     if blame is Blame.PULL and not pulls:
         blame = Blame.ENGINE
     ends = leg is not Leg.PREFILL or then is Next.RELAY
-    if (stream_open and ends) or deaths > MOST_DEATHS:
+    if deaths > MOST_DEATHS:
         then = Next.FAIL
+    elif stream_open and ends:
+        then = Next.CONTINUE if continuable and then is not Next.RELAY else Next.FAIL
     elif then is Next.OTHER_RANK and offers > 1:
         then = Next.NEW_KV
     return Rule(blame, rule.close_idle, then)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from balanceroute.proxy.live.openai.shape import Api
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
@@ -46,6 +48,16 @@ class Holding:
         """Whether the client has the whole answer, though the engine has not ended it."""
         return False
 
+    @property
+    def continuable(self) -> bool:
+        """Whether another rank could go on with the stream, from the ids of its tokens."""
+        return False
+
+    @property
+    def advanced(self) -> bool:
+        """Whether it has brought tokens from which another rank could go on."""
+        return False
+
     def leg_at(self, target: "Target") -> "Leg | None":
         """Return the leg that an instance works on, or failed to; None if it does not."""
         del target
@@ -55,6 +67,9 @@ class Holding:
         """Have what a removed instance does for another one done elsewhere, if that is possible."""
         del target
         return False
+
+    def hand_over(self) -> None:
+        """Have another rank go on with the stream; only if `continuable`."""
 
     def check_deadline(self, now_s: float) -> None:
         """Fail if it takes too long."""
@@ -117,7 +132,7 @@ class AttemptOwner(Protocol):
     def finished(self, error: str = "") -> None:
         """End the stream, in which the engine may have reported an error of its own."""
 
-    def recomputed(self, *, advanced: bool) -> None:
+    def recomputed(self, *, elsewhere: bool) -> None:
         """Prefill again with what was emitted, if anything was."""
 
 
@@ -137,6 +152,15 @@ class Attempt(Holding):
     def offers(self) -> int:
         """How many ranks its KV cache was offered to."""
         return 0
+
+    @property
+    def _asked(self) -> "tuple[Api, RequestBody]":
+        """The endpoint that is asked, and for what."""
+        session = self._session
+        continued = session.emitted.continued
+        if continued is None:
+            return session.shape.api, session.body
+        return Api.COMPLETIONS, continued
 
     def send(self) -> None:
         """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""
@@ -173,7 +197,7 @@ class Attempt(Holding):
     ) -> None:
         session = self._session
         self._deadline_s = session.context.clock() + timeout_s
-        target = session.shape.api.value.encode()
+        target = self._asked[0].value.encode()
         self._call = self.engine.endpoint.request(
             b"POST",
             target,

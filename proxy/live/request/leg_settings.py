@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.resume import Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class LegSettings:
             asked for in every event; else an event counts as one.
         lease_margin_s: How long before the end of its lease a KV cache counts as lost.
         pass_priority: Whether engines get the priority that a client gives its request.
+        resume: Which streams go on at another rank when theirs fails.
         expired_status: Of the answer to a request that waited longer than it may.
     """
 
@@ -44,6 +46,7 @@ class LegSettings:
     count_tokens: str
     lease_margin_s: float
     pass_priority: bool
+    resume: Resume = Resume.OFF
     expired_status: int = 503
 
     @property

@@ -47,7 +47,7 @@ class PrefillAttempt(Attempt):
         legs = context.legs
         self._transfer = f"xfer-{context.unique()}"
         params = context.connector.prefill_params(self._transfer)
-        body = prefill_body(session.body, session.emitted.members, params, drop=legs.drop)
+        body = prefill_body(self._asked[1], session.emitted.members, params, drop=legs.drop)
         leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
         self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 

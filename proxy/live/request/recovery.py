@@ -39,7 +39,7 @@ class Recovery:
         self._host = host
         self._legs = legs
         self._tries: dict[Leg, int] = {}
-        self._deaths = 0  # Engines that broke off under it.
+        self._deaths = 0  # Engines that broke off under it, and brought nothing.
 
     def begin(self, leg: Leg) -> None:
         """Count an attempt."""
@@ -61,11 +61,13 @@ class Recovery:
         """
         pair = attempt.pair
         host, leg, engine = self._host, attempt.leg, attempt.engine
-        self._deaths += leg is not Leg.PREFILL and failure.what is What.BROKEN
+        if leg is not Leg.PREFILL and failure.what is What.BROKEN and not attempt.advanced:
+            self._deaths += 1
         rule = triage(
             leg,
             failure,
             stream_open=stream_open,
+            continuable=stream_open and attempt.continuable,
             pulls=pair is not None,
             offers=attempt.offers,
             deaths=self._deaths,

@@ -237,8 +237,11 @@ class Session:
         """Go on without an instance that this request was on, unless its answer came from there."""
         if self._held.move(target):
             return
-        if self.phase is Phase.STREAMING:
+        if self.phase is Phase.STREAMING and not self._held.continuable:
             self.fail(502, "the engine was removed")
+            return
+        if self.phase is Phase.STREAMING:
+            self._held.hand_over()
             return
         self.record.retries += 1
         # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
@@ -328,15 +331,14 @@ class Session:
         self.answer.send(200, headers, body)
         self._end(events.RequestFinished(self.number), Outcome.OK)
 
-    def recomputed(self, *, advanced: bool) -> None:
+    def recomputed(self, *, elsewhere: bool) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
         self._kv = None
         if self.ticket.prefill:
             self._enter(Phase.QUEUED)
         else:
             self.pooled()
-        # A rank that did nothing for it would do so again.
-        self.host.feed(events.RequestRecomputed(self.number, elsewhere=not advanced))
+        self.host.feed(events.RequestRecomputed(self.number, elsewhere=elsewhere))
 
     # Failures.
 
@@ -346,12 +348,14 @@ class Session:
         retry = self._recovery.after(attempt, failure, stream_open=self.answer.opened)
         if retry is None:
             self._give_up(attempt, failure)
-            return
-        again = partial(_run, self, "backoff", partial(self._go_on, retry))
-        give_up = partial(self._give_up, attempt, failure)
-        backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
-        self._enter(Phase.BACKOFF, backoff)
-        backoff.ask(failure.fault)
+        elif retry.then is Next.CONTINUE:
+            attempt.hand_over()
+        else:
+            again = partial(_run, self, "backoff", partial(self._go_on, retry))
+            give_up = partial(self._give_up, attempt, failure)
+            backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
+            self._enter(Phase.BACKOFF, backoff)
+            backoff.ask(failure.fault)
 
     def _give_up(self, attempt: Attempt, failure: Failure) -> None:
         """Tell the client of a failure that nothing mends."""

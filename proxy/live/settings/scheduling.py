@@ -9,6 +9,7 @@ from balanceroute.proxy.core.policies import POLICIES, is_outside
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.settings.setting import (
     choice,
     file,
@@ -177,4 +178,11 @@ class SchedulingSettings:
         "how the tokens of a stream are counted: by the usage that engines are asked for in every "
         "event (and that clients do not see unless they ask), or an event is one token",
         words(("usage", "events")),
+    )
+    resume: Resume = choice(
+        Resume.OFF,
+        "which streams another decode rank continues when theirs fails, from the token ids that "
+        "engines are asked for: those that one engine would have given (temperature 0), or also "
+        "sampled ones",
+        named(Resume),
     )

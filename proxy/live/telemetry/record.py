@@ -49,6 +49,7 @@ class RequestRecord:
         cheaper_lapses: Of these, those whose lease was left to end: a repeated prefill costs less
             rank time than an overflow.
         recomputes: Times a rank gave the request back to be prefilled again.
+        resumes: Times another rank went on with its stream after a failure.
         pool_wait_ns: Time spent prefilled and unbound, all bindings together.
         itl_max_ns: Longest gap between two pieces of the stream.
         reason: Why it did not end well; empty if it did.
@@ -89,6 +90,7 @@ class RequestRecord:
     itl_max_ns: int = 0
     retries: int = 0
     recomputes: int = 0
+    resumes: int = 0
     lease_lapses: int = 0
     cheaper_lapses: int = 0
     reason: str = ""

@@ -24,6 +24,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     duration_s      Arrival to the end.
     retries         Legs sent again.
     recomputes      Times a rank gave the request back.
+    resumes         Times another rank went on with its stream after a failure.
     lease_lapses    Prefills repeated because the KV lease ran out.
     cheaper_lapses  Of these, leases left to end because to force the request in would have cost more.
     max_tokens      The limit of each sequence, or null.
@@ -108,6 +109,7 @@ def line_of(record: RequestRecord) -> bytes:
             "duration_s": _seconds(record.ended_ns - arrived_ns),
             "retries": record.retries,
             "recomputes": record.recomputes,
+            "resumes": record.resumes,
             "lease_lapses": record.lease_lapses,
             "cheaper_lapses": record.cheaper_lapses,
             "max_tokens": record.max_tokens,

@@ -43,6 +43,20 @@ class _FirstTokens:
             self._expectation.observe(ttft_ns / record.expected_ttft_ns)
 
 
+# Fields of a record of which metrics tell the sum.
+_SUMMED = (
+    ("cached_tokens", "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."),
+    (
+        "local_prefill",
+        "local_prefills",
+        "Requests whose prompt a rank was to compute instead of a prefiller.",
+    ),
+    ("recomputes", "recomputes", "Times a rank gave a request back to be prefilled again."),
+    ("resumes", "resumes", "Failed streams that another rank continued."),
+    ("lease_lapses", "lease_lapses", "Prefills repeated because the KV lease ran out."),
+)
+
+
 class RequestMetrics:
     """Counts requests when they have ended."""
 
@@ -56,20 +70,10 @@ class RequestMetrics:
         )
         # By what a record has, unless labelled `other`: the library's look-up costs a lock and more.
         self._known: dict[tuple[str, str, Outcome, int], Counter] = {}
-        self._cached_tokens = registry.counter(
-            "prompt_tokens_cached", "Prompt tokens that the prefiller had cached."
-        )
-        what = "Requests whose prompt a rank was to compute instead of a prefiller."
-        self._local_prefills = registry.counter("local_prefills", what)
         self._retried = registry.counter(
             "retried_requests", "Requests with at least one leg sent again."
         )
-        self._recomputes = registry.counter(
-            "recomputes", "Times a rank gave a request back to be prefilled again."
-        )
-        self._lease_lapses = registry.counter(
-            "lease_lapses", "Prefills repeated because the KV lease ran out."
-        )
+        self._sums = [(field, registry.counter(name, text)) for field, name, text in _SUMMED]
         self._first_tokens = _FirstTokens(registry)
         self._tpot = registry.histogram(
             "request_time_per_output_token_seconds",
@@ -141,15 +145,11 @@ class RequestMetrics:
         if record.prompt_tokens:
             self._prompt_tokens.observe(record.prompt_tokens)
             self._output_tokens.observe(record.output_tokens)
-        # Mostly nothing, and a counter takes a lock.
-        for counter, count in (
-            (self._cached_tokens, record.cached_tokens),
-            (self._local_prefills, record.local_prefill),
-            (self._recomputes, record.recomputes),
-            (self._lease_lapses, record.lease_lapses),
-            (self._retried, record.retries > 0),
-        ):
-            if count:
+        if record.retries:
+            self._retried.inc()
+        for field, counter in self._sums:
+            count = getattr(record, field)
+            if count:  # Mostly nothing, and a counter takes a lock.
                 counter.inc(count)
 
     def _count(self, record: RequestRecord) -> None:

@@ -228,7 +228,7 @@ async def audit_answers(
         answers = zip(client.visit.requests, client.answers, strict=True)
         for request, received in islice(answers, client.sent):
             told = records.get(request.request_id, [])
-            reworded = any(record.recomputes for record in told)
+            reworded = any(record.recomputes or record.resumes for record in told)
             verdict = await judge.judge(client, request, received, reworded=reworded)
             endings[verdict.ending] += 1
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]

@@ -220,6 +220,7 @@ def _limits(rng: random.Random) -> dict[str, object]:
         flags["aimd_max"] = rng.choice([1, 3, 12])
     if rng.random() < 0.3:
         flags["fair_queue"] = "kv-token-seconds"
+    flags["resume"] = rng.choice(["off", "exact", "valid", "valid"])
     return flags
 
 

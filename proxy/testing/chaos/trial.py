@@ -369,6 +369,7 @@ class Trial:
             counters["retries"] += record.retries
             counters["recomputes"] += record.recomputes
             counters["local prefills"] += record.local_prefill
+            counters["resumes"] += record.resumes
             counters["lease lapses"] += record.lease_lapses
             counters["cheaper lapses"] += record.cheaper_lapses
             counters["output tokens"] += record.output_tokens

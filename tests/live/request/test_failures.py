@@ -38,8 +38,17 @@ def judge(
     pulls: bool = True,
     offers: int = 1,
     deaths: int = 0,
+    continuable: bool = False,
 ) -> Rule:
-    return triage(leg, one, stream_open=stream_open, pulls=pulls, offers=offers, deaths=deaths)
+    return triage(
+        leg,
+        one,
+        stream_open=stream_open,
+        continuable=continuable,
+        pulls=pulls,
+        offers=offers,
+        deaths=deaths,
+    )
 
 
 def test_every_failure_of_a_leg_has_its_rule() -> None:
@@ -64,6 +73,14 @@ def test_a_leg_that_fails_behind_an_open_stream_ends_the_request(leg: Leg, what:
     rule = judge(leg, failure(what), stream_open=True)
     assert rule.then is Next.FAIL
     assert rule.blame == RULES[leg, what].blame
+
+
+@pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.DECODE])
+def test_a_stream_whose_ids_are_known_goes_on_unless_it_kills_or_is_refused(what: What) -> None:
+    rule = judge(Leg.DECODE, failure(what), stream_open=True, continuable=True)
+    assert rule.then is (Next.FAIL if what is What.REFUSED else Next.CONTINUE)
+    dead = judge(Leg.DECODE, failure(what), stream_open=True, continuable=True, deaths=2)
+    assert dead.then is Next.FAIL
 
 
 @pytest.mark.parametrize("what", [what for leg, what in RULES if leg is Leg.PREFILL])

@@ -13,6 +13,7 @@ from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
 from balanceroute.proxy.wire.messages import ServerLimits
@@ -59,6 +60,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "aimd_max": 50,
     "expired_status": 504,
     "count_tokens": "events",
+    "resume": "valid",
     "projection": "point",
     "horizon": 7,
     "gamma": 0.5,
@@ -119,6 +121,7 @@ WORDS = {
     "prefill_share_limit": "none",
     "prefiller_kv_tokens": "none",
     "aimd_tpot_ms": "none",
+    "resume": "off",
 }
 FILES = {
     "tls_cert",
@@ -177,7 +180,7 @@ def test_every_setting_has_an_effect_from_the_flag_and_from_the_file(
     assert filed != default
     assert of_file(tmp_path, flags={name: value}) == filed
     # The flag goes before the file, also where it asks for what is the default.
-    word = WORDS.get(name, "auto") if setting.default is None else setting.default
+    word = WORDS.get(name, "auto" if setting.default is None else setting.default)
     assert of_file(tmp_path, f"{name} = {toml(value)}", flags={name: word}) == default
 
 
@@ -270,6 +273,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         direct=Direct.REFUSE,
         on_missing_kv="fail",
         count_tokens="events",
+        resume=Resume.VALID,
         lease_margin_s=4.75,
         pass_priority=True,
         expired_status=504,

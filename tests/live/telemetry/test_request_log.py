@@ -85,6 +85,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "duration_s": 0.6,
         "retries": 1,
         "recomputes": 0,
+        "resumes": 0,
         "lease_lapses": 0,
         "cheaper_lapses": 0,
         "max_tokens": 50,

@@ -1,0 +1,103 @@
+"""Going on with an answer on another rank, from the ids of its tokens.
+
+The prompt of the request that continues is the ids of the first one's prompt and of the answer so far.
+`/v1/completions` alone takes ids, so a chat goes on there, and its events are written as a chat's
+(`continuation_stream.py`). Only what is known to mean the same there is continued: every member of the
+body stands in one of the lists below.
+
+Not continued is what begins anew with each request in vLLM: grammars, stop strings, penalties that
+count the output, parsers of tool calls and reasoning. Log-probabilities, echoes and a client's own
+wish for ids would have to be put together.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from balanceroute.proxy.live.openai.body import BodyError, dump
+from balanceroute.proxy.live.openai.resume import remaining_limits
+from balanceroute.proxy.live.openai.shape import Api, Shape
+
+# As vLLM's `SamplingParams`: below, the most likely token is taken.
+_GREEDY_BELOW = 1e-5
+# The other legs' body has these as they are.
+_KEPT = frozenset(
+    {
+        *("allowed_token_ids", "cache_salt", "ignore_eos", "logit_bias", "max_completion_tokens"),
+        *("max_tokens", "min_p", "min_tokens", "model", "n", "priority", "repetition_penalty"),
+        *("seed", "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids"),
+        *("stream", "stream_options", "temperature", "top_k", "top_p", "user"),
+    }
+)
+# What they say is in the ids of the prompt, or says nothing to the engine.
+_SPENT = frozenset(
+    {
+        *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
+        *("continue_final_message", "documents", "messages", "metadata", "parallel_tool_calls"),
+        *("prompt", "prompt_cache_key", "safety_identifier", "service_tier", "store"),
+        "truncate_prompt_tokens",
+    }
+)
+# What must say nothing, if it is there at all.
+_EMPTY = frozenset(
+    {
+        *("bad_words", "best_of", "echo", "frequency_penalty", "logprobs", "presence_penalty"),
+        *("prompt_logprobs", "return_token_ids", "stop", "suffix", "tools", "top_logprobs"),
+        *("use_beam_search", "logit_processors", "functions"),
+    }
+)
+
+
+def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> dict[str, Any] | None:
+    """Return the members that a continuation keeps; None if the answer must not be continued.
+
+    Args:
+        shape: The request's.
+        values: The members of its body.
+        sampled: Whether other tokens may follow than one engine would have given.
+    """
+    if not shape.stream or shape.sequences > 1 or shape.prompt_data:
+        return None
+    if shape.api not in (Api.CHAT, Api.COMPLETIONS) or shape.direct:
+        return None
+    kept: dict[str, Any] = {}
+    try:
+        for name in values:
+            if name in _KEPT:
+                kept[name] = values[name]
+            elif name not in _SPENT and not _says_nothing(name, values[name]):
+                return None
+    except BodyError:
+        return None  # A member that is too large to be read.
+    return kept if sampled or is_greedy(kept) else None
+
+
+def is_greedy(kept: Mapping[str, Any]) -> bool:
+    """Return whether each token is the most likely one."""
+    temperature = kept.get("temperature")
+    return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
+
+
+def _says_nothing(name: str, value: object) -> bool:
+    if name == "tool_choice":
+        return value in (None, "none", "auto")  # Without tools, "auto" is nothing.
+    if name == "response_format":
+        return value is None or (isinstance(value, dict) and value.get("type") == "text")
+    return name in _EMPTY and not value
+
+
+def continued_body(kept: Mapping[str, Any], api: Api, ids: bytes, emitted_tokens: int) -> bytes:
+    """Return the body for `/v1/completions` that goes on behind `ids`.
+
+    Args:
+        kept: Members of the client's body; see `continuable`.
+        api: The endpoint that the client asked.
+        ids: Those of the prompt and of what was emitted, as JSON without the brackets.
+        emitted_tokens: How many of them were emitted: fewer than the limit.
+    """
+    members = {name: value for name, value in kept.items() if name != "max_completion_tokens"}
+    if api is Api.CHAT:
+        newer = kept.get("max_completion_tokens")
+        # A completion without a limit would end after 16 tokens; with null it has the context's.
+        members["max_tokens"] = kept.get("max_tokens") if newer is None else newer
+    members |= remaining_limits(Api.COMPLETIONS, members, emitted_tokens)
+    return b'%b, "prompt": [%b]}' % (dump(members)[:-1], ids)

@@ -1,0 +1,160 @@
+"""The ids of a stream's tokens: asked for with `return_token_ids`, kept, and cut out again.
+
+They are kept, as the engine wrote them, for the case that it fails: the next one goes on from them. Of
+what the client did not ask for it sees nothing: vLLM writes null where there are no ids, and in a chat
+leaves out events that carry nothing else.
+
+The next engine's detokeniser must not begin inside a character: vLLM would repeat the prompt's text
+(`DecodeStream` primed with an incomplete suffix). So ids count only up to the last event with text. And
+of several ids in one event the last may be such a beginning, which nothing tells: they count only when
+an event with one id and text has come. The text of events that do not count is kept instead: the next
+engine begins before it, and what it says again is left out.
+"""
+
+import re
+from typing import Any
+
+from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+
+# As vLLM writes them.
+_IDS = b'"token_ids":['
+_VALUE = len(_IDS) - 1
+_PROMPT = re.compile(rb'"prompt_token_ids":\s*+\[([^\[\]]*+)\]')
+_END = b"}\n\n"
+# As any engine may write them.
+_MEMBER = re.compile(rb'("(?:prompt_)?token_ids":\s*+)\[[\d,\s]*+\]')
+_LIST = re.compile(rb"\s*+\d++\s*+(?:,\s*+\d++\s*+)*+")
+_NOTHING = b'"delta":{}'
+_NO_TEXT = b'":""'
+_CHOICES = b'"choices":['
+# Texts of ids that are joined at once.
+_JOINED = 512
+
+
+class TokenIds:
+    """The ids of one leg's prompt and answer.
+
+    Attributes:
+        prompt: The prompt's, as JSON without the brackets; empty until the engine has told them.
+        head: Of its events, all that stands before the choices.
+        lost: Whether the answer cannot be continued from ids: the engine told none, it said something
+            else than text, or it has said all.
+        overlap: Text that comes first, and that the client has from an earlier leg.
+    """
+
+    __slots__ = ("_behind", "_kept", "_new", "_said", "head", "lost", "overlap", "prompt")
+
+    def __init__(self, overlap: str = "") -> None:
+        self.prompt = b""
+        self.head = b""
+        self.lost = False
+        self.overlap = overlap
+        self._kept = bytearray()  # Each with a comma before it.
+        self._new: list[bytes] = []
+        self._said = 0  # How many of these belong to text that was sent.
+        self._behind: list[bytes] = []  # Events with text that do not count.
+
+    @property
+    def kept(self) -> bytes:
+        """The ids whose text the client has, as JSON without the brackets."""
+        self._join()
+        return bytes(self._kept[1:])
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything came that the client did not have."""
+        return self.lost or (bool(self.prompt) and not self.overlap)
+
+    @property
+    def count(self) -> int:
+        """How many these are."""
+        self._join()
+        return self._kept.count(b",")
+
+    @property
+    def behind(self) -> str:
+        """The text that the client has behind them."""
+        messages = [parsed(event) or {} for event in self._behind]
+        choices = [choice for message in messages for choice in choices_of(message)]
+        return "".join(text_of(choice) or "" for choice in choices)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the answer can be continued from them."""
+        if self.lost or _LIST.fullmatch(self.prompt) is None:
+            return False
+        kept = self.kept
+        return not kept or _LIST.fullmatch(kept) is not None
+
+    def is_plain(self, event: bytes) -> bool:
+        """Return whether `take` may have a token event that goes on; else it is to be parsed."""
+        return bool(self.prompt) and event.find(_NOTHING) < 0
+
+    def take(self, event: bytes) -> bytes:
+        """Keep the ids of a plain event; return the event without them."""
+        begin = event.rfind(_IDS)
+        end = event.find(b"]", begin)
+        if begin < 0 or end < 0 or not event.endswith(_END):
+            self.lost = True
+            return _hidden(event)
+        self._keep(event, event[begin + _VALUE + 1 : end], has_text=event.find(_NO_TEXT) < 0)
+        return b"%bnull%b" % (event[: begin + _VALUE], event[end + 1 :])
+
+    def note(self, event: bytes, message: dict[str, Any]) -> None:
+        """Keep the ids of any event, which was parsed."""
+        if not self.prompt:
+            found = _PROMPT.search(event)
+            self.prompt = found[1] if found else b""
+            self.head = event[: max(0, event.find(_CHOICES))]
+        for choice in choices_of(message):
+            self._note_choice(event, choice)
+
+    def trim(self, text: str) -> str | None:
+        """Return what of the next text is new; None if it is not what the client has."""
+        both = min(len(text), len(self.overlap))
+        if text[:both] != self.overlap[:both]:
+            return None
+        self.overlap = self.overlap[both:]
+        return text[both:]
+
+    def hide(self, event: bytes, message: dict[str, Any]) -> bytes:
+        """Return what of any event, which was parsed, is the client's."""
+        for choice in choices_of(message):
+            ended = choice.get("finish_reason") is not None
+            if choice.get("delta") == {} and not ended and choice.get("logprobs") is None:
+                return b""
+        return _hidden(event)
+
+    def _note_choice(self, event: bytes, choice: dict[str, Any]) -> None:
+        text, ids = text_of(choice), choice.get("token_ids")
+        told = isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)
+        if text is None or choice.get("finish_reason") or not self.prompt or (text and not told):
+            self.lost = True
+        elif isinstance(ids, list) and told:
+            self._keep(event, b",".join(b"%d" % one for one in ids), has_text=bool(text))
+
+    def _keep(self, event: bytes, ids: bytes, *, has_text: bool) -> None:
+        new = self._new
+        new.append(ids)
+        if not has_text:
+            return
+        if not ids or b"," in ids:
+            self._behind.append(event)
+            return
+        self._said = len(new)
+        if self._behind:
+            self._behind.clear()
+        if self._said > _JOINED:
+            self._join()
+
+    def _join(self) -> None:
+        for text in self._new[: self._said]:
+            if text:
+                self._kept += b"," + text
+        del self._new[: self._said]
+        self._said = 0
+
+
+def _hidden(event: bytes) -> bytes:
+    """Return an event without ids."""
+    return _MEMBER.sub(rb"\1null", event)

@@ -1,0 +1,147 @@
+"""Decode engines that die under greedy streams, one after the other: what the clients get."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.testing.chaos.answer_reader import Ending
+from balanceroute.proxy.testing.chaos.clients import Client, Visit
+from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
+from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.requests import CHAT, COMPLETIONS, ClientRequest
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
+
+_MODEL = "emulated"
+_RANKS = 8
+_HALF = 0.5
+_BATCH_LIMIT = 16
+_GAP_S = 0.03
+_PAUSE_S = 3.0
+_DOWN_S = 0.4
+
+
+@dataclass(slots=True)
+class Deaths:
+    """What came of greedy streams.
+
+    Attributes:
+        killed: Engines, each of which started again.
+        hit: Streams whose rank died.
+        exact: Streams that were, byte for byte, what one engine answers.
+        failed: Those that ended with an error, after a right beginning.
+        wrong: Those that were neither, a line each.
+        gaps_s: Of each stream that went on, its longest gap between two events, in seconds.
+        held: Requests that the proxy still had at the end.
+    """
+
+    killed: int = 0
+    hit: int = 0
+    exact: int = 0
+    failed: int = 0
+    wrong: list[str] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    held: int = 0
+
+
+def kill_decoders(seed: int, *, requests: int, resume: str = "exact") -> Deaths:
+    """Send greedy streams through a proxy while decode engines die.
+
+    Args:
+        seed: Draws the requests and the deaths.
+        requests: How many.
+        resume: The proxy's setting.
+    """
+    engines = EmulationSettings(
+        ranks=_RANKS,
+        batch_limit=_BATCH_LIMIT,
+        step_base_ns=10_000_000,
+        model=_MODEL,
+        merged_outputs=0.1,
+        partial_utf8=0.1,
+    )
+    settings = WorldSettings(engines, {"batch": _BATCH_LIMIT, "resume": resume})
+    return run(lambda loop: _kill_decoders(loop, settings, seed, requests), seed=seed)
+
+
+async def _kill_decoders(
+    loop: VirtualLoop, settings: WorldSettings, seed: int, requests: int
+) -> Deaths:
+    rng = random.Random(f"deaths {seed}")
+    world = World(settings, loop, rng)
+    await world.start()
+    oracle = Oracle(settings.engines)
+    await oracle.start()
+    found = Deaths()
+    drawn = [_draw(rng, number) for number in range(requests)]
+    killer = loop.create_task(_kill(world, rng, found))
+    clients = await asyncio.gather(*(_ask(world, request) for request in drawn))
+    killer.cancel()
+    for request, client in zip(drawn, clients, strict=True):
+        await _judge(request, client, oracle, found)
+    for record in world.ended:
+        found.hit += (
+            bool(record.resumes) or record.status != 200 or record.outcome is not Outcome.OK
+        )
+        if record.resumes and record.outcome is Outcome.OK:
+            found.gaps_s.append(record.itl_max_ns / 1e9)
+    found.held = len(world.scheduler.requests)
+    await oracle.close()
+    await world.close()
+    return found
+
+
+def _draw(rng: random.Random, number: int) -> ClientRequest:
+    prompt = " ".join(f"w{rng.randrange(1_000)}" for _ in range(rng.randrange(1, 60)))
+    values: dict[str, object] = {
+        "model": _MODEL,
+        "temperature": 0,
+        "stream": True,
+        "max_tokens": rng.randrange(20, 200),
+    }
+    if rng.random() < _HALF:
+        values["stream_options"] = {"include_usage": True}
+    chat = rng.random() < _HALF
+    path = CHAT if chat else COMPLETIONS
+    text = f"r{number} {prompt}"
+    values |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    return ClientRequest(number, path, values, json.dumps(values).encode(), f"death-{number}")
+
+
+async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
+    """Kill one decode engine after the other; each starts again before the next one dies."""
+    while True:
+        await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
+        name = f"decode/{rng.randrange(_RANKS)}"
+        world.fleet.kill(name)
+        found.killed += 1
+        await asyncio.sleep(_DOWN_S)
+        await world.fleet.restore(name)
+
+
+async def _ask(world: World, request: ClientRequest) -> Client:
+    await asyncio.sleep(request.number * _GAP_S)
+    client = Client(Visit(0.0, (request,)), on_left=lambda _: None)
+    await world.loop.create_connection(lambda: client, "127.0.0.1", world.port)
+    await client.over.wait()
+    return client
+
+
+async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: Deaths) -> None:
+    received = client.answers[0]
+    # Behind the cut, the engine may put tokens into other events.
+    expected = Expectation(request, await oracle.answer(request), reworded=True)
+    body = bytes(received.body)
+    if received.status == 200 and received.ending is Ending.COMPLETE:
+        wrong = expected.differs(body)
+        found.exact += not wrong
+    else:
+        found.failed += 1
+        events = [event for event in events_of(body) if error_of(event) is None]
+        wrong = expected.strays(events) if received.status == 200 else ""
+    if wrong:
+        found.wrong.append(f"{request.request_id}: {wrong}")

@@ -1,0 +1,146 @@
+"""The ids of a stream's tokens: what is kept of them, and what the client sees."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.live.openai.stream_event import parsed
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.wire.sse import EventScanner, event_data
+
+_NAMES = re.compile(rb'"id":"[^"]*"|"created":\d+')
+
+ROLE = (
+    b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+    b'"logprobs":null,"finish_reason":null}],"prompt_token_ids":[1,22,333],"prompt_text":null}\n\n'
+)
+
+
+def chat(text: str, ids: bytes, *, finish: bytes = b"null") -> bytes:
+    delta = json.dumps({"content": text} if text else {}).encode().replace(b": ", b":")
+    return (
+        b'data: {"id":"c","choices":[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b,'
+        b'"token_ids":%b}]}\n\n' % (delta, finish, ids)
+    )
+
+
+def completion(text: str, ids: bytes, prompt: bytes = b"null") -> bytes:
+    return (
+        b'data: {"id":"c","choices":[{"index":0,"text":%b,"logprobs":null,"finish_reason":null,'
+        b'"stop_reason":null,"prompt_token_ids":%b,"token_ids":%b}]}\n\n'
+        % (json.dumps(text).encode(), prompt, ids)
+    )
+
+
+def read(ids: TokenIds, *events: bytes) -> bytes:
+    """Read events as a stream of completions has them read; return what is the client's."""
+    passed = b""
+    for event in events:
+        if b'"finish_reason":null' in event and ids.is_plain(event):
+            passed += ids.take(event)
+            continue
+        message: dict[str, Any] | None = parsed(event)
+        assert message is not None
+        ids.note(event, message)
+        passed += ids.hide(event, message)
+    return passed
+
+
+def test_the_client_sees_what_an_engine_writes_that_was_asked_for_no_ids() -> None:
+    ids = TokenIds()
+    events = [chat(" a", b"[7]"), chat("", b"[8]"), chat(" b", b"[9,10]")]
+    passed = read(ids, ROLE, *events, chat("", b"[2]", finish=b'"stop"'))
+    assert passed == (
+        ROLE.replace(b"[1,22,333]", b"null")
+        + chat(" a", b"null")
+        + chat(" b", b"null")
+        + chat("", b"null", finish=b'"stop"')
+    )
+
+
+def test_ids_count_up_to_the_last_event_with_text() -> None:
+    ids = TokenIds()
+    read(ids, ROLE, chat(" a", b"[7]"), chat("", b"[8]"))
+    assert (ids.prompt, ids.kept, ids.count) == (b"1,22,333", b"7", 1)
+    read(ids, chat(" b", b"[9]"))
+    assert (ids.kept, ids.count) == (b"7,8,9", 3)
+    assert ids.usable
+    assert ids.head == b'data: {"id":"c",'
+
+
+def test_the_first_event_of_a_completion_has_the_prompt_too() -> None:
+    ids = TokenIds()
+    passed = read(ids, completion("a", b"[7]", b"[1,2]"), completion("", b"[8]"))
+    assert passed == completion("a", b"null") + completion("", b"null")
+    assert (ids.prompt, ids.kept) == (b"1,2", b"7")
+
+
+def test_of_several_ids_in_an_event_the_text_is_kept_until_one_comes_alone() -> None:
+    ids = TokenIds()
+    read(ids, ROLE, chat(" a", b"[7]"), chat(" b c", b"[8,9]"), chat("", b"[10]"))
+    assert (ids.kept, ids.behind) == (b"7", " b c")
+    read(ids, chat(" d", b"[11]"))
+    assert (ids.kept, ids.behind) == (b"7,8,9,10,11", "")
+
+
+def test_what_the_client_has_is_left_out_and_anything_else_is_noticed() -> None:
+    ids = TokenIds(" b c")
+    assert [ids.trim(" b"), ids.overlap] == ["", " c"]
+    assert [ids.trim(" c d"), ids.overlap] == [" d", ""]
+    assert ids.trim(" e") == " e"
+    assert TokenIds(" b c").trim(" x") is None
+
+
+def test_ids_of_a_long_answer_are_joined() -> None:
+    ids = TokenIds()
+    read(ids, ROLE, *(chat(" a", b"[%d]" % number) for number in range(2_000)))
+    assert ids.count == 2_000
+    assert ids.kept == b",".join(b"%d" % number for number in range(2_000))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        chat(" a", b"null"),
+        chat(" a", b'["x"]'),
+        chat(" a", b"[-1]"),
+        chat(" a", b"[7", finish=b"null"),
+        chat(" a", b"[7]").rstrip() + b" \n\n",
+        chat("", b"[7]", finish=b'"length"'),
+        ROLE.replace(b'"role":"assistant","content":""', b'"reasoning":"so"'),
+    ],
+    ids=repr,
+)
+def test_what_says_no_ids_or_more_than_text_cannot_be_continued(event: bytes) -> None:
+    ids = TokenIds()
+    read(ids, ROLE, chat(" b", b"[5]"))
+    assert ids.usable
+    try:
+        read(ids, event)
+    except AssertionError:
+        return  # No JSON: the reader takes that as lost by itself.
+    assert not ids.usable
+
+
+def test_without_the_prompts_ids_nothing_can_be_continued() -> None:
+    ids = TokenIds()
+    read(ids, ROLE.replace(b'"prompt_token_ids":[1,22,333],', b""), chat(" a", b"[7]"))
+    assert not ids.usable
+
+
+def test_a_real_stream_becomes_the_one_without_ids(body_of: Callable[[str], bytes]) -> None:
+    """The same request to vLLM 0.32 with and without `return_token_ids`."""
+    ids = TokenIds()
+    scanner = EventScanner()
+    *events, done = scanner.feed(body_of("solo_chat_stream_tokenids.resp"))
+    assert event_data(done) == b"[DONE]"
+    passed = read(ids, *events) + done
+    plain = body_of("solo_chat_stream.resp")
+    assert _NAMES.sub(b"", passed) == _NAMES.sub(b"", plain)
+    assert ids.prompt.startswith(b"1,1534,201,456,")
+    # But for the one with which the answer ends.
+    assert ids.count == 7
+    assert ids.kept.endswith(b",285,1666,485")

@@ -1,0 +1,225 @@
+"""Streams whose decode rank fails, and that another one continues from the ids of their tokens."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    ID,
+    PULL_KEYS,
+    TALK,
+    USAGE,
+    alone,
+    same,
+)
+
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+EXACT = {"resume": "exact"}
+GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
+STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
+FAULTS = [
+    {"reset_after_tokens": 7},
+    {"end_after_tokens": 7},
+    {"stall_after_tokens": 7},
+    {"error_event_after_tokens": 7},
+]
+
+
+async def through_a_failure(site: "Site", path: str, values: dict[str, Any], **faults: int) -> None:
+    """Check that a stream is one engine's, event by event, though its first rank fails."""
+    right = await alone(site, path, values)
+    site.fleet.faults.set("decode/0", **faults)
+    same(await site.send(path, values, headers=ID).end(), right)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
+def test_the_client_sees_one_unbroken_stream(
+    play: "Play", path: str, fault: dict[str, int], more: dict[str, Any]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await through_a_failure(site, path, STREAMS[path] | more, **fault)
+        (record,) = site.world.ended
+        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+        assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
+        first, second = site.received("decode")
+        assert (first.engine, first.path) == ("decode/0", path)
+        assert (second.engine, second.path) == ("decode/1", COMPLETIONS)
+        assert second.values["max_tokens"] == 13
+        assert len(second.values["prompt"]) == record.prompt_tokens + 7
+        assert site.received("prefill")[-1].values["prompt"] == second.values["prompt"]
+
+    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
+def test_a_stream_may_break_behind_each_of_its_tokens(
+    play: "Play", path: str, odd: dict[str, float]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path])
+        # Before the first token of a chat nobody knows that no reasoning is kept back.
+        for tokens in range(1, 20):
+            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+            begun = len(site.world.ended)
+            exchange = await site.send(path, STREAMS[path], headers=ID).end()
+            assert exchange.done, (tokens, exchange.body)
+            assert exchange.text == right.text
+            (record,) = site.world.ended[begun:]
+            assert record.output_tokens == 20
+
+    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
+
+
+@pytest.mark.parametrize(("tokens", "tries", "emitted"), [(5, 3, 15), (5, 2, 10), (0, 3, 0)])
+def test_a_stream_kills_few_ranks(play: "Play", tokens: int, tries: int, emitted: int) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", reset_after_tokens=tokens)
+        exchange = await site.post(CHAT, STREAMS[CHAT])
+        assert not exchange.done
+        (record,) = site.world.ended
+        assert record.outcome is Outcome.UPSTREAM_ERROR
+        assert record.output_tokens == emitted
+        # One under which two ranks died without a token goes to no third.
+        assert len(site.received("decode")) == (tries if tokens else 2)
+
+    play(scenario, flags=EXACT | {"retry_attempts": tries}, ranks=4)
+
+
+def test_an_answer_that_goes_on_otherwise_ends_with_an_error(play: "Play") -> None:
+    """Two tokens in one event, and an engine whose numerics differ."""
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        body = json.loads(request.body)
+        if engine.startswith("prefill"):
+            kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
+            kv |= {"remote_port": 1, "remote_block_ids": [1]}
+            done: dict[str, Any] = {
+                "choices": [{"index": 0, "text": "a", "finish_reason": "length"}]
+            }
+            done |= {"usage": {"prompt_tokens": 2}, "kv_transfer_params": kv}
+            reply.send(200, [(b"content-type", b"application/json")], json.dumps(done).encode())
+            return
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        again = isinstance(body["prompt"], list)
+        first = [("a", [7]), ("X", [8])] if again else [("a", [7]), ("bc", [8, 9])]
+        for text, ids in first:
+            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": None}
+            choice |= {"prompt_token_ids": [1, 2], "token_ids": ids}
+            data = json.dumps({"choices": [choice]}, separators=(",", ":"))
+            reply.write(b"data: " + data.encode() + b"\n\n")
+        if not again:
+            reply.abort()
+
+    async def scenario(site: "Site") -> None:
+        values = {"prompt": "a b", "temperature": 0, "stream": True, "max_tokens": 9}
+        site.handlers[b"/v1/completions"] = answer
+        exchange = await site.post(COMPLETIONS, values)
+        assert exchange.text == "abc"
+        assert b"goes on otherwise" in exchange.body
+        assert not exchange.done
+
+    play(scenario, flags=EXACT, at_rest=False)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_removed_engine_takes_no_stream_with_it(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[path] | {"max_tokens": 200}
+        right = await alone(site, path, values)
+        exchange = site.send(path, values, headers=ID)
+        await exchange.until_events(20)
+        (on,) = site.received("decode")
+        gone = {"role": "decode", "url": site.fleet.engine(on.engine).url, "force": True}
+        assert (await site.admin("/admin/instances/remove", gone)).status == 200
+        same(await exchange.end(), right)
+        assert site.world.ended[0].resumes == 1
+
+    play(scenario, flags=EXACT)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": None},
+        {"stop": "t99999"},
+        {"frequency_penalty": 0.5},
+        {"logprobs": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"response_format": {"type": "json_object"}},
+        {"return_token_ids": True},
+        {"unheard_of": 1},
+    ],
+    ids=str,
+)
+def test_what_might_go_on_otherwise_ends_as_without_the_setting(
+    play: "Play", more: dict[str, Any]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=5)
+        exchange = await site.post(CHAT, STREAMS[CHAT] | more)
+        assert not exchange.done
+        assert site.world.ended[0].resumes == 0
+        (leg,) = site.received("decode")
+        assert leg.values.get("return_token_ids") == more.get("return_token_ids")
+
+    play(scenario, flags=EXACT)
+
+
+def test_sampled_streams_go_on_where_any_valid_continuation_will_do(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        # An emulated seed goes on by position, so that the text is the same.
+        values = STREAMS[CHAT] | {"temperature": 0.7, "seed": 3}
+        await through_a_failure(site, CHAT, values, reset_after_tokens=5)
+
+    play(scenario, flags={"resume": "valid"})
+
+
+def test_a_reasoning_parser_keeps_back_what_no_id_tells(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=25)
+        values = STREAMS[CHAT] | {"max_tokens": 60}
+        for _ in range(2):  # The second time it is known from the first.
+            assert not (await site.post(CHAT, values)).done
+        first, second = site.received("decode")
+        assert first.values["return_token_ids"] is True
+        assert "return_token_ids" not in second.values
+        assert not any(record.resumes for record in site.world.ended)
+
+    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, ranks=1, reasoning_parser=True)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_request_that_is_handed_back_goes_on_from_its_ids(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        await through_a_failure(site, path, STREAMS[path], recomputed_after_tokens=6)
+        (record,) = site.world.ended
+        assert (record.recomputes, record.resumes, record.retries) == (3, 0, 0)
+        assert isinstance(site.received("decode")[-1].values["prompt"], list)
+
+    play(scenario, connector="mooncake-ascend", flags=EXACT)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_without_the_setting_nothing_is_asked_for(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=5)
+        exchange = await site.post(path, STREAMS[path])
+        assert not exchange.done
+        (leg,) = site.received("decode")
+        assert "return_token_ids" not in leg.values
+
+    play(scenario)
