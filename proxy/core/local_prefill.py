@@ -286,8 +286,10 @@ class LocalPrefill:
                 missed_ns / 2, _SURE_STEPS * self._step_ns
             ):
                 # It had to compute all: it has dropped what it was given, or has begun anew.
-                self._memory.forget(ticket.home)
+                self._memory.missed(ticket.home)
             else:
+                if ticket.home is not None:
+                    self._memory.had()
                 self._local.observe(computed, round(own_ns))
 
     def _queue(self, request: RequestId) -> None:

@@ -218,6 +218,18 @@ def test_two_turns_do_not_claim_one_slot() -> None:
     site.feed(RequestCancelled(request))
 
 
+def test_ranks_without_caches_are_relied_on_ever_less() -> None:
+    memory = RankMemory()
+    for skipped in (0, 0, 0, 4, 16, 64):
+        memory.missed(RANK1)
+        memory.add(turn(8), RANK1)
+        found = [bool(memory.expect(turn(9))) for _ in range(skipped + 1)]
+        assert found == [False] * skipped + [True]
+    memory.had()
+    memory.missed(RANK0)
+    assert memory.expect(turn(9))
+
+
 @pytest.mark.parametrize("tokens", [800, 801])
 def test_the_last_token_is_always_computed(tokens: int) -> None:
     memory = RankMemory()
