@@ -21,6 +21,7 @@ from dp_checks import DpChecks
 from engines import Order, free_port, running
 from environment import VLLM, mooncake_fault, prepare
 from fleet import Fleet
+from kv_checks import KvChecks
 from pd_checks import Checks
 from trace_checks import TraceChecks
 
@@ -35,6 +36,8 @@ _MOONCAKE = {
     "kv_connector": "MooncakeConnector",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
+# Below those that systems give away.
+_LASTING_PORTS = range(12_000, 30_000)
 CONNECTORS = ("nixl", "mooncake", "nixl-dp")
 
 
@@ -69,11 +72,16 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
             for rank in range(2)
         ]
 
+    first = free_port(2, among=_LASTING_PORTS)
+    kv_ports = (first, first + 1) if connector == "nixl" else None
+
     def order(name: str, role: str, parallel: list[str], **environment: str) -> Order:
         # A data-parallel rank adds its number to the port.
         side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(2))}
         common = {"BALANCEROUTE_CPU_SHIM": shim}
-        return Order(name, model, _json(_NIXL, role), parallel, common | side | environment)
+        ports = kv_ports if role == "kv_producer" else None
+        variables = common | side | environment
+        return Order(name, model, _json(_NIXL, role), parallel, variables, ports)
 
     return [
         order("prefill-0", "kv_producer", prefill),
@@ -96,11 +104,13 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
         )
-        groups: list[Checks | TraceChecks | ClientChecks] = [DpChecks(fleet)]
+        groups: list[Checks | TraceChecks | ClientChecks | KvChecks] = [DpChecks(fleet)]
         if connector != "nixl-dp":
             # The last ones kill engines.
-            clients = [ClientChecks(fleet)] if connector == "nixl" else []
-            groups = [TraceChecks(fleet), *clients, Checks(fleet)]
+            more: list[ClientChecks | KvChecks] = []
+            if connector == "nixl":
+                more = [KvChecks(fleet), ClientChecks(fleet)]
+            groups = [TraceChecks(fleet), *more, Checks(fleet)]
         for group in groups:
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):
                 title = name.removeprefix("check_").replace("_", " ")

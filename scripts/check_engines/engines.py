@@ -1,6 +1,8 @@
 """Real vLLM engines on loopback: started, asked for their metrics, killed, and ended in any case."""
 
+import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -51,6 +53,7 @@ class Order:
         kv_transfer: The connector's configuration, JSON.
         flags: Further ones of `vllm serve`.
         environment: Further variables.
+        kv_ports: Where it publishes its KV cache events, and sends them again; None for nowhere.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Order:
     kv_transfer: str
     flags: Sequence[str] = ()
     environment: Mapping[str, str] | None = None
+    kv_ports: tuple[int, int] | None = None
 
 
 class Engine:
@@ -67,10 +71,15 @@ class Engine:
         self.name = order.name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self._kv_ports = order.kv_ports
         self.log = folder / f"{order.name}.log"
         command = [str(VENV / "bin" / "vllm"), "serve", str(MODELS / order.model), *_COMMON]
         command += [f"--port={self.port}", f"--kv-transfer-config={order.kv_transfer}"]
         command += order.flags
+        if order.kv_ports is not None:
+            events, replay = (f"tcp://*:{port}" for port in order.kv_ports)
+            config = {"enable_kv_cache_events": True, "endpoint": events}
+            command.append(f"--kv-events-config={json.dumps(config | {'replay_endpoint': replay})}")
         environment = os.environ | _ENVIRONMENT | dict(order.environment or {})
         environment["PATH"] = f"{VENV / 'bin'}:{environment['PATH']}"
         # Half of an engine's start is imports, twice as long without the bytecode of the first.
@@ -79,6 +88,13 @@ class Engine:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+
+    @property
+    def kv_addresses(self) -> tuple[str, str]:
+        """Where it publishes its KV cache events, and sends them again."""
+        assert self._kv_ports is not None
+        events, replay = (f"tcp://127.0.0.1:{port}" for port in self._kv_ports)
+        return events, replay
 
     def wait(self, deadline_s: float) -> None:
         """Wait until it serves."""
@@ -159,11 +175,18 @@ def _ask_to_end(engines: Sequence[Engine]) -> None:
         engine.ask_to_end()
 
 
-def free_port(count: int = 1) -> int:
-    """Return the first of some ports in a row that nobody listens on."""
+def free_port(count: int = 1, *, among: range | None = None) -> int:
+    """Return the first of some ports in a row that nobody listens on.
+
+    Args:
+        count: How many.
+        among: Which ones. An engine listens a minute after it was told, and meanwhile any connection
+            may take one of those that the system gives away.
+    """
     while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(create_server(("127.0.0.1", 0)))
+        with ExitStack() as stack, suppress(OSError):
+            wanted = 0 if among is None else random.choice(among)
+            first = stack.enter_context(create_server(("127.0.0.1", wanted)))
             port: int = first.getsockname()[1]
             with suppress(OSError, OverflowError):
                 for further in range(1, count):
