@@ -102,5 +102,9 @@ def test_the_stages_decide_what_is_open(why: str) -> None:
 def test_the_stages_decide_while_a_request_may_be_held() -> None:
     pool = pool_of((5, 1))
     with pytest.raises(AssertionError):
-        dispatched(fleet([7]), pool, Unasked(), hold_s=1.0)
-    assert dispatched(fleet([7]), pool, Unasked()) == [(0, 0)]
+        dispatched(fleet([7, BATCH]), pool, Unasked(), hold_s=1.0)
+    assert dispatched(fleet([7, BATCH]), pool, Unasked()) == [(0, 0)]
+
+
+def test_a_rank_alone_holds_nothing() -> None:
+    assert dispatched(fleet([7]), pool_of((5, 1)), Unasked(), hold_s=1.0) == [(0, 0)]

@@ -472,7 +472,7 @@ def test_a_subset_takes_no_more_entries_than_find_a_free_slot(paper: bool) -> No
 def test_in_light_load_everything_is_admitted_at_once(
     name: str, paper: bool, bound: list[list[int]], prompts: list[int], window: int
 ) -> None:
-    policy = build(name, len(bound), paper=paper, window=window)
+    policy = build(name, len(bound), paper=paper, window=window, hold_s=0.0)
     ranks = Ranks(bound)
     prompts = prompts[: ranks.free_slots(policy)]
     admitted = decide(policy, ranks, prompts)

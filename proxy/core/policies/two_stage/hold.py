@@ -32,7 +32,10 @@ class Occupancy:
 
     def is_high(self, fleet: Fleet) -> bool:
         """Note a decision; return whether holds pay."""
-        taken = int(fleet.bound[fleet.is_open].sum())
+        bound = fleet.bound[fleet.is_open]
+        if len(bound) < 2:
+            return False  # It makes no other rank wait.
+        taken = int(bound.sum())
         slots = taken + int(fleet.free_slots.sum())
         if not slots:
             return False
