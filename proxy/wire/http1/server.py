@@ -159,14 +159,13 @@ class Server:
     def hand_over(self, *, idle_s: float) -> None:
         """Close the listeners, which another process has too, and let open connections end.
 
-        Each closes after its present answer. An idle one may be about to bring a request: it closes after
-        the answer to that, or after so many seconds without one.
+        A client that was not told so may be about to send one more request. So each connection closes after
+        an answer whose head says that it is the last, or after so many idle seconds.
         """
         self._close_listeners()
         if self._service is not None:
-            until_s = self._service.loop.time() + idle_s
             for connection in self._service.connections:
-                connection.end(until_s)
+                connection.end(idle_s)
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:

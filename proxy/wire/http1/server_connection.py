@@ -47,21 +47,17 @@ class ServerConnection(asyncio.Protocol):
     """One connection of a client; see `SweptConnection` and `ReplyTransport` for its attributes."""
 
     __slots__ = (
-        "_advancing",
-        "_eof",
-        "_idle_since_s",
-        "_incoming",
-        "_is_served",
-        "_peer",
-        "_reading",
-        "_reply",
-        "_service",
-        "_stage",
-        "_transport",
-        "_writes",
-        "closes_after_answer",
-        "deadline_s",
-        "paused",
+        *(
+            "_advancing",
+            "_eof",
+            "_idle_since_s",
+            "_incoming",
+            "_is_served",
+            "_last_idle_s",
+            "_peer",
+        ),
+        *("_reading", "_reply", "_service", "_stage", "_transport", "_writes"),
+        *("closes_after_answer", "deadline_s", "paused"),
     )
 
     _transport: TurnTransport
@@ -80,6 +76,7 @@ class ServerConnection(asyncio.Protocol):
         self.closes_after_answer = False
         self.deadline_s = 0.0
         self._idle_since_s = 0.0
+        self._last_idle_s = 0.0  # How long it waits for one more request; 0 while it is not to end.
         # The present answer.
         self._reply: Http1Reply | None = None
         self._writes = WriteProgress(service.limits.write_timeout_s)
@@ -184,6 +181,8 @@ class ServerConnection(asyncio.Protocol):
         self.deadline_s = self._idle_since_s + min(
             self._service.limits.keep_alive_timeout_s, self._writes.check_s
         )
+        if self._last_idle_s:
+            self.end(self._last_idle_s)
         # Not at once: this runs within a call of the application, which must not be re-entered.
         if (self._incoming.buffer or self._eof) and not self._advancing:
             self._service.loop.call_soon(self._advance)
@@ -207,12 +206,15 @@ class ServerConnection(asyncio.Protocol):
 
     # Called by the server.
 
-    def end(self, idle_until_s: float) -> None:
+    def end(self, idle_s: float) -> None:
         """See `SweptConnection`."""
-        self.closes_after_answer = True
+        self._last_idle_s = idle_s
+        # One whose head has gone did not say that it is the last.
+        if not (idle_s and self._reply is not None and self._reply.started):
+            self.closes_after_answer = True
         if self._stage is _Stage.HEAD and not self._incoming.buffer:
-            self.deadline_s = min(self.deadline_s, idle_until_s)
-            if not idle_until_s:
+            self.deadline_s = min(self.deadline_s, self._service.loop.time() + idle_s)
+            if not idle_s:
                 self._close()
 
     @property
@@ -336,16 +338,14 @@ class ServerConnection(asyncio.Protocol):
     def _fail(self, reply: Http1Reply) -> None:
         """End a request whose application raised."""
         self.closes_after_answer = True
-        if reply.closed:
-            if self._stage is _Stage.HEAD:
-                self._close()
-            return
-        if reply.started:
+        if reply.started and not reply.closed:
             reply.abort()
-            return
-        rejection = Rejection(500, "internal error")
-        headers, body = self._service.refuse(rejection, self._incoming.head, self._peer)
-        reply.send(500, headers, body)
+        elif not reply.closed:
+            rejection = Rejection(500, "internal error")
+            headers, body = self._service.refuse(rejection, self._incoming.head, self._peer)
+            reply.send(500, headers, body)
+        elif self._stage is _Stage.HEAD:
+            self._close()
 
     # Ending.
 

@@ -34,8 +34,11 @@ class SweptConnection(Evictable, Protocol):
     def expire(self, now_s: float) -> None:
         """Act on a deadline that has passed."""
 
-    def end(self, idle_until_s: float) -> None:
-        """Close after the present answer; if idle, after the next one or at that time: 0 for at once."""
+    def end(self, idle_s: float) -> None:
+        """Close after the present answer, or at once if idle.
+
+        With `idle_s` it closes after an answer that says so, or after so many idle seconds.
+        """
 
     def drop(self) -> None:
         """Abort now."""

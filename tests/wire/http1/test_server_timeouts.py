@@ -87,6 +87,27 @@ def test_after_a_hand_over_an_idle_connection_has_a_last_answer_or_a_last_moment
     run(main, seed=0)
 
 
+def test_after_a_hand_over_an_answer_that_had_begun_is_not_the_last_without_saying_so() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        scene = Scene(loop)
+        reader, writer = await scene.open()
+        writer.write(GET)
+        await asyncio.sleep(0.1)
+        scene.desk.replies[-1].start(200, [])
+        scene.server.hand_over(idle_s=2.0)
+        await asyncio.sleep(30)
+        scene.desk.replies[-1].end()
+        assert b"connection: close" not in await reader.readuntil(b"0\r\n\r\n")
+        await asyncio.sleep(1)
+        writer.write(GET)
+        await asyncio.sleep(0.1)
+        scene.desk.replies[-1].send(200, [], b"here")
+        assert b"connection: close" in await reader.read()
+        await scene.end(writer)
+
+    run(main, seed=0)
+
+
 def test_a_shorter_limit_is_checked_more_often() -> None:
     async def main(loop: VirtualLoop) -> None:
         scene = Scene(loop, ServerLimits(header_timeout_s=0.1))
