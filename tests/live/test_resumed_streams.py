@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXACT = {"resume": "exact"}
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
+EACH = USAGE | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 FAULTS = [
     {"reset_after_tokens": 7},
     {"end_after_tokens": 7},
@@ -44,7 +45,7 @@ async def through_a_failure(site: "Site", path: str, values: dict[str, Any], **f
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize("path", STREAMS)
-@pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
+@pytest.mark.parametrize("more", [{}, USAGE, EACH], ids=["plain", "usage", "each"])
 def test_the_client_sees_one_unbroken_stream(
     play: "Play", path: str, fault: dict[str, int], more: dict[str, Any]
 ) -> None:

@@ -71,6 +71,9 @@ class ContinuationStream(CompletionStream):
         members = {
             name: message[name] for name in ("usage", "system_fingerprint") if name in message
         }
+        if choices and isinstance(members.get("usage"), dict):
+            # What a chat tells with each token, and a completion does not.
+            members["usage"].setdefault("completion_tokens_details", None)
         ending = _dump({"choices": list(map(_as_delta, choices))} | members)
         return self._head + ending[1:] + b"\n\n"
 

@@ -228,7 +228,8 @@ async def audit_answers(
         answers = zip(client.visit.requests, client.answers, strict=True)
         for request, received in islice(answers, client.sent):
             told = records.get(request.request_id, [])
-            reworded = any(record.recomputes or record.resumes for record in told)
+            # Of one whose process was killed nobody tells.
+            reworded = not told or any(one.recomputes or one.resumes for one in told)
             verdict = await judge.judge(client, request, received, reworded=reworded)
             endings[verdict.ending] += 1
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
