@@ -82,4 +82,5 @@ def test_the_client_sees_the_engines_steps_in_the_engines_time(time_scale: float
 def test_closed_loop_saturates_the_engine() -> None:
     figures = replayed(requests(80), concurrency=8).figures
     assert figures.errors == 0
-    assert figures.output_tokens_per_s == pytest.approx(8 / 0.040, rel=0.02)
+    # The rank computes a prompt in a step that has not begun when it comes: 21 steps for 20 tokens.
+    assert figures.output_tokens_per_s == pytest.approx(8 / 0.040 * 20 / 21, rel=0.02)
