@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.topologies import CONNECTORS
 
@@ -23,11 +24,17 @@ def main() -> int:
         "--requests", type=int, default=2000, metavar="N", help="for each connector"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--resume", choices=[one.value for one in Resume], default="off")
     arguments = parser.parse_args()
     differences = 0
     for connector in CONNECTORS:
         begin = time.perf_counter()
-        found = compare(arguments.seed, requests=arguments.requests, connector=connector)
+        found = compare(
+            arguments.seed,
+            requests=arguments.requests,
+            connector=connector,
+            resume=arguments.resume,
+        )
         differences += len(found.differences)
         statuses = ", ".join(f"{count} of {one}" for one, count in sorted(found.statuses.items()))
         print(

@@ -42,7 +42,12 @@ class Comparison:
 
 
 def compare(
-    seed: int, *, requests: int, connector: str = "nixl", policy: str = "br-h"
+    seed: int,
+    *,
+    requests: int,
+    connector: str = "nixl",
+    policy: str = "br-h",
+    resume: str = "off",
 ) -> Comparison:
     """Send drawn requests through a proxy and to an engine, and compare the answers.
 
@@ -61,7 +66,7 @@ def compare(
         partial_utf8=0.1 if seed % 4 >= _ODD else 0.0,
         reasoning_parser=seed % 4 == _REASONING,
     )
-    flags = {"policy": policy, "batch": _BATCH_LIMIT}
+    flags = {"policy": policy, "batch": _BATCH_LIMIT, "resume": resume}
     return run(
         lambda loop: _compare(loop, WorldSettings(engines, flags), seed, requests), seed=seed
     )

@@ -25,6 +25,11 @@ def test_500_answers_of_every_shape_are_those_of_one_engine(seed: int, connector
     assert found.identical > 450
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int) -> None:
+    assert not compare(seed, requests=200, resume="valid").differences
+
+
 @pytest.mark.parametrize("policy", ["jsq", "br-0", "br-0-bypass"])
 def test_the_policy_changes_nothing_in_an_answer(policy: str) -> None:
     assert not compare(4, requests=60, policy=policy).differences
