@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.answer_reader import Ending
-from balanceroute.proxy.testing.chaos.clients import Client, Visit
+from balanceroute.proxy.testing.chaos.ask_all import ask_all
+from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.requests import CHAT, COMPLETIONS, ClientRequest
@@ -79,7 +80,7 @@ async def _kill_decoders(
     found = Deaths()
     drawn = [_draw(rng, number) for number in range(requests)]
     killer = loop.create_task(_kill(world, rng, found))
-    clients = await asyncio.gather(*(_ask(world, request) for request in drawn))
+    clients = await ask_all(world, drawn, gap_s=_GAP_S)
     killer.cancel()
     for request, client in zip(drawn, clients, strict=True):
         await _judge(request, client, oracle, found)
@@ -121,14 +122,6 @@ async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
         found.killed += 1
         await asyncio.sleep(_DOWN_S)
         await world.fleet.restore(name)
-
-
-async def _ask(world: World, request: ClientRequest) -> Client:
-    await asyncio.sleep(request.number * _GAP_S)
-    client = Client(Visit(0.0, (request,)), on_left=lambda _: None)
-    await world.loop.create_connection(lambda: client, "127.0.0.1", world.port)
-    await client.over.wait()
-    return client
 
 
 async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: Deaths) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.testing.chaos.clients import Client, Visit
+from balanceroute.proxy.testing.chaos.ask_all import ask_all
+from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation
 from balanceroute.proxy.testing.chaos.oracle import Oracle, comparable
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
@@ -84,20 +85,12 @@ async def _compare(
     mix = RequestMix(_MODEL)
     comparison = Comparison(requests)
     drawn = [draw_request(rng, number, mix) for number in range(requests)]
-    clients = await asyncio.gather(*(_ask(world, request) for request in drawn))
+    clients = await ask_all(world, drawn, gap_s=_GAP_S)
     for request, client in zip(drawn, clients, strict=True):
         await _judge(request, client, oracle, comparison)
     await oracle.close()
     await world.close()
     return comparison
-
-
-async def _ask(world: World, request: ClientRequest) -> Client:
-    await asyncio.sleep(request.number * _GAP_S)
-    client = Client(Visit(0.0, (request,)), on_left=lambda _: None)
-    await world.loop.create_connection(lambda: client, "127.0.0.1", world.port)
-    await client.over.wait()
-    return client
 
 
 async def _judge(
