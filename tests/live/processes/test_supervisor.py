@@ -122,6 +122,13 @@ class Supervised:
         return await self.process.wait()
 
 
+# Ends as soon as it begins while there is a file NOTES.bad.
+FAILS_WHILE_BAD = SERVES.replace(
+    'note("begins")',
+    'note("begins")\nif os.path.exists(sys.argv[2] + ".bad"): note("fails"); sys.exit(2)',
+)
+
+
 @asynccontextmanager
 async def supervised(
     program: str, folder: Path, *, hang_s: float = 60.0
@@ -143,8 +150,10 @@ async def supervised(
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, hang_s: float = 60.0) -> AsyncIterator[Supervised]:
-    async with supervised(SERVES, folder, hang_s=hang_s) as one:
+async def serving(
+    folder: Path, program: str = SERVES, *, hang_s: float = 60.0
+) -> AsyncIterator[Supervised]:
+    async with supervised(program, folder, hang_s=hang_s) as one:
         assert one.process.stdout is not None
         one.port = int(await one.process.stdout.readline())
         yield one
@@ -214,15 +223,8 @@ def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_process_that_served_is_started_until_it_serves_again(tmp_path: Path) -> None:
-    program = SERVES.replace(
-        'note("begins")',
-        'note("begins")\nif os.path.exists(sys.argv[2] + ".bad"): note("fails"); sys.exit(2)',
-    )
-
     async def main() -> None:
-        async with supervised(program, tmp_path) as one:
-            assert one.process.stdout is not None
-            one.port = int(await one.process.stdout.readline())
+        async with serving(tmp_path, FAILS_WHILE_BAD) as one:
             bad = tmp_path / "notes.bad"
             bad.touch()
             os.kill(dict(one.noted("begins"))["scheduler0"], signal.SIGKILL)
@@ -269,15 +271,8 @@ def test_a_new_version_takes_over_without_a_refused_connection(tmp_path: Path) -
 
 
 def test_a_new_version_that_does_not_start_changes_nothing(tmp_path: Path) -> None:
-    program = SERVES.replace(
-        'note("begins")',
-        'note("begins")\nif os.path.exists(sys.argv[2] + ".bad"): note("fails"); sys.exit(2)',
-    )
-
     async def main() -> None:
-        async with supervised(program, tmp_path) as one:
-            assert one.process.stdout is not None
-            one.port = int(await one.process.stdout.readline())
+        async with serving(tmp_path, FAILS_WHILE_BAD) as one:
             old = {pid for _, pid in one.noted("begins")}
             bad = tmp_path / "notes.bad"
             bad.touch()
