@@ -42,13 +42,15 @@ class EventScanner:
         Raises:
             WireError: An event, or the start of one, is past the limit (TOO_LARGE).
         """
-        if not self._tail and b"\r" not in data and len(data) <= self._max_event_bytes:
-            # One event of one line. A search for one byte costs a third of a search for two.
-            if 0 < data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
-                return [data]
-            if data.endswith(b"\n\n") and data[0] != _LF and b"\n\n\n" not in data:
-                return [event + b"\n\n" for event in data[:-2].split(b"\n\n")]
-        return self._feed(data)
+        # To look for a number costs a sixth of what it costs to look for bytes.
+        if self._tail or _CR in data or data[-2:] != b"\n\n" or len(data) > self._max_event_bytes:
+            return self._feed(data)
+        events = data[:-2]
+        if _LF not in events and events:
+            return [data]  # Of one line.
+        if data[0] == _LF or data.find(b"\n\n\n") >= 0:
+            return self._feed(data)
+        return [event + b"\n\n" for event in events.split(b"\n\n")]
 
     def end(self) -> list[bytes]:
         """Return the event that the end of the stream completes, if it ends with a CR."""

@@ -20,6 +20,7 @@ from balanceroute.proxy.live.openai.usage import USAGE
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
 _END = b"}}\n\n"
+_BRACE = 0x7D
 # As any engine may write it.
 _MEMBER = re.compile(
     rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
@@ -96,7 +97,7 @@ class TokenCounts:
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
         begin = event.rfind(_PLACE)
-        if begin < 0 or event.find(b"}", begin) != len(event) - 4 or not event.endswith(_END):
+        if begin < 0 or event[-4:] != _END or _BRACE in event[begin:-4]:
             return self._count_slow(event)
         self._counted = event
         return event[: begin + 1] + b"}\n\n" if self._hide_each else event

@@ -18,6 +18,8 @@ from balanceroute.proxy.wire.messages import MalformedError
 # blanks.
 _SIZES = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%X")}
 _LONGEST_KEY = 3
+# The size line of a chunk, by the length of the whole chunk: no two chunks have the same.
+_LINES = {size + len(b"%x\r\n\r\n" % size): b"%x\r\n" % size for size in range(1, 0x1000)}
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
 _QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e]|\\[\t\x20-\x7e])*+"'
@@ -69,11 +71,10 @@ class ChunkedDecoder:
         """
         if self._state is not _SIZE or self._held:
             return self._feed(data)
-        end = data.find(b"\r\n", 0, _LONGEST_KEY + 2)
-        size = _SIZES.get(data[:end])
-        if size is not None and end + size + 4 == len(data) and data.endswith(b"\r\n"):
-            return data[end + 2 : -2]
-        if size is not None and data.endswith(b"\r\n"):
+        line = _LINES.get(len(data))
+        if line is not None and data[: len(line)] == line and data[-2:] == b"\r\n":
+            return data[len(line) : -2]
+        if data[-2:] == b"\r\n" and data.find(b"\r\n", 0, _LONGEST_KEY + 2) > 0:
             # Whole chunks without CRLF in their payloads: sizes and payloads alternate. If every size
             # matches its payload, no other reading is possible.
             lines = data.split(b"\r\n")
