@@ -94,7 +94,7 @@ class Projection:
         # Places to refresh by step modulo M + 1, since none is due later than in M steps. A place
         # whose `due` has changed is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
-        self._resting = False
+        self._resting = True
         # Places without a deposit yet: one call of the predictor serves all of them. A dictionary,
         # because the order of a set differs from run to run.
         self._new: dict[int, None] = {}
@@ -164,15 +164,21 @@ class Projection:
                 due = np.unique(due)
                 self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
 
-    def rest(self, resting: bool) -> None:
-        """Make no deposits while nobody asks for the loads ahead, or make them again."""
-        if resting == self._resting:
-            return
+    def rest(self) -> None:
+        """Make no deposits until somebody asks for the loads ahead, as at the beginning."""
+        if not self._resting:
+            self._restart_all()
+            self._resting = True
+
+    def _wake(self) -> None:
+        self._restart_all()
+        self._resting = False
+
+    def _restart_all(self) -> None:
         deposits = self._deposits
         for place in deposits.place_of.values():
             passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
             self._restart(place, grown=passed * int(deposits.sequences[place]))
-        self._resting = resting
 
     @property
     def now(self) -> int:
@@ -193,6 +199,8 @@ class Projection:
         Args:
             loads: int64[G], the loads now; column 0 of the result equals it.
         """
+        if self._resting:
+            self._wake()
         self._flush()
         window = self._rows[:, self._head : self._head + self.horizon_steps + 1]
         # A request that still runs counts in full now, but in its deposit only with the probability

@@ -37,13 +37,15 @@ def make_predictor(name: str) -> Predictor:
 def make_projection(
     form: Form, predictor: Predictor, refresh_tokens: int, *, horizon: int = HORIZON
 ) -> Projection:
-    return Projection(
+    projection = Projection(
         ranks=RANKS,
         horizon_steps=horizon,
         refresh_tokens=refresh_tokens,
         predictor=predictor,
         form=form,
     )
+    projection.loads_ahead(np.zeros(RANKS, np.int64))  # It rests until it is asked.
+    return projection
 
 
 class Fleet:
@@ -508,13 +510,29 @@ def test_check_notices_a_tampered_row(column: int) -> None:
         fleet.projection.check()
 
 
+def test_nothing_is_predicted_before_somebody_asks_for_the_loads_ahead() -> None:
+    spy = Spy()
+    projection = make_projection(Form.EXPECTED, spy, 2)
+    projection.clear()
+    fleet = Fleet(projection)
+    first, second = fleet.bind(0, 0, 10), fleet.bind(1, 1, 20)
+    fleet.start(first)
+    for _ in range(9):
+        fleet.step()
+    fleet.unbind(second)
+    assert spy.batches == []
+    fleet.ahead()
+    assert spy.batches == [[(first, 9)]]
+    fleet.projection.check()
+
+
 def test_a_rest_leaves_no_trace() -> None:
     rested, awake = (Fleet(make_projection(Form.EXPECTED, NoPrediction(), 20)) for _ in range(2))
     for fleet in (rested, awake):
         for number in range(4):
             fleet.start(fleet.bind(number, number % RANKS, 10 * number, age=number))
         fleet.step()
-    rested.projection.rest(True)
+    rested.projection.rest()
     for fleet in (rested, awake):
         for _ in range(50):
             fleet.step()
@@ -523,7 +541,6 @@ def test_a_rest_leaves_no_trace() -> None:
         fleet.unbind(RequestId(2))
         fleet.step()
         fleet.projection.check()
-    rested.projection.rest(False)
     loads = awake.ledger.loads
     assert np.array_equal(rested.projection.loads_ahead(loads), awake.projection.loads_ahead(loads))
     rested.projection.check()
@@ -534,7 +551,8 @@ def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
     projection = make_projection(Form.EXPECTED, NoPrediction(), 20)
     left: list[tuple[int, int, int | None]] = []
     projection.on_leave = lambda *request: left.append(request)
-    projection.rest(resting)
+    if resting:
+        projection.rest()
     fleet = Fleet(projection)
     fleet.start(fleet.bind(1, 0, 50, age=5))
     fleet.start(fleet.bind(2, 2, 80, sequences=2))

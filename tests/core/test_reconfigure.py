@@ -192,13 +192,20 @@ def test_a_new_projection_knows_how_much_each_request_has_emitted() -> None:
         for event in events:
             scheduler.handle(event, now_ns=0)
 
+    def predict() -> None:
+        projection = scheduler.policy.projection
+        assert isinstance(projection, Projection)
+        projection.loads_ahead(scheduler.ledger.loads)
+
     feed(RequestArrived(A, Ticket(10)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     feed(StepCompleted(), StepCompleted(), RequestRecomputed(A), PrefillDone(A, 12), Tick())
+    predict()
     scheduler.ledger.check()
     assert spies[0].asked[-1] == (A, 2)
     feed(RequestArrived(B, Ticket(10, slots=3)), PrefillDone(B, 10), Tick())
     feed(DecodeStarted(A), DecodeStarted(B), StepCompleted(), TokensEmitted(B, 2))
     scheduler.reconfigure(config, policy_for("br-h", config, spies[1]))
+    predict()
     scheduler.ledger.check()
     assert spies[1].asked == [(A, 3), (B, 1)]
     feed(TokensEmitted(B, 1))

@@ -80,9 +80,9 @@ class OwnTrajectory:
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits."""
         self._in_use = self.slots.output_ratio >= _LEAST_RATIO
-        self.projection.rest(self._in_use)
         if not self._in_use:
             return self._rule.dispatch(fleet, pool, now_ns)
+        self.projection.rest()
         free = fleet.free_slots > 0
         if not free.any():
             return []
