@@ -59,12 +59,12 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: arrival decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
+proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options checks config configure declared engines policy_options reader scheduling
     setting tenant_file
-proxy.live.telemetry: decision_failures decision_metrics engine_metrics exposition json_line
+proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics record registry
     request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report

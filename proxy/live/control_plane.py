@@ -15,6 +15,7 @@ from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too
+from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
@@ -134,16 +135,23 @@ class ControlPlane(ABC):
 
     def snapshot(self, *, requests: bool) -> "Snapshot":
         """Return the state, with each live request if asked."""
-        deployment = self.deployment
+        config, deployment = self.config, self.deployment
         return take_snapshot(
             deployment.driver,
             policy=deployment.policy,
-            predictor=predictor_name(self.config.scheduling.predictor),
+            predictor=predictor_name(config.scheduling.predictor),
             predictors=deployment.predictors.scores(),
             tenants=deployment.tenancy.states(),
             rows_judged=deployment.predictors.judged,
             held=self._held(),
             quarantines=deployment.quarantines(),
+            gauges=deployment.scraper.gauges(),
+            limits=LimitsState(
+                config.scheduling.batch,
+                config.admission.queue_limit,
+                config.limits.connection_limit,
+                config.limits.body_budget_bytes,
+            ),
             requests=requests,
         )
 

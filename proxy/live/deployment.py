@@ -401,7 +401,7 @@ class Deployment:
             self.pass_through.lost(target)
 
     def _scrape_failed(self, target: Target, reason: str) -> None:
-        self._metrics.engines.scrape_failed(target.role)
+        self._metrics.engines.scrape_failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _pulled_late(self, target: Target, count: int) -> None:

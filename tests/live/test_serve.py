@@ -351,7 +351,7 @@ def test_tls_on_both_sides(
             plain = Client(public, make_exchanged)
             assert (await plain.get("/health")).error is not None
             # Health checks and scrapes speak TLS, too.
-            page = b'balanceroute_scrape_failures_total{role="prefill"} 0.0'
+            page = b'balanceroute_scrape_failures_total{role="prefill",url="https://'
             state = (await served.admin.get("/admin/state")).json["state"]
             assert {one["status"] for one in state["ranks"] + state["prefillers"]} == {"up"}
             assert page in (await served.admin.get("/metrics")).body

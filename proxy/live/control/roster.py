@@ -93,8 +93,7 @@ class Roster:
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
         for target in self.targets():
-            health.add(target)
-            scraper.add(target)
+            self._watch(target)
         driver.reopen()
 
     def targets(self) -> list[Target]:
@@ -217,8 +216,7 @@ class Roster:
             self._enlist_ranks(server)
         self._reconfigure()
         self._driver.grown()
-        self._health.add(target)
-        self._scraper.add(target)
+        self._watch(target)
         self._ordered()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
@@ -259,7 +257,7 @@ class Roster:
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
         """Take a result of the health checks; an operator's order goes before theirs."""
         if not up:
-            self._metrics.quarantined(target.role)
+            self._metrics.quarantined(target)
         for instance in self.instances.of(target):
             if instance.status in (Status.UP, Status.QUARANTINED):
                 instance.status = Status.UP if up else Status.QUARANTINED
@@ -296,6 +294,11 @@ class Roster:
         """Close every connection."""
         for endpoint in self.endpoints.values():
             endpoint.close()
+
+    def _watch(self, target: Target) -> None:
+        self._health.add(target)
+        self._scraper.add(target)
+        self._metrics.added(target)
 
     def _log_readiness(self) -> None:
         """Log when a role has no engine left, and when each has one again."""

@@ -11,7 +11,9 @@ from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
+    EngineState,
     Held,
+    LimitsState,
     PrefillerState,
     RankState,
     RequestState,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from balanceroute.proxy.live.control.roster import Roster
+    from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.engines.health import Quarantine
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -40,6 +43,8 @@ def take_snapshot(
     held: Held,
     quarantines: "Mapping[Target, Quarantine]",
     tenants: "list[TenantState]",
+    gauges: "Mapping[Target, EngineGauges]",
+    limits: LimitsState,
     requests: bool,
 ) -> Snapshot:
     """Return the state of everything; with each live request if asked."""
@@ -48,6 +53,7 @@ def take_snapshot(
     serving = driver.instances.serving()
     loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)
     now_s = driver.context.clock()
+    progress = driver.decisions.progress
     return Snapshot(
         policy=policy,
         predictor=predictor,
@@ -61,10 +67,12 @@ def take_snapshot(
         budget=_budget(driver),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
         imbalance_tokens=imbalance_tokens(loads[serving]) if serving else 0,
-        steps=driver.decisions.progress.steps.steps,
-        step_s=driver.decisions.progress.steps.step_s,
-        idle_tokens=driver.decisions.progress.idle_tokens,
-        capacity_tokens=driver.decisions.progress.capacity_tokens,
+        steps=progress.steps.steps,
+        step_s=progress.steps.step_s,
+        idle_tokens=progress.barrier.idle_tokens,
+        capacity_tokens=progress.barrier.capacity_tokens,
+        idle_ratio=progress.barrier.share(now_s),
+        idle_ratios=progress.barrier.shares(now_s),
         client_connections=held.client_connections,
         rejected_connections=held.rejected_connections,
         evicted_connections=held.evicted_connections,
@@ -75,6 +83,8 @@ def take_snapshot(
         rows_judged=rows_judged,
         predictors=predictors,
         tenants=tenants,
+        engines=_engines(gauges),
+        limits=limits,
         requests=_requests(driver, now_s) if requests else [],
     )
 
@@ -128,6 +138,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             started=int(ledger.started[rank.id]),
             free_slots=int(free_slots[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
+            url=rank.target.url,
         )
         for rank in driver.instances.ranks
     ]
@@ -151,6 +162,13 @@ def _prefillers(
             cached_blocks=None if blocks is None else blocks.blocks(prefiller.id),
         )
         for prefiller in driver.instances.prefillers
+    ]
+
+
+def _engines(gauges: "Mapping[Target, EngineGauges]") -> list[EngineState]:
+    return [
+        EngineState(target.role.value, target.url, one.waiting, one.running, one.kv_cache_usage)
+        for target, one in gauges.items()
     ]
 
 

@@ -114,6 +114,11 @@ class Scraper:
         """Forget an instance."""
         self._watches.pop(target, None)
 
+    def gauges(self) -> dict[Target, EngineGauges]:
+        """Return what the instances told that were scraped well and lately."""
+        watches = self._watches.values()
+        return {watch.target: watch.gauges for watch in watches if watch.gauges is not None}
+
     async def run(self) -> None:
         """Scrape until cancelled."""
         async with asyncio.TaskGroup() as scrapes:

@@ -111,6 +111,7 @@ class Feedback:
         self._health.succeeded(report.target)
 
     def _leg_failed(self, report: LegFailed) -> None:
+        self._metrics.engines.leg_failed(report.target, report.fault)
         self._health.failed(report.target, report.fault, report.reason)
 
     def _pull_succeeded(self, report: PullSucceeded) -> None:

@@ -15,8 +15,8 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     TokensEmitted,
 )
-from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.core.ranks import loads_at_mean_speed
+from balanceroute.proxy.live.scheduling.barrier_idle import BarrierIdle
 from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -45,8 +45,7 @@ class Progress:
     Attributes:
         started: The requests in their rank's batch.
         steps: The inferred steps.
-        idle_tokens: Sum of the missing tokens over the inferred steps; see `Snapshot`.
-        capacity_tokens: See `Snapshot`.
+        barrier: What the inferred steps lost at the barrier.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Progress:
         self.started: dict[RequestId, LiveRequest] = {}
         self.steps = StepClock()
         self._counts = PulledCounts(self.started) if counts is None else counts
-        self.idle_tokens = self.capacity_tokens = 0
+        self.barrier = BarrierIdle()
         self._scheduler = scheduler
         self._feed = feed
         self._clock = clock
@@ -137,8 +136,7 @@ class Progress:
             for _ in range(advance.steps):
                 self._tell(step)
             loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)[serving]
-            self.idle_tokens += advance.steps * idle_tokens(loads)
-            self.capacity_tokens += advance.steps * len(loads) * int(loads.max())
+            self.barrier.add(advance.steps, loads, now_s)
         for session, rounds in advance.corrections:
             self._tell(TokensEmitted(session.number, rounds * session.shape.sequences))
 

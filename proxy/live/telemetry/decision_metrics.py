@@ -14,7 +14,12 @@ class DecisionMetrics:
     """Counts decisions."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+        self._stages = registry.histograms(
+            "dispatch_duration_seconds",
+            "Time of one dispatch decision, by stage.",
+            WORK_BOUNDS_S,
+            "stage",
+        )
         self._stage_label = CappedLabel(MAX_STAGES)
         self._reason_label = CappedLabel(MAX_REASONS)
         self._failures = registry.counter(
@@ -28,7 +33,7 @@ class DecisionMetrics:
 
     def dispatched(self, stage: str, seconds: float) -> None:
         """Count one dispatch decision and the time it took."""
-        self._registry.stage(self._stage_label(stage)).observe(seconds)
+        self._stages.of(self._stage_label(stage)).observe(seconds)
 
     def failed(self, what: str) -> None:
         """Count one exception in a decision of the proxy's own."""

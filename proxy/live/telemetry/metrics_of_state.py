@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -12,12 +13,15 @@ from balanceroute import __version__
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
+    EngineState,
+    LimitsState,
     PrefillerState,
     RankState,
     Snapshot,
     TenantState,
 )
 
+_Row = TypeVar("_Row")
 # Name, meaning, and the field of the snapshot.
 _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
     ("rank_kv_tokens", "KV tokens on the rank.", attrgetter("kv_tokens")),
@@ -45,6 +49,33 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
 )
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
+    (
+        "engine_waiting_requests",
+        "Requests that wait in the engine, as it tells; mean over its ranks.",
+        attrgetter("waiting"),
+    ),
+    (
+        "engine_running_requests",
+        "Requests that run in the engine, as it tells; mean over its ranks.",
+        attrgetter("running"),
+    ),
+    (
+        "engine_kv_cache_usage_ratio",
+        "Share of its KV cache in use, as the engine tells; of its fullest rank.",
+        attrgetter("kv_cache_usage"),
+    ),
+)
+_LIMIT_GAUGES: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
+    ("batch_limit", "Slots of a rank.", attrgetter("batch")),
+    ("queue_limit", "Requests that may wait for a prefiller.", attrgetter("queue")),
+    (
+        "connection_limit",
+        "Connections of clients that are served; absent without a limit.",
+        attrgetter("connections"),
+    ),
+    ("body_budget_bytes", "Room for the bodies of requests.", attrgetter("body_bytes")),
+)
 _TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
     ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
     ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
@@ -59,8 +90,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("decode_step_seconds", "Mean inferred time of a decode step.", attrgetter("step_s")),
     (
         "barrier_idle_ratio",
-        "Share of rank time lost at the barrier since start.",
-        lambda state: state.idle_tokens / state.capacity_tokens if state.capacity_tokens else 0.0,
+        "Share of rank time lost at the barrier in the latest five minutes.",
+        attrgetter("idle_ratio"),
     ),
     ("client_connections", "Connections of clients.", attrgetter("client_connections")),
     ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
@@ -155,13 +186,11 @@ class StateCollector(Collector):
         # The number tells apart an engine that left and one that came back under its name. One
         # label set for all metrics of a rank: the page escapes it once.
         rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in state.ranks]
-        for name, documentation, value in _RANK_GAUGES:
-            values = [value(rank) for rank in state.ranks]
-            yield _family("gauge", name, documentation, rank_labels, values)
+        yield from _gauges(_RANK_GAUGES, rank_labels, state.ranks)
         labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in state.prefillers]
-        for name, documentation, prefiller_value in _PREFILLER_GAUGES:
-            values = [prefiller_value(one) for one in state.prefillers]
-            yield _family("gauge", name, documentation, labels, values)
+        yield from _gauges(_PREFILLER_GAUGES, labels, state.prefillers)
+        labels = [{"role": one.role, "url": one.url} for one in state.engines]
+        yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
         yield _family(
             "gauge",
             "live_requests",
@@ -172,9 +201,7 @@ class StateCollector(Collector):
         yield from _predictor_families(state.predictors)
         if state.tenants:
             tenants = [{"tenant": one.name} for one in state.tenants]
-            for name, documentation, of_tenant in _TENANT_GAUGES:
-                values = [of_tenant(one) for one in state.tenants]
-                yield _family("gauge", name, documentation, tenants, values)
+            yield from _gauges(_TENANT_GAUGES, tenants, state.tenants)
         for name, documentation, state_value in _GAUGES:
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS:
@@ -185,6 +212,9 @@ class StateCollector(Collector):
             [{}],
             [state.pool_limit],
         )
+        if state.limits is not None:
+            for name, documentation, limit in _LIMIT_GAUGES:
+                yield _known(name, documentation, [{}], [limit(state.limits)])
         if state.budget is not None:
             yield from _budget_families(state.budget)
         rejected = state.rejected_connections
@@ -204,6 +234,16 @@ class StateCollector(Collector):
             "predictor": state.predictor,
         }
         yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _gauges(
+    gauges: Iterable[tuple[str, str, Callable[[_Row], float]]],
+    labels: list[dict[str, str]],
+    rows: Sequence[_Row],
+) -> Iterator[Metric]:
+    """Yield gauges of rows, each with its own labels."""
+    for name, documentation, value in gauges:
+        yield _family("gauge", name, documentation, labels, [value(row) for row in rows])
 
 
 def _budget_families(budget: BudgetState) -> Iterator[Metric]:

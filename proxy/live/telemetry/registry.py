@@ -15,11 +15,13 @@ OTHER = "other"
 """The label value of all that has none of its own."""
 
 MAX_REASONS = 32
+MAX_ENGINES = 1024
+"""Of each role, as label values."""
 
 NS_PER_S = 1e9
 REQUEST_BOUNDS_S = (
-    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0),
+    *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0),
+    *(5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0),
 )
 TOKEN_GAP_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
@@ -102,55 +104,50 @@ class Histogram:
             buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), cumulated))
         return buckets, self.total
 
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """Return this histogram as a family without labels."""
-        buckets, total = self.samples()
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=total)
+
+class Histograms:
+    """The histograms of one name, told apart by the values of labels."""
+
+    def __init__(
+        self, name: str, documentation: str, bounds: tuple[float, ...], *labels: str
+    ) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds, self._labels = bounds, labels
+        self.by_values: dict[tuple[str, ...], Histogram] = {}
+
+    def of(self, *values: str) -> Histogram:
+        """Return the histogram of these values, one for each label."""
+        histogram = self.by_values.get(values)
+        if histogram is None:
+            histogram = self.by_values[values] = Histogram(self._bounds)
+        return histogram
+
+    def family(self) -> HistogramMetricFamily:
+        """Return all of them, in the order of their labels' values."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        for values, histogram in sorted(self.by_values.items()):
+            family.add_metric(values, *histogram.samples())
+        return family
 
 
-class _Histograms(Collector):
+class _HistogramCollector(Collector):
     """Exports the histograms that the driver feeds."""
 
     def __init__(self) -> None:
-        self.plain: dict[str, tuple[str, Histogram]] = {}
-        self.by_stage: dict[str, Histogram] = {}
-
-    def add(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
-        """Return a new histogram that is exported under `name`."""
-        histogram = Histogram(bounds)
-        self.plain[name] = (documentation, histogram)
-        return histogram
-
-    def stage(self, stage: str) -> Histogram:
-        """Return the histogram of a stage."""
-        histogram = self.by_stage.get(stage)
-        if histogram is None:
-            histogram = self.by_stage[stage] = Histogram(WORK_BOUNDS_S)
-        return histogram
+        self.families: list[Histograms] = []
 
     def collect(self) -> Iterator[Metric]:
         """Yield every histogram, and the count of what they refused."""
-        for name, (documentation, histogram) in self.plain.items():
-            yield histogram.family(name, documentation)
-        dispatch = Metric(
-            "balanceroute_dispatch_duration_seconds",
-            "Time of one dispatch decision, by stage.",
-            "histogram",
-        )
         refused = Metric(
             "balanceroute_refused_observations",
             "Values no histogram took because they were negative or not finite.",
             "counter",
         )
-        for stage, histogram in sorted(self.by_stage.items()):
-            for sample in histogram.family(dispatch.name, "").samples:
-                dispatch.add_sample(sample.name, {**sample.labels, "stage": stage}, sample.value)
-        histograms = [histogram for _, histogram in self.plain.values()]
-        histograms += self.by_stage.values()
-        refused.add_sample(
-            f"{refused.name}_total", {}, sum(histogram.refused for histogram in histograms)
-        )
-        yield dispatch
+        count = 0
+        for family in self.families:
+            yield family.family()
+            count += sum(histogram.refused for histogram in family.by_values.values())
+        refused.add_sample(f"{refused.name}_total", {}, count)
         yield refused
 
 
@@ -159,7 +156,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._histograms = _Histograms()
+        self._histograms = _HistogramCollector()
         self._registry.register(self._histograms)
 
     def counter(self, name: str, documentation: str, *labels: str) -> Counter:
@@ -167,12 +164,16 @@ class Registry:
         return Counter(f"balanceroute_{name}", documentation, labels, registry=self._registry)
 
     def histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
-        """Return a new histogram."""
-        return self._histograms.add(f"balanceroute_{name}", documentation, bounds)
+        """Return a new histogram without labels."""
+        return self.histograms(name, documentation, bounds).of()
 
-    def stage(self, stage: str) -> Histogram:
-        """Return the histogram of a dispatch stage."""
-        return self._histograms.stage(stage)
+    def histograms(
+        self, name: str, documentation: str, bounds: tuple[float, ...], *labels: str
+    ) -> Histograms:
+        """Return new histograms, told apart by labels."""
+        family = Histograms(f"balanceroute_{name}", documentation, bounds, *labels)
+        self._histograms.families.append(family)
+        return family
 
     def collect_from(self, collector: Collector) -> None:
         """Export what a collector yields too."""

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import ROUTES
+from balanceroute.proxy.live.telemetry.engine_requests import EngineRequests
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     NS_PER_S,
@@ -26,21 +27,46 @@ MAX_MODELS = 32
 MAX_STATUSES = 32
 
 
-class _FirstTokens:
+class _Latencies:
+    """What clients feel, by model."""
+
     def __init__(self, registry: Registry) -> None:
-        self._ttft = registry.histogram(
-            "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S
+        self._ttft = registry.histograms(
+            "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S, "model"
         )
         self._expectation = registry.histogram(
             "time_to_first_token_expectation_ratio",
             "Time to first token over what `--admission early` expected.",
             RATIO_BOUNDS,
         )
+        self._tpot = registry.histograms(
+            "request_time_per_output_token_seconds",
+            "Mean gap after the first token, requests that ended well.",
+            TOKEN_GAP_BOUNDS_S,
+            "model",
+        )
+        self._e2e = registry.histograms(
+            "e2e_request_latency_seconds",
+            "Arrival to the end, requests that ended well.",
+            REQUEST_BOUNDS_S,
+            "model",
+        )
 
-    def observe(self, record: RequestRecord, ttft_ns: int) -> None:
-        self._ttft.observe(ttft_ns / NS_PER_S)
+    def observe(self, record: RequestRecord, model: str) -> None:
+        """Count a request's latencies for the label of its model."""
+        arrived_ns, first_ns, ended_ns = record.arrived_ns, record.first_token_ns, record.ended_ns
+        ended_well = record.outcome is Outcome.OK
+        if ended_well:
+            self._e2e.of(model).observe((ended_ns - arrived_ns) / NS_PER_S)
+        if first_ns is None:
+            return
+        self._ttft.of(model).observe((first_ns - arrived_ns) / NS_PER_S)
         if record.expected_ttft_ns:
-            self._expectation.observe(ttft_ns / record.expected_ttft_ns)
+            self._expectation.observe((first_ns - arrived_ns) / record.expected_ttft_ns)
+        # The choices of a request are decoded side by side.
+        gaps = record.output_tokens / record.choices - 1
+        if ended_well and gaps > 0:
+            self._tpot.of(model).observe((ended_ns - first_ns) / NS_PER_S / gaps)
 
 
 # Fields of a record of which metrics tell the sum.
@@ -74,17 +100,8 @@ class RequestMetrics:
             "retried_requests", "Requests with at least one leg sent again."
         )
         self._sums = [(field, registry.counter(name, text)) for field, name, text in _SUMMED]
-        self._first_tokens = _FirstTokens(registry)
-        self._tpot = registry.histogram(
-            "request_time_per_output_token_seconds",
-            "Mean gap after the first token, requests that ended well.",
-            TOKEN_GAP_BOUNDS_S,
-        )
-        self._e2e = registry.histogram(
-            "e2e_request_latency_seconds",
-            "Arrival to the end, requests that ended well.",
-            REQUEST_BOUNDS_S,
-        )
+        self._latencies, self._engines = _Latencies(registry), EngineRequests()
+        registry.collect_from(self._engines)
         self._queue = registry.histogram(
             "request_queue_time_seconds", "Arrival to the first prefill.", REQUEST_BOUNDS_S
         )
@@ -124,22 +141,14 @@ class RequestMetrics:
         Args:
             record: The request, with its outcome set.
         """
-        ended_well = record.outcome is Outcome.OK
         self._count(record)
-        if ended_well:
-            self._e2e.observe((record.ended_ns - record.arrived_ns) / NS_PER_S)
+        self._latencies.observe(record, self._model(record))
         if record.prefill_started_ns is not None:
             self._queue.observe((record.prefill_started_ns - record.arrived_ns) / NS_PER_S)
             if record.prefilled_ns is not None:
                 self._prefill.observe((record.prefilled_ns - record.prefill_started_ns) / NS_PER_S)
         if record.prefilled_ns is not None:
             self._pool.observe(record.pool_wait_ns / NS_PER_S)
-        if record.first_token_ns is not None:
-            self._first_tokens.observe(record, record.first_token_ns - record.arrived_ns)
-            # The choices of a request are decoded side by side.
-            gaps = record.output_tokens / record.choices - 1
-            if ended_well and gaps > 0:
-                self._tpot.observe((record.ended_ns - record.first_token_ns) / NS_PER_S / gaps)
         if record.transfer_ns is not None:
             self._transfer.observe(record.transfer_ns / NS_PER_S)
         if record.prompt_tokens:
@@ -158,17 +167,21 @@ class RequestMetrics:
         key = (record.endpoint, record.model, outcome, record.status)
         counter = self._known.get(key)
         if counter is None:
-            counter = self._counter(key)
+            counter = self._counter(key, self._model(record))
         counter.inc()
+        self._engines.ended(record)
         if record.tenant:
             self._tenants.ended(record)
 
-    def _counter(self, key: tuple[str, str, Outcome, int]) -> "Counter":
-        endpoint, model, outcome, status = key
+    def _model(self, record: RequestRecord) -> str:
+        # A client can invent model names without end, but not make an engine answer for one.
+        return self._model_label(record.model, learn=record.outcome is Outcome.OK)
+
+    def _counter(self, key: tuple[str, str, Outcome, int], model: str) -> "Counter":
+        endpoint, _, outcome, status = key
         labels = (
             endpoint if endpoint in ENDPOINTS else OTHER,
-            # A client can invent model names without end, but not make an engine answer for one.
-            self._model_label(model, learn=outcome is Outcome.OK),
+            model,
             outcome.value,
             self._status_label(str(status)),
         )

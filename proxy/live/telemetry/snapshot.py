@@ -20,6 +20,7 @@ class RankState:
     started: int
     free_slots: int
     quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
+    url: str = ""  # Of its server.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,27 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineState:
+    """What an engine tells of itself, whoever sends to it."""
+
+    role: str
+    url: str
+    waiting: float  # Mean over its ranks.
+    running: float  # Likewise.
+    kv_cache_usage: float  # Of its fullest rank, 0 to 1.
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsState:
+    """The settings that bound what is held. None for no bound."""
+
+    batch: int  # Of a rank.
+    queue: int
+    connections: int | None
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything. Counters are since start."""
 
@@ -119,3 +141,7 @@ class Snapshot:
     rejected_bodies: int = 0  # For want of room for them.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)
+    idle_ratio: float = 0.0  # Of the latest minutes.
+    idle_ratios: list[float | None] = field(default_factory=list)  # By 5 s of them, oldest first.
+    engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.
+    limits: LimitsState | None = None

@@ -14,7 +14,7 @@ from balanceroute.proxy.live.telemetry.registry import (
     NS_PER_S,
     OTHER,
     REQUEST_BOUNDS_S,
-    Histogram,
+    Histograms,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ class TenantMetrics(Collector):
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._output_tokens: Counter[str] = Counter()
-        self._queue: dict[str, Histogram] = {}
+        self._queue = Histograms(
+            "balanceroute_tenant_queue_time_seconds",
+            "Arrival of a tenant's request to the first engine.",
+            REQUEST_BOUNDS_S,
+            "tenant",
+        )
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -46,9 +51,7 @@ class TenantMetrics(Collector):
         if record.refused_for:
             self._refusals[tenant, record.refused_for] += 1
         if record.begun_ns is not None:
-            if tenant not in self._queue:
-                self._queue[tenant] = Histogram(REQUEST_BOUNDS_S)
-            self._queue[tenant].observe((record.begun_ns - record.arrived_ns) / NS_PER_S)
+            self._queue.of(tenant).observe((record.begun_ns - record.arrived_ns) / NS_PER_S)
 
     def collect(self) -> Iterator[Metric]:
         """Yield everything; nothing where no tenant had a request."""
@@ -67,16 +70,7 @@ class TenantMetrics(Collector):
         for tenant, tokens in self._output_tokens.items():
             _add(outputs, tokens, tenant=tenant)
         yield from (requests, refusals, prompts, outputs)
-        waits = Metric(
-            "balanceroute_tenant_queue_time_seconds",
-            "Arrival of a tenant's request to the first engine.",
-            "histogram",
-        )
-        for tenant, histogram in self._queue.items():
-            for sample in histogram.family(waits.name, "").samples:
-                labels = {**sample.labels, "tenant": tenant}
-                waits.add_sample(sample.name, labels, sample.value)
-        yield waits
+        yield self._queue.family()
 
 
 def _counter(name: str, documentation: str) -> Metric:

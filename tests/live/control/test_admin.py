@@ -203,6 +203,7 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "started": 2,
         "free_slots": 13,
         "quarantine": {"reason": "", "since": None, "next_probe_s": None},
+        "url": "",
     }
     assert state["imbalance_tokens"] == 3000
     assert state["requests"] == []

@@ -85,7 +85,8 @@ def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
         driver, stats = site.world.proxy.deployment.driver, site.fleet.stats()
         # The engines' last steps may run out after the clients have their answers.
         assert driver.decisions.progress.steps.steps == pytest.approx(stats["steps"], rel=0.1)
-        told = driver.decisions.progress.idle_tokens / driver.decisions.progress.capacity_tokens
+        barrier = driver.decisions.progress.barrier
+        told = barrier.idle_tokens / barrier.capacity_tokens
         assert told == pytest.approx(stats["idle_fraction"], rel=0.1)
         assert driver.decisions.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
 
@@ -98,12 +99,9 @@ def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told(play: "
     def scenario(told: bool) -> "Scenario":
         async def load(site: "Site") -> None:
             await run_load(site, streamed=1.0, requests=500)
-            stats, progress = (
-                site.fleet.stats(),
-                site.world.proxy.deployment.driver.decisions.progress,
-            )
-            idle[told] = stats["idle_fraction"]
-            counted = progress.idle_tokens / progress.capacity_tokens
+            barrier = site.world.proxy.deployment.driver.decisions.progress.barrier
+            idle[told] = site.fleet.stats()["idle_fraction"]
+            counted = barrier.idle_tokens / barrier.capacity_tokens
             assert (counted == pytest.approx(idle[told], rel=0.1)) == told
 
         return load

@@ -128,8 +128,8 @@ def test_the_time_lost_at_the_barrier_is_summed_over_the_steps() -> None:
     site.begin(A)
     site.requests[A].emitted_tokens = 4
     site.follow()
-    assert site.progress.capacity_tokens == 4 * 2 * 14
-    assert site.progress.idle_tokens == 4 * 4
+    assert site.progress.barrier.capacity_tokens == 4 * 2 * 14
+    assert site.progress.barrier.idle_tokens == 4 * 4
 
 
 def test_a_request_without_a_stream_joins_after_the_time_that_streams_took() -> None:

@@ -12,22 +12,25 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.decision_metrics import MAX_STAGES
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.live.telemetry.registry import MAX_REASONS, Histogram
+from balanceroute.proxy.live.telemetry.registry import MAX_ENGINES, MAX_REASONS, Histograms
 from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
+    EngineState,
+    LimitsState,
     PrefillerState,
     RankState,
     Snapshot,
 )
 
 MS = 1_000_000
+PREFILLER, DECODER = Target(Role.PREFILL, "http://p:8000"), Target(Role.DECODE, "http://d:8000")
 SCORES = PredictorScores(
     name="survival",
     active=True,
@@ -85,6 +88,9 @@ SNAPSHOT = Snapshot(
         step_p95_s=None,
         decisions={"increase": 3, "decrease": 1},
     ),
+    idle_ratio=0.125,
+    engines=[EngineState("decode", "http://d:8000", 1.5, 12.0, 0.75)],
+    limits=LimitsState(batch=16, queue=4096, connections=None, body_bytes=1 << 29),
 )
 RECORD = RequestRecord(
     request_id="r1",
@@ -140,9 +146,6 @@ def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
     labels = {"endpoint": RECORD.endpoint, "model": "m", "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1
     for name, sum_expected in {
-        "time_to_first_token_seconds": 0.1,
-        "request_time_per_output_token_seconds": 0.05,
-        "e2e_request_latency_seconds": 0.6,
         "request_queue_time_seconds": 0.01,
         "request_prefill_time_seconds": 0.04,
         "request_pool_time_seconds": 0.005,
@@ -152,6 +155,13 @@ def test_a_request_that_ended_well_is_counted_with_all_its_times() -> None:
     }.items():
         assert value(subject, f"{name}_count") == 1, name
         assert value(subject, f"{name}_sum") == pytest.approx(sum_expected), name
+    for name, sum_expected in {
+        "time_to_first_token_seconds": 0.1,
+        "request_time_per_output_token_seconds": 0.05,
+        "e2e_request_latency_seconds": 0.6,
+    }.items():
+        assert value(subject, f"{name}_count", model="m") == 1, name
+        assert value(subject, f"{name}_sum", model="m") == pytest.approx(sum_expected), name
     assert value(subject, "prompt_tokens_cached_total") == 60
 
 
@@ -165,28 +175,34 @@ def test_a_request_cancelled_in_the_queue_has_no_times() -> None:
         for (name, labels), count in samples_of(subject.render()).items()
         if name.endswith("_count") and not labels
     }
-    assert len(counts) > 8
+    assert len(counts) > 6
     assert not any(counts.values())
 
 
 def test_only_requests_that_ended_well_have_a_latency() -> None:
     subject = metrics()
     subject.requests.ended(replace(RECORD, outcome=Outcome.UPSTREAM_ERROR))
-    assert value(subject, "time_to_first_token_seconds_count") == 1
-    assert value(subject, "e2e_request_latency_seconds_count") == 0
-    assert value(subject, "request_time_per_output_token_seconds_count") == 0
+    samples = samples_of(subject.render())
+    model = (("model", "other"),)
+    assert samples["balanceroute_time_to_first_token_seconds_count", model] == 1
+    names = {name for name, _ in samples}
+    assert "balanceroute_e2e_request_latency_seconds_count" not in names
+    assert "balanceroute_request_time_per_output_token_seconds_count" not in names
 
 
 def test_choices_decoded_side_by_side_share_the_time_per_token() -> None:
     subject = metrics()
     subject.requests.ended(replace(RECORD, choices=2, output_tokens=22))
-    assert value(subject, "request_time_per_output_token_seconds_sum") == pytest.approx(0.05)
+    total = value(subject, "request_time_per_output_token_seconds_sum", model="m")
+    assert total == pytest.approx(0.05)
 
 
 def test_one_token_has_no_time_per_token() -> None:
     subject = metrics()
     subject.requests.ended(replace(RECORD, output_tokens=1))
-    assert value(subject, "request_time_per_output_token_seconds_count") == 0
+    page = subject.render()
+    assert b"balanceroute_request_time_per_output_token_seconds_count" not in page
+    assert b"balanceroute_time_to_first_token_seconds_count" in page
 
 
 def test_retries_recomputes_and_lapses_are_counted() -> None:
@@ -209,8 +225,9 @@ def test_events_of_the_driver_are_counted() -> None:
     subject.predictors.state_saved(ok=True)
     subject.predictors.state_saved(ok=False)
     subject.predictors.state_refused()
-    subject.engines.scrape_failed(Role.PREFILL)
-    subject.engines.quarantined(Role.DECODE)
+    subject.engines.scrape_failed(PREFILLER)
+    subject.engines.quarantined(DECODER)
+    subject.engines.leg_failed(DECODER, Fault.RESET)
     subject.decisions.loop_lag(0.004)
     assert value(subject, "abandoned_leases_total", reason="cancelled") == 1
     assert value(subject, "predictor_refreshes_total") == 40
@@ -220,10 +237,13 @@ def test_events_of_the_driver_are_counted() -> None:
     assert value(subject, "predictor_state_saves_total", outcome="ok") == 1
     assert value(subject, "predictor_state_saves_total", outcome="failed") == 1
     assert value(subject, "predictor_state_refusals_total") == 1
-    assert value(subject, "scrape_failures_total", role="prefill") == 1
+    prefiller = {"role": "prefill", "url": PREFILLER.url}
+    decoder = {"role": "decode", "url": DECODER.url}
+    assert value(subject, "scrape_failures_total", **prefiller) == 1
     subject.engines.pulled_late(3)
     assert value(subject, "late_pulls_total") == 3
-    assert value(subject, "quarantines_total", role="decode") == 1
+    assert value(subject, "quarantines_total", **decoder) == 1
+    assert value(subject, "leg_failures_total", **decoder, reason="reset") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.005") == 1
     assert value(subject, "loop_lag_seconds_bucket", le="0.0025") == 0
 
@@ -264,7 +284,8 @@ def test_a_poisoned_value_spoils_no_sum(poison: float) -> None:
 @given(st.lists(st.floats(0, 1e6), max_size=50))
 def test_the_histogram_counts_as_the_library_does(values: list[float]) -> None:
     bounds = (0.001, 0.01, 0.5, 1.0, 20.0, 1e5)
-    ours = Histogram(bounds)
+    histograms = Histograms("h", "Doc.", bounds)
+    ours = histograms.of()
     registry = CollectorRegistry()
     theirs = LibraryHistogram("h", "Doc.", buckets=bounds, registry=registry)
     for one in values:
@@ -276,7 +297,7 @@ def test_the_histogram_counts_as_the_library_does(values: list[float]) -> None:
         for sample in family.samples
         if sample.name != "h_created"
     }
-    family = ours.family("h", "Doc.")
+    family = histograms.family()
     assert {(s.name, *s.labels.values()): s.value for s in family.samples} == pytest.approx(
         expected
     )
@@ -311,6 +332,27 @@ def test_invented_models_do_not_take_the_place_of_real_ones() -> None:
     assert labels_seen(subject, "requests_total", "model") == {"m", "other"}
 
 
+def test_a_request_counts_for_the_engines_that_had_it() -> None:
+    subject = metrics()
+    record = replace(RECORD, prefiller=PREFILLER.url, rank=f"{DECODER.url}@1")
+    subject.requests.ended(record)
+    subject.requests.ended(replace(record, outcome=Outcome.UPSTREAM_ERROR))
+    subject.requests.ended(replace(RECORD, outcome=Outcome.REJECTED))
+    for outcome in ("ok", "upstream_error"):
+        for role, name in (("prefill", record.prefiller), ("decode", record.rank)):
+            labels = {"role": role, "name": name, "outcome": outcome}
+            assert value(subject, "engine_requests_total", **labels) == 1
+    assert labels_seen(subject, "engine_requests_total", "outcome") == {"ok", "upstream_error"}
+
+
+def test_engines_past_the_cap_are_other() -> None:
+    subject = metrics()
+    for number in range(MAX_ENGINES + 20):
+        subject.requests.ended(replace(RECORD, rank=f"http://d{number}"))
+    labels = {"role": "decode", "name": "other", "outcome": "ok"}
+    assert value(subject, "engine_requests_total", **labels) == 20
+
+
 def test_statuses_past_the_cap_are_other() -> None:
     subject = metrics()
     for status in range(200, 600):
@@ -320,9 +362,11 @@ def test_statuses_past_the_cap_are_other() -> None:
 
 def test_counters_whose_labels_are_known_begin_at_zero() -> None:
     subject = metrics()
-    for role in Role:
-        assert value(subject, "quarantines_total", role=role.value) == 0
-        assert value(subject, "scrape_failures_total", role=role.value) == 0
+    for target in (PREFILLER, DECODER):
+        subject.engines.added(target)
+        labels = {"role": target.role.value, "url": target.url}
+        assert value(subject, "quarantines_total", **labels) == 0
+        assert value(subject, "scrape_failures_total", **labels) == 0
     for leg in ("prefill", "decode", "direct", "single_engine"):
         for fault in Fault:
             assert value(subject, "retries_total", leg=leg, reason=fault.value) == 0
@@ -368,7 +412,15 @@ def test_state_is_read_from_the_snapshot() -> None:
     assert value(subject, "decode_step_seconds") == 0.03
     assert value(subject, "barrier_idle_tokens_total") == 100
     assert value(subject, "barrier_capacity_tokens_total") == 400
-    assert value(subject, "barrier_idle_ratio") == 0.25
+    assert value(subject, "barrier_idle_ratio") == 0.125
+    engine = {"role": "decode", "url": "http://d:8000"}
+    assert value(subject, "engine_waiting_requests", **engine) == 1.5
+    assert value(subject, "engine_running_requests", **engine) == 12
+    assert value(subject, "engine_kv_cache_usage_ratio", **engine) == 0.75
+    assert value(subject, "batch_limit") == 16
+    assert value(subject, "queue_limit") == 4096
+    assert value(subject, "body_budget_bytes") == 1 << 29
+    assert b"\nbalanceroute_connection_limit " not in subject.render()
     assert value(subject, "client_connections") == 11
     assert value(subject, "engine_connections") == 6
     assert value(subject, "draining") == 0
@@ -396,11 +448,6 @@ def test_each_predictor_has_its_scores_as_far_as_they_are_defined() -> None:
     assert value(subject, "predictor_failed", predictor="old.json") == 1
     assert labels_seen(subject, "predictor_auc_ratio", "predictor") == {"survival"}
     assert labels_seen(subject, "predictor_decile_observed_ratio", "decile") == {"9"}
-
-
-def test_nothing_is_idle_before_the_first_step() -> None:
-    idle = replace(SNAPSHOT, steps=0, idle_tokens=0, capacity_tokens=0)
-    assert value(metrics(idle), "barrier_idle_ratio") == 0.0
 
 
 def test_an_engine_that_came_back_under_its_name_is_a_series_of_its_own() -> None:
@@ -466,6 +513,7 @@ def test_units_end_the_names() -> None:
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
     plain |= {"prefiller_direct_sequences", "pool_limit", "inflight_limit"}
+    plain |= {"batch_limit", "queue_limit", "connection_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}
     for family in text_string_to_metric_families(metrics().render().decode()):
         name = family.name.removeprefix("balanceroute_")

@@ -1,0 +1,124 @@
+"""Print the table of all metrics of the proxy, for docs/metrics.md.
+
+    python scripts/list_metrics.py
+
+Everything that can be counted is counted once, on a proxy with every feature on, and the page read.
+"""
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute.proxy.core.admission import TenantLimits
+from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
+    EngineState,
+    LimitsState,
+    PrefillerState,
+    RankState,
+    Snapshot,
+    TenantState,
+)
+
+STATE = Snapshot(
+    policy="br-h",
+    predictor="survival",
+    ranks=[RankState(0, "http://d:8000", True, "up", 0, 0, 0, 0)],
+    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 0, 0, 0, 0.0)],
+    queued=0,
+    prefilling=0,
+    pooled=0,
+    decoding=0,
+    pool_limit=1,
+    oldest_pooled_s=0.0,
+    imbalance_tokens=0,
+    steps=0,
+    step_s=0.0,
+    idle_tokens=0,
+    capacity_tokens=0,
+    client_connections=0,
+    engine_connections=0,
+    draining=False,
+    rows_judged=0,
+    predictors=[
+        PredictorScores(
+            name="survival",
+            active=True,
+            failed=False,
+            rows=1,
+            auc=0.0,
+            brier=0.0,
+            ece=0.0,
+            mae=0.0,
+            predicted=(0.0,),
+            observed=(0.0,),
+            decile_rows=(0,),
+        )
+    ],
+    budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}),
+    rejected_connections={"full": 0},
+    tenants=[TenantState("t", 0, 0, {}, TenantLimits())],
+    engines=[EngineState("decode", "http://d:8000", 0.0, 0.0, 0.0)],
+    limits=LimitsState(1, 1, 1, 1),
+)
+
+
+def full_page() -> bytes:
+    """Return a page with at least one sample of every metric."""
+    metrics = Metrics(lambda: STATE, process=False)
+    metrics.tenants.names = {"t"}
+    record = RequestRecord(
+        request_id="r",
+        endpoint="/v1/completions",
+        arrived_ns=0,
+        arrived_unix_s=0.0,
+        outcome=Outcome.OK,
+        output_tokens=2,
+        prefiller="http://p:8000",
+        rank="http://d:8000",
+        first_token_ns=1,
+        prefill_started_ns=0,
+        ended_ns=2,
+        tenant="t",
+        refused_for="rate",
+    )
+    metrics.requests.ended(record)
+    metrics.requests.passed_through(replace(record, endpoint="/v1/embeddings"))
+    metrics.legs.retry("decode", Fault.RESET.value)
+    metrics.legs.abandoned_lease("ended")
+    metrics.legs.kv_transfer_failed(record.prefiller, record.rank, Fault.RESET.value)
+    engine = Target(Role.DECODE, "http://d:8000")
+    metrics.engines.added(engine)
+    metrics.engines.leg_failed(engine, Fault.RESET)
+    metrics.engines.kv_events_lost("gap")
+    metrics.decisions.dispatched("total", 0.0)
+    metrics.decisions.failed("policy")
+    return metrics.render()
+
+
+def labels_by_family(page: bytes) -> dict[str, tuple[str, str, set[str]]]:
+    """Return type, meaning and labels of every family of a page, by the name that queries use."""
+    found: dict[str, tuple[str, str, set[str]]] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        found[name] = (family.type, family.documentation, labels)
+    return found
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
+        told = ", ".join(f"`{label}`" for label in sorted(labels))
+        lines.append(f"| `{name}` | {kind} | {told} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

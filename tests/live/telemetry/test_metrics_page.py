@@ -1,0 +1,34 @@
+"""docs/metrics.md has every metric, as the code exports it."""
+
+from typing import TYPE_CHECKING
+
+from tests.script import ROOT, script
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_table_of_the_script() -> None:
+    assert PAGE.endswith(f"\n\n{script('list_metrics').table()}")
+
+
+def test_a_running_proxy_exports_nothing_else(play: "Play") -> None:
+    listed = script("list_metrics")
+
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(
+            "/v1/completions", {"model": "tiny", "prompt": "t1", "max_tokens": 2}
+        )
+        assert answer.status == 200
+        known = listed.labels_by_family(listed.full_page())
+        found = listed.labels_by_family((await site.get("/metrics")).body)
+        assert len(found) > 60
+        for name, (kind, meaning, labels) in found.items():
+            if name.startswith("process_"):
+                continue  # The client library's.
+            assert known[name][:2] == (kind, meaning), name
+            assert labels <= known[name][2], name
+
+    play(scenario)
