@@ -70,6 +70,11 @@ MAY_IMPORT = {
         *("proxy.live.scheduling", "proxy.live.security", "proxy.live.settings"),
         "proxy.live.telemetry",
     },
+    "proxy.live.discovery": {
+        *("proxy.core", "proxy.wire", "topologies", "__version__"),
+        *("proxy.live.control", "proxy.live.engines", "proxy.live.security"),
+        "proxy.live.settings",
+    },
     "proxy.live.processes": {
         *("proxy.core", "proxy.wire", "__version__"),
         *("proxy.live.connectors", "proxy.live.control", "proxy.live.engines"),

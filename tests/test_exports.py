@@ -34,11 +34,13 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
-proxy.live: announcement connectors control control_plane deployment descriptors engine_connections engines environment
-    frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
+proxy.live: announcement connectors control control_plane deployment descriptors discovery
+    engine_connections engines environment following_kv_events frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors load_log roster standing state
+proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
+    watched_file
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
     kv_subscriber kv_transfers model_list
     scrape served_models
@@ -62,7 +64,8 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct emitted fai
 proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission aimd_options checks config configure declared engines policy_options reader scheduling
+proxy.live.settings: admission aimd_options checks config configure declared discovery engines
+    policy_options reader scheduling
     setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics record registry
@@ -80,7 +83,7 @@ proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding KvFlow MAX_RANKS
     PortUse PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill check_options
-    did_you_mean engine_commands known_options proxy_command read_topology shipped_topologies
+    did_you_mean engine_commands known_options proxy_command read_engine_list read_topology shipped_topologies
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces write_native
 """
 PUBLIC = {

@@ -14,6 +14,7 @@ from balanceroute.topologies.topology import (
     DecodeEntry,
     PrefillEntry,
     Topology,
+    read_engine_list,
     read_topology,
     shipped_topologies,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "engine_commands",
     "known_options",
     "proxy_command",
+    "read_engine_list",
     "read_topology",
     "shipped_topologies",
 ]

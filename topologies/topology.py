@@ -112,22 +112,37 @@ def read_topology(
         OSError: The file cannot be read.
     """
     place = _locate(path)
-    with Path(copy or place).open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise TopologyError(place, "", f"is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        document = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(place, "", f"is not TOML: {error}") from error
-    except RecursionError:
-        raise TopologyError(place, "", "is not TOML: nested too deeply") from None
-    return _topology(place, document)
+    return _topology(place, _document(place, Path(copy or place)))
+
+
+def read_engine_list(path: Path) -> tuple[tuple[PrefillEntry, ...], tuple[DecodeEntry, ...]]:
+    """Return the prefillers and decode servers of a file that has nothing else.
+
+    Raises:
+        TopologyError: It has something else, or an entry is wrong.
+        OSError: The file cannot be read.
+    """
+    table = Table(path, "", _document(path, path), ("prefill", "decode"))
+    return _prefill_entries(table), _decode_entries(table)
 
 
 def shipped_topologies() -> dict[str, Path]:
     """Return the files of this folder by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+
+
+def _document(place: Path, file: Path) -> dict[str, object]:
+    """Return the content of a file; errors name `place`."""
+    with file.open("rb") as opened:
+        content = opened.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise TopologyError(place, "", f"is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TopologyError(place, "", f"is not TOML: {error}") from error
+    except RecursionError:
+        raise TopologyError(place, "", "is not TOML: nested too deeply") from None
 
 
 def _locate(path: str | PathLike[str]) -> Path:
@@ -149,11 +164,7 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
     connector = table.word("connector", tuple(CONNECTORS))
-    prefill = tuple(
-        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
-        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
-    )
-    decode = tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
+    prefill, decode = _prefill_entries(table), _decode_entries(table)
     emulation = table.mapping("emulation")
     proxy = table.mapping("proxy") or MappingProxyType({})
     engines = None
@@ -164,7 +175,7 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
     if emulation is not None and (prefill or decode):
         instead = "[engines]" if engines is not None else "[[prefill]] and [[decode]]"
         raise table.error("emulation", f"stands in place of {instead}, not beside")
-    if emulation is None:
+    if emulation is None and "discover" not in proxy:
         for key, entries in (("prefill", prefill), ("decode", decode)):
             if not entries:
                 reason = f"is missing: write [[{key}]], [engines] or an [emulation] table"
@@ -223,6 +234,17 @@ def _follows(engines: Engines) -> dict[str, object]:
     """Return the proxy's settings that follow from those of the engines."""
     lease = {} if engines.lease_s is None else {"lease_s": engines.lease_s}
     return {"batch": engines.decode.max_num_seqs, **lease}
+
+
+def _prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
+    return tuple(
+        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
+        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
+    )
+
+
+def _decode_entries(table: Table) -> tuple[DecodeEntry, ...]:
+    return tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
 
 
 def _decode_entry(entry: Table) -> DecodeEntry:

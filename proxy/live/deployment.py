@@ -31,7 +31,8 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.roster import Roster
-from balanceroute.proxy.live.control.standing import Standing, load, save
+from balanceroute.proxy.live.control.standing import Standing, basis_of, load, save
+from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
 from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
@@ -40,20 +41,21 @@ from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
-from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source, Subscribe
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
+from balanceroute.proxy.live.following_kv_events import follow_kv_events, subscribed
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
-from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import SchedulerConfig
+    from balanceroute.proxy.live.discovery.reconciler import Reconciler
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.step_clock import Counts
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Pages of engines longer than this are not read.
 _PAGE_BYTES = 4 << 20
+# Stands for the engines while there are none: the scheduler needs one of each role. Never called.
+_NOBODY = EngineUrl("http", "127.0.0.1", 9)
 
 
 class Deployment:
@@ -73,6 +77,7 @@ class Deployment:
         fetcher: For health probes, scrapes and discovery.
         tenancy: The limits of its tenants.
         models: The models of its engines.
+        discovery: Registers engines that are found; None if nothing finds any.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -118,15 +123,13 @@ class Deployment:
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
         self.models = ModelList(self.instances)
-        self._served_models = ServedModels(
-            self.models, fetch=self._page, clock=clock, changed=self.model_routes.update
-        )
         self.tenancy = Tenancy(
             ADMISSIONS[config.admission.admission](config.admission.queue_limit),
             config.credentials.tenants,
             lambda: round(clock() * 1e9),
         )
         self._silent: list[DecodeServer] = []  # Their ranks are not known yet.
+        self.discovery: Reconciler | None = None
         self.driver: Driver
         self.pass_through: PassThrough
 
@@ -137,18 +140,18 @@ class Deployment:
             ConfigError: A decode server answers, but does not tell its ranks; or an extra is missing.
         """
         if self.instances.engine_blocks is not None:
-            self._subscribe()
+            subscribed(self._environment)
         config, orders, roster = self.config, self._environment.orders, self.roster
-        settings = Standing(self.policy, config.prefillers, config.decoders)
-        standing = load(orders, settings)
+        named = (self.policy, config.prefillers, config.decoders)
+        standing = load(orders, Standing(*named, basis=self._basis))
         self.policy = standing.policy
         for prefill in standing.prefillers:
             roster.enlist_prefiller(prefill)
         if not self.instances.prefillers:
-            roster.reserve_prefiller(config.prefillers[0])
+            roster.reserve_prefiller(prefill_server(_NOBODY, None, config.engines.connector))
         self._silent = [one for one in standing.decoders if not await roster.enlist_decoder(one)]
         if not self.instances.ranks:
-            roster.reserve_rank(config.decoders[0])
+            roster.reserve_rank(DecodeServer(_NOBODY))
         if (reason := self.config.too_long_waits) is not None:
             _log.warning(
                 "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
@@ -173,6 +176,10 @@ class Deployment:
             reconfigure=self._reconfigure,
             ordered=self._ordered,
         )
+        if config.discovery.discover:
+            self.discovery = make_reconciler(
+                config.discovery, roster, standing, rng=self._environment.rng, ask=self._discover
+            )
         for target in set(standing.draining).intersection(roster.targets()):
             roster.drain(target.role, target.url)
 
@@ -180,13 +187,28 @@ class Deployment:
         """Return what runs in the background, by name."""
         yield "health", self.health.run
         yield "scrape", self.scraper.run
-        yield "models", self._served_models.run
+        clock, changed = asyncio.get_running_loop().time, self.model_routes.update
+        yield (
+            "models",
+            ServedModels(self.models, fetch=self._page, clock=clock, changed=changed).run,
+        )
         if self.instances.engine_blocks is not None:
-            yield "KV events", partial(self._follow_kv_events, self.instances.engine_blocks)
+            yield (
+                "KV events",
+                partial(
+                    follow_kv_events,
+                    self.instances,
+                    self.config.prefillers,
+                    subscribe=subscribed(self._environment),
+                    lost=self._metrics.engines.kv_events_lost,
+                ),
+            )
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
         for server in self._silent:
             yield "discovery", partial(self.roster.await_decoder, server)
+        if self.discovery is not None:
+            yield "discovery of engines", self.discovery.run
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
 
@@ -228,13 +250,25 @@ class Deployment:
             return
         servers = self.roster.servers.values()
         instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
+        found = self.discovery
         standing = Standing(
             self.policy,
             tuple(one for one in servers if isinstance(one, PrefillServer)),
             tuple(one for one in servers if isinstance(one, DecodeServer)),
             tuple({one.target for one in instances if one.status is Status.DRAINING}),
+            () if found is None else tuple(found.owned),
+            () if found is None else tuple(found.leaving),
+            self._basis,
         )
         save(keeper, standing)
+
+    @property
+    def _basis(self) -> str:
+        """The name of the settings that orders and findings change."""
+        config = self.config
+        return basis_of(
+            config.scheduling.policy, config.prefillers, config.decoders, config.discovery.discover
+        )
 
     # Parts.
 
@@ -356,35 +390,6 @@ class Deployment:
 
     # Engines.
 
-    async def _follow_kv_events(self, blocks: EngineBlocks) -> None:
-        sources = []
-        # The first prefillers are those of the configuration, in its order.
-        for prefiller, server in zip(
-            self.instances.prefillers, self.config.prefillers, strict=False
-        ):
-            if server.kv_events is not None:
-                feed = KvFeed(blocks, prefiller.id, replays=server.kv_replay is not None)
-                sources.append(
-                    Source(
-                        feed,
-                        server.kv_events,
-                        server.kv_replay,
-                        partial(_is_there, prefiller),
-                        self._metrics.engines.kv_events_lost,
-                    )
-                )
-        await self._subscribe()(sources)
-
-    def _subscribe(self) -> Subscribe:
-        if self._environment.subscribe is not None:
-            return self._environment.subscribe
-        try:
-            from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
-        except ModuleNotFoundError as error:
-            reason = f"needs {error.name}: pip install 'balanceroute[kv-events]'"
-            raise ConfigError(f"--kv-events: {reason}") from None
-        return kv_subscriber.subscribe
-
     async def _page(self, url: str) -> bytes:
         return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)
 
@@ -417,7 +422,3 @@ class Deployment:
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)
         self.driver.reopen()
-
-
-def _is_there(prefiller: Prefiller) -> bool:
-    return prefiller.status is not Status.REMOVED

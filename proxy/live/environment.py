@@ -35,7 +35,7 @@ class Environment:
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
         processes: Returns the numbers of the proxy's processes, by name; None if it is one.
-        orders: Keeps the orders of administrators for the next scheduler process; None if there is none.
+        orders: Keeps what was ordered and found for the process that is started next; None to forget it.
         subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
         admin_sockets: Listen for administrators already; none to listen at the address of the
             settings.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
+# Engines to have descriptors for where they are still to be found.
+_FOUND = 64
 
 
 class _NoLog:
@@ -154,6 +156,8 @@ def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
     """Get file descriptors; return the settings with connections for them, and their number."""
     descriptors = raise_limit()
     engines = len(config.prefillers) + sum(max(1, len(one.ranks)) for one in config.decoders)
+    if config.discovery.discover:
+        engines = max(engines, _FOUND)
     enough = connections_for(descriptors, engines)
     limit = config.limits.connection_limit
     if limit is None:

@@ -77,7 +77,7 @@ async def _serve(
         make_environment(logs, lambda: watch.shortages),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
-        orders=KeepingFile(Path(f"{part.path}.orders")),
+        orders=KeepingFile(config.discovery.roster_state or Path(f"{part.path}.orders")),
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
     )
     process: SchedulerProcess | RelayProcess

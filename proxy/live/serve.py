@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from balanceroute.proxy.live.announcement import announce
+from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
@@ -47,8 +48,11 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
     logs = Logs(config, loads=True)
     signals = Signals(logs.reopen)
     config, descriptors = with_descriptors(config)
+    kept = config.discovery.roster_state
     environment = replace(
-        make_environment(logs, lambda: watch.shortages), read_credentials=read_credentials
+        make_environment(logs, lambda: watch.shortages),
+        read_credentials=read_credentials,
+        orders=None if kept is None else KeepingFile(kept),
     )
     proxy = Proxy(config, environment)
 

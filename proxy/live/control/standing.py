@@ -1,17 +1,19 @@
-"""What administrators have made of the settings, kept for the scheduler process that is started next.
+"""What administrators and discovery have made of the settings, kept for the process started next.
 
-A scheduler process that dies is replaced by one that reads the settings; what was ordered since then is
-in none of them.
+A scheduler process that dies is replaced by one that reads the settings; what was ordered and found
+since then is in none of them. With --roster-state it outlives the whole proxy.
 """
 
 import logging
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import DecodeError, Struct
 from msgspec.json import decode, encode
+from msgspec.structs import replace
 
-from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 
 _log = logging.getLogger(__name__)
@@ -22,12 +24,18 @@ class Standing(Struct, frozen=True):
 
     Attributes:
         draining: The engines to which nothing new goes.
+        discovered: The engines that are here because they were found; see `Reconciler`.
+        leaving: Of these, those that are drained because they are found no more.
+        basis: Names the settings that it was made of.
     """
 
     policy: str
     prefillers: tuple[PrefillServer, ...]
     decoders: tuple[DecodeServer, ...]
     draining: tuple[Target, ...] = ()
+    discovered: tuple[Target, ...] = ()
+    leaving: tuple[Target, ...] = ()
+    basis: str = ""
 
 
 class Keeper(Protocol):
@@ -58,13 +66,35 @@ class KeepingFile:
 
 
 def load(keeper: Keeper | None, settings: Standing) -> Standing:
-    """Return what was kept, else the settings."""
+    """Return what was kept, else the settings; of other settings the engines that were found."""
     try:
-        kept = b"" if keeper is None else keeper.read()
-        return decode(kept, type=Standing) if kept else settings
+        data = b"" if keeper is None else keeper.read()
+        kept = decode(data, type=Standing) if data else settings
     except (OSError, DecodeError) as error:
         _log.error("orders are lost", extra={"fields": {"reason": str(error)}})
         return settings
+    if kept.basis == settings.basis:
+        return kept
+    _log.warning("orders are dropped: the settings are others than those they were given for")
+    named = {Target(Role.PREFILL, one.url.base) for one in settings.prefillers}
+    named |= {Target(Role.DECODE, one.url.base) for one in settings.decoders}
+    found = [one for one in kept.discovered if one not in named]
+    leaving = tuple(one for one in kept.leaving if one in found)
+    prefillers = [one for one in kept.prefillers if Target(Role.PREFILL, one.url.base) in found]
+    decoders = [one for one in kept.decoders if Target(Role.DECODE, one.url.base) in found]
+    return replace(
+        settings,
+        prefillers=(*settings.prefillers, *prefillers),
+        decoders=(*settings.decoders, *decoders),
+        draining=leaving,
+        discovered=tuple(found),
+        leaving=leaving,
+    )
+
+
+def basis_of(*settings: object) -> str:
+    """Return a name of settings, which differs when they do."""
+    return sha256(encode(settings)).hexdigest()
 
 
 def save(keeper: Keeper, standing: Standing) -> None:

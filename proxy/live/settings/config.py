@@ -27,6 +27,7 @@ from balanceroute.proxy.live.settings.declared import (
     LogSettings,
     TimeLimits,
 )
+from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.setting import part
@@ -54,6 +55,7 @@ class ProxyConfig:
 
     topology: str | None
     engines: EngineSettings
+    discovery: DiscoverySettings
     listening: ListeningSettings
     admission: AdmissionSettings
     scheduling: SchedulingSettings

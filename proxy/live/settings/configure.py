@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import USING_EVENTS
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.security.credentials import (
@@ -28,6 +29,7 @@ from balanceroute.proxy.live.security.host_check import is_loopback
 from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
+from balanceroute.proxy.live.settings.checks import base_address
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.declared import (
     LOG_WORDS,
@@ -40,17 +42,19 @@ from balanceroute.proxy.live.settings.declared import (
     LogSettings,
     TimeLimits,
 )
+from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
+from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from balanceroute.proxy.live.settings.engines import PrefillServer
+    from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
     from balanceroute.topologies import Topology
 
 _QUEUE_TTL_S = 600.0
@@ -74,11 +78,10 @@ def make_config(
         ConfigError: A value is unknown or cannot be served.
     """
     given = _given(topology, flags)
-    addresses = given.read(EngineAddresses)
     engines = given.read(EngineSettings)
-    prefillers = prefill_servers(addresses, topology, engines.connector)
+    discovery = _discovery(given, environment)
+    prefillers, decoders = _servers(given, topology, engines, discovery)
     _check_engines(given, engines)
-    decoders = decode_servers(addresses, topology, prefillers)
     listening = given.read(ListeningSettings)
     _check_metaserver(given, engines, listening)
     _check_workers(given, engines, listening)
@@ -102,6 +105,7 @@ def make_config(
     return ProxyConfig(
         topology=None if topology is None else topology.name,
         engines=engines,
+        discovery=discovery,
         listening=listening,
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
@@ -159,6 +163,36 @@ def _check_engines(given: Given, engines: EngineSettings) -> None:
                 reason = "means nothing with --insecure-engines"
                 raise ConfigError(f"is {engines.engine_ca_file}: {reason}")
             engine_context(engines.engine_ca_file, insecure=False)
+
+
+def _servers(
+    given: Given,
+    topology: "Topology | None",
+    engines: EngineSettings,
+    discovery: DiscoverySettings,
+) -> "tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]":
+    addresses, found = given.read(EngineAddresses), discovery.covers
+    prefillers = prefill_servers(
+        addresses, topology, engines.connector, may_be_none=found(Role.PREFILL)
+    )
+    return prefillers, decode_servers(
+        addresses, topology, prefillers, may_be_none=found(Role.DECODE)
+    )
+
+
+def _discovery(given: Given, environment: Mapping[str, str]) -> DiscoverySettings:
+    settings = given.read(DiscoverySettings)
+    if settings.roster_state is not None:
+        place = f"{given.where('roster_state')} is {settings.roster_state}"
+        _check_place(place, settings.roster_state)
+    asks = any(one.kind == "kubernetes" for one in settings.discover)
+    if settings.kubernetes_api or not asks:
+        return settings
+    host, port = (environment.get(f"KUBERNETES_SERVICE_{what}") for what in ("HOST", "PORT"))
+    if host is None or port is None:
+        reason = "not in a pod of a cluster: needs --kubernetes-api"
+        raise ConfigError(f"{given.where('discover')}: {reason}")
+    return replace(settings, kubernetes_api=base_address(f"https://{bracketed(host)}:{port}"))
 
 
 def _check_workers(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:

@@ -21,6 +21,7 @@ from balanceroute.proxy.live.settings.checks import (
     own_address,
     web_origin,
 )
+from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.setting import (
@@ -297,6 +298,7 @@ class LogSettings:
 # By heading, as `balanceroute serve --help` shows them.
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
+    "discovery": (DiscoverySettings,),
     "listening": (ListeningSettings,),
     "admission": (AdmissionSettings, AimdOptions),
     "scheduling": (SchedulingSettings,),

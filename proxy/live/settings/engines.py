@@ -60,9 +60,13 @@ class DecodeServer:
 
 
 def prefill_servers(
-    addresses: "EngineAddresses", topology: "Topology | None", connector: str
+    addresses: "EngineAddresses",
+    topology: "Topology | None",
+    connector: str,
+    *,
+    may_be_none: bool = False,
 ) -> tuple[PrefillServer, ...]:
-    """Return the prefillers of the flags, else of the file.
+    """Return the prefillers of the flags, else of the file; with `may_be_none` perhaps none.
 
     Raises:
         ConfigError: There is none, one is named twice, or bootstrap servers do not fit.
@@ -84,7 +88,7 @@ def prefill_servers(
             raise ConfigError(f"{label}: prefillers {reason} (--bootstrap)")
         if bootstrap is not None:
             bootstraps.add(bootstrap)
-    if not servers:
+    if not (servers or may_be_none):
         raise ConfigError(_none("--prefill", topology))
     return tuple(servers.values())
 
@@ -111,8 +115,10 @@ def decode_servers(
     addresses: "EngineAddresses",
     topology: "Topology | None",
     prefill: "Iterable[PrefillServer]",
+    *,
+    may_be_none: bool = False,
 ) -> tuple[DecodeServer, ...]:
-    """Return the decode servers of the flags, else of the file.
+    """Return the decode servers of the flags, else of the file; with `may_be_none` perhaps none.
 
     Raises:
         ConfigError: There is none, or a rank is named twice or in two ways, or is a prefiller.
@@ -124,7 +130,7 @@ def decode_servers(
         if url in prefillers:
             raise ConfigError(f"{label} names {url}, which is a prefiller")
         servers[url] = _merged(servers[url], server, label) if url in servers else server
-    if not servers:
+    if not (servers or may_be_none):
         raise ConfigError(_none("--decode", topology))
     return tuple(servers.values())
 
@@ -214,4 +220,4 @@ def _own_address(label: str, word: str) -> EngineUrl:
 def _none(flag: str, topology: "Topology | None") -> str:
     if topology is not None and topology.emulation is not None:
         return f"{topology.path}: its engines are emulated: start them with `balanceroute up`"
-    return f"{flag}: at least one is needed"
+    return f"{flag}: at least one is needed, or --discover"

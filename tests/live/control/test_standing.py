@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.live.control.standing import KeepingFile, Standing, load, save
+from balanceroute.proxy.live.control.standing import (
+    KeepingFile,
+    Standing,
+    basis_of,
+    load,
+    save,
+)
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
@@ -44,3 +50,36 @@ def test_an_order_holds_though_it_cannot_be_kept(
 ) -> None:
     save(KeepingFile(tmp_path / "absent" / "orders"), ORDERED)
     assert caplog.messages == ["orders are not kept"]
+
+
+def test_of_other_settings_what_was_found_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = KeepingFile(tmp_path / "roster")
+    x, y = EngineUrl("http", "x", 1), EngineUrl("http", "y", 1)
+    found = (Target(Role.DECODE, x.base), Target(Role.PREFILL, y.base))
+    kept = Standing(
+        "jsq",
+        (PrefillServer(P), PrefillServer(y)),
+        (DecodeServer(x, (0, 1)),),
+        draining=(found[0], Target(Role.PREFILL, P.base)),
+        discovered=found,
+        leaving=found[:1],
+        basis=basis_of("br-0"),
+    )
+    save(keeper, kept)
+    assert load(keeper, Standing("br-0", (), (), basis=kept.basis)) == kept
+    assert caplog.messages == []
+    settings = Standing("br-h", (PrefillServer(P),), (DecodeServer(D),), basis=basis_of("br-h"))
+    assert load(keeper, settings) == Standing(
+        "br-h",
+        (PrefillServer(P), PrefillServer(y)),
+        (DecodeServer(D), DecodeServer(x, (0, 1))),
+        draining=found[:1],
+        discovered=found,
+        leaving=found[:1],
+        basis=settings.basis,
+    )
+    # One that the settings name now is there once.
+    named = Standing("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
+    assert load(keeper, named) == named

@@ -39,6 +39,9 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "prefill_running_limit": 5,
     "prefill_share_limit": 0.6,
     "kv_block_tokens": 32,
+    "discover": "decode=dns:decode.serving:8000",
+    "discover_interval_s": 3.75,
+    "discover_hold_s": 7.25,
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
@@ -133,6 +136,8 @@ FILES = {
     "predictor_state",
     "shadow_predictor",
     "load_log",
+    "kubernetes_account",
+    "roster_state",
     "tenants",
 }
 AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model"}
@@ -140,10 +145,14 @@ AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector
 LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
 WITH_MEMORY = {"kv_peak_quantile"}
+WITH_DISCOVERY = {"kubernetes_api"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_MEMORY
+    assert (
+        SETTINGS.keys()
+        == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_MEMORY | WITH_DISCOVERY
+    )
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 

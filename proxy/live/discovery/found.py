@@ -1,0 +1,36 @@
+"""What a source tells of the engines."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from balanceroute.proxy.live.engines.instances import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An engine, as its source tells it.
+
+    Attributes:
+        ranks: The ranks of a decode server; None to ask it.
+        bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        ready: Whether it serves already. One that is registered stays so either way.
+        leaving: Whether it is about to end.
+    """
+
+    target: Target
+    ranks: int | None = None
+    bootstrap: str | None = None
+    ready: bool = True
+    leaving: bool = False
+
+
+View = Mapping[Target, Found]
+"""All engines of a source."""
+
+
+class Source(Protocol):
+    """Where engines are found."""
+
+    async def run(self, tell: Callable[[View], None]) -> None:
+        """Tell all engines whenever they may have changed. What cannot be read tells nothing."""

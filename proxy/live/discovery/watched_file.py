@@ -1,0 +1,80 @@
+"""Engines in a file that somebody else writes: `[[prefill]]` and `[[decode]]` as in a topology."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.discovery.found import Found
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.topologies import TopologyError, read_engine_list
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.live.discovery.found import View
+
+_log = logging.getLogger(__name__)
+
+
+class WatchedFile:
+    """A file that is read again and again.
+
+    Args:
+        path: Of the file.
+        interval_s: Between two readings.
+    """
+
+    def __init__(self, path: Path, *, interval_s: float) -> None:
+        self._path, self._interval_s = path, interval_s
+        self._reason = ""
+
+    async def run(self, tell: "Callable[[View], None]") -> None:
+        """Tell the engines of the file after each reading."""
+        while True:
+            try:
+                tell(read_view(self._path))
+            except (OSError, TopologyError, ConfigError) as error:
+                self._log_once(str(error))
+            else:
+                self._log_once("")
+            await asyncio.sleep(self._interval_s)
+
+    def _log_once(self, reason: str) -> None:
+        if reason and reason != self._reason:
+            fields = {"file": str(self._path), "reason": reason}
+            _log.warning("the file of engines cannot be read", extra={"fields": fields})
+        self._reason = reason
+
+
+def read_view(path: Path) -> "View":
+    """Return the engines of a file.
+
+    Raises:
+        OSError: It cannot be read.
+        TopologyError: It is no list of engines.
+        ConfigError: An address is none.
+    """
+    prefill, decode = read_engine_list(path)
+    found = [
+        Found(_target(path, Role.PREFILL, one.url), bootstrap=one.bootstrap) for one in prefill
+    ]
+    for one in decode:
+        ids = one.rank_ids or (0,)
+        if ids != tuple(range(len(ids))):
+            raise ConfigError(f"{path}: decode url {one.url}: write ranks = N, not rank_ids")
+        ranks = None if one.discover else len(ids)
+        found.append(Found(_target(path, Role.DECODE, one.url), ranks))
+    return {one.target: one for one in found}
+
+
+def _target(path: Path, role: Role, word: str) -> Target:
+    try:
+        url = EngineUrl.parse(word)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {role.value} url {error}") from None
+    if url.rank is not None:
+        raise ConfigError(f"{path}: {role.value} url is {url.name!r}: write ranks = N")
+    return Target(role, url.base)

@@ -1,0 +1,272 @@
+"""A whole proxy whose engines come and go at an API server, while clients ask. In virtual time."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
+
+from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.environment import Environment
+from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.settings.configure import make_config
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+Body = Callable[["Scene"], Awaitable[None]]
+
+
+class Kept:
+    """What outlives a proxy."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def read(self) -> bytes:
+        return self.data
+
+    def write(self, data: bytes) -> None:
+        self.data = data
+
+
+class Scene:
+    """An API server, and a proxy that finds the engines of a site there.
+
+    All engines have one address and differ in their ports, so each has a slice of its own.
+    """
+
+    def __init__(self, site: "Site", folder: Path, keeper: Keeper | None = None) -> None:
+        self.site, self.folder, self.keeper = site, folder, keeper
+        self.api = ApiServer()
+        self.listed: dict[str, bool] = {}  # Whether each terminates.
+        self.proxy: Proxy
+
+    async def start_proxy(self, **flags: Any) -> None:
+        settings = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "admin": False,
+            "log": "none",
+            "discover": ["kubernetes:app=x@serving"],
+            "kubernetes_api": self.api.url,
+            "kubernetes_account": str(self.folder),
+            "queue_ttl_s": 60.0,
+        }
+        environment = Environment(
+            log=self.site.world,
+            rng=random.Random(3),
+            unix_s=self.site.loop.time,
+            stopwatch=self.site.loop.time,
+            orders=self.keeper,
+        )
+        self.proxy = Proxy(make_config(None, settings | flags), environment)
+        await self.proxy.start()
+
+    async def stop_proxy(self) -> None:
+        await self.proxy.drain()
+        await self.proxy.close()
+
+    def show(self, engine: str, *, terminating: bool = False) -> None:
+        """List an engine."""
+        role, _, number = engine.partition("/")
+        host, port = "127.0.0.1", self.site.fleet.engine(engine).port
+        entry = endpoint(host, ready=not terminating, terminating=terminating)
+        self.api.put(slice_of(f"{role}-{number}", role, [entry], port=port))
+        self.listed[engine] = terminating
+
+    def hide(self, engine: str) -> None:
+        """List it no more."""
+        self.api.delete(engine.replace("/", "-"))
+        del self.listed[engine]
+
+    def registered(self) -> set[str]:
+        """Return the URLs of the engines that get requests."""
+        instances = self.proxy.deployment.instances
+        urls = {one.target.url for one in instances.prefillers if one.open}
+        return urls | {one.target.url for one in instances.ranks if one.open}
+
+    async def all_registered(self) -> None:
+        """Wait until the engines that are listed are those that get requests."""
+        wanted = {
+            self.site.fleet.engine(one).url for one, leaves in self.listed.items() if not leaves
+        }
+        await self.site.until(lambda: self.registered() == wanted)
+
+    async def ask(self, number: int, *, max_tokens: int = 20) -> None:
+        """Ask once; the answer must be right."""
+        body = {
+            "model": "tiny",
+            "prompt": f"t{number} u",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": number % 2 == 0,
+        }
+        answer = await self.site.send(COMPLETIONS, body, port=self.proxy.server.port).end()
+        assert answer.status == 200, answer.body
+        assert answer.error is None
+        alone = await self.site.ask("decode/0", COMPLETIONS, body)
+        assert answer.text == alone.text
+
+
+@pytest.fixture
+def staged(play: "Play", tmp_path: Path) -> Callable[..., None]:
+    """Play a scenario with such a proxy, which is at rest in the end."""
+
+    def stage(scenario: Body, *, keeper: Keeper | None = None, **engines: Any) -> None:
+        async def run(site: "Site") -> None:
+            scene = Scene(site, tmp_path, keeper)
+            await scene.api.start()
+            await scene.start_proxy()
+            await scenario(scene)
+            driver = scene.proxy.deployment.driver
+            await site.until(lambda: not driver.sessions)
+            driver.scheduler.check()
+            assert not any(driver.scheduler.prefillers.held_tokens)
+            await scene.stop_proxy()
+            await scene.api.close()
+
+        play(run, **{"prefillers": 3, "ranks": 4} | engines)
+
+    return stage
+
+
+Staged = Callable[..., None]
+
+
+def test_engines_register_by_themselves_and_requests_wait_for_them(staged: Staged) -> None:
+    async def scenario(scene: Scene) -> None:
+        port = scene.proxy.server.port
+        assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 503
+        for engine in ("prefill/0", "decode/0", "decode/1"):
+            scene.show(engine)
+        await scene.all_registered()
+        await scene.ask(1)
+        assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 200
+
+    staged(scenario)
+
+
+def test_an_engine_that_ends_finishes_its_streams_and_gets_nothing_new(staged: Staged) -> None:
+    async def scenario(scene: Scene) -> None:
+        for engine in ("prefill/0", "decode/0", "decode/1"):
+            scene.show(engine)
+        await scene.all_registered()
+        asked = [asyncio.create_task(scene.ask(number, max_tokens=400)) for number in range(6)]
+        await scene.site.until(lambda: len(scene.site.received("decode")) >= 6)
+        scene.show("decode/1", terminating=True)
+        await scene.all_registered()
+        before = len(scene.site.received("decode/1"))
+        later = [asyncio.create_task(scene.ask(number)) for number in range(6, 12)]
+        await asyncio.gather(*asked, *later)
+        assert len(scene.site.received("decode/1")) == before > 0
+        # Then it is forgotten.
+        url = scene.site.fleet.engine("decode/1").url
+        roster = scene.proxy.deployment.roster
+        await scene.site.until(lambda: all(one.url != url for one in roster.targets()))
+
+    staged(scenario)
+
+
+def test_the_roster_is_kept_over_a_restart_while_the_api_server_is_down(staged: Staged) -> None:
+    async def scenario(scene: Scene) -> None:
+        for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
+            scene.show(engine)
+        await scene.all_registered()
+        before = scene.registered()
+        scene.api.failure = 503
+        await scene.stop_proxy()
+        await scene.start_proxy()
+        assert scene.registered() == before
+        await asyncio.sleep(60.0)
+        await scene.ask(2)
+        # What went meanwhile is drained once the server says so.
+        scene.hide("decode/1")
+        scene.api.failure = 0
+        await scene.all_registered()
+        await scene.ask(3)
+        # An administrator changes other settings: what was found stays.
+        await scene.stop_proxy()
+        await scene.start_proxy(policy="jsq")
+        assert scene.proxy.deployment.policy == "jsq"
+        await scene.all_registered()
+
+    staged(scenario, keeper=Kept())
+
+
+def test_without_what_was_kept_nothing_is_registered_while_the_api_server_is_down(
+    staged: Staged,
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.show("decode/0")
+        await scene.site.until(lambda: len(scene.registered()) == 1)
+        scene.api.failure = 503
+        await scene.stop_proxy()
+        await scene.start_proxy()
+        await asyncio.sleep(10.0)
+        assert scene.registered() == set()
+
+    staged(scenario)
+
+
+async def history(scene: Scene, seed: int) -> None:
+    """Play a random history of engines and of the API server, while clients ask."""
+    rng = random.Random(seed)
+    engines = [f"prefill/{number}" for number in range(3)]
+    engines += [f"decode/{number}" for number in range(4)]
+    kept = {"prefill/0", "decode/0"}  # So that there always is one of each.
+    for engine in sorted(kept | set(rng.sample(engines, 3))):
+        scene.show(engine)
+    await scene.all_registered()
+    asked = []
+
+    def change() -> None:
+        engine = rng.choice([one for one in engines if one not in kept])
+        if engine not in scene.listed:
+            scene.show(engine)
+        elif rng.random() < 0.4:
+            scene.show(engine, terminating=True)
+        else:
+            scene.hide(engine)
+
+    steps: list[Callable[[], None]] = [
+        *[change] * 6,
+        scene.api.bookmark,
+        scene.api.expire,
+        scene.api.forget,
+        scene.api.end_watches,
+        lambda: scene.api.end_watches(broken=True),
+        lambda: setattr(scene.api, "failure", rng.choice([0, 0, 410, 429, 500, 503])),
+        lambda: setattr(scene.api, "page_items", rng.choice([1, 2, 500])),
+    ]
+    for number in range(24):
+        rng.choice(steps)()
+        max_tokens = rng.choice([1, 10, 100])
+        asked.append(asyncio.create_task(scene.ask(number, max_tokens=max_tokens)))
+        await asyncio.sleep(rng.choice([0.0, 0.05, 1.0, 6.0]))
+    scene.api.failure = 0
+    await asyncio.gather(*asked)
+    await scene.all_registered()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_is_lost_whatever_comes_and_goes(staged: Staged, seed: int) -> None:
+    async def scenario(scene: Scene) -> None:
+        await history(scene, seed)
+
+    staged(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20, 520, 20))
+def test_no_request_is_lost_in_500_histories(staged: Staged, block: int) -> None:
+    for seed in range(block, block + 20):
+
+        async def scenario(scene: Scene, seed: int = seed) -> None:
+            await history(scene, seed)
+
+        staged(scenario)

@@ -1,0 +1,231 @@
+"""EndpointSlices over HTTP: listed, watched, and listed again."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.certificate import make_certificate
+from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
+
+from balanceroute.proxy.live.discovery.kubernetes import KubernetesSlices
+from balanceroute.proxy.live.discovery.sources import make_sources
+from balanceroute.proxy.live.security.tls import server_context
+from balanceroute.proxy.live.settings.discovery import DiscoverySettings, engine_source
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
+from balanceroute.proxy.wire.http1.client import Endpoint
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - nothing tells.
+            await asyncio.sleep(0.01)
+
+
+class Watcher:
+    """A source of engines, and what it told last."""
+
+    def __init__(self, server: ApiServer, account: Path) -> None:
+        self.server = server
+        self.told: list[list[str]] = []
+        self.source = KubernetesSlices(
+            "app=x,tier in (a)",
+            "serving",
+            None,
+            connect=lambda: Endpoint("127.0.0.1", server.server.port),
+            account=account,
+            rng=random.Random(5),
+        )
+
+    async def until(self, hosts: list[str], limit_s: float = 120.0) -> None:
+        await until(lambda: self.told[-1:] == [hosts], limit_s)
+
+    async def run(self) -> None:
+        await self.source.run(
+            lambda view: self.told.append([one.url.split("/")[2].split(":")[0] for one in view])
+        )
+
+
+Scenario = Callable[[ApiServer, Watcher], Awaitable[None]]
+Watched = Callable[[Scenario], None]
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    """Play a scenario of a server with one decode rank, and a watcher of it, in virtual time."""
+
+    def play(scenario: Scenario) -> None:
+        async def main(_: VirtualLoop) -> None:
+            server = ApiServer()
+            await server.start()
+            server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
+            watcher = Watcher(server, tmp_path)
+            task = asyncio.create_task(watcher.run())
+            await scenario(server, watcher)
+            assert not task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await server.close()
+
+        run(main, seed=1, limit_s=10_000.0)
+
+    return play
+
+
+def test_changes_arrive_as_they_happen(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
+        await watcher.until(["10.0.0.1", "10.0.0.2"], limit_s=0.1)
+        server.delete("d0")
+        await watcher.until(["10.0.0.2"], limit_s=0.1)
+        assert len(server.requests) == 2
+        first = server.requests[0]
+        assert b"labelSelector=app%3Dx%2Ctier+in+%28a%29" in first.query
+        # A token goes over TLS alone.
+        assert first.header(b"authorization") is None
+
+    watched(scenario)
+
+
+def test_a_watch_that_ends_goes_on_where_it_was(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        for number in range(2, 8):
+            await asyncio.sleep(5.0)
+            server.end_watches(broken=number % 2 == 0)
+            server.put(slice_of("d0", "decode", [endpoint(f"10.0.0.{number}")]))
+            await watcher.until([f"10.0.0.{number}"])
+        lists = [one for one in server.requests if b"watch=1" not in one.query]
+        assert len(lists) == 1
+        assert len(server.requests) == 8
+
+    watched(scenario)
+
+
+@pytest.mark.parametrize("in_stream", [True, False])
+def test_what_is_gone_is_listed_again(watched: Watched, in_stream: bool) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        if in_stream:
+            server.expire()
+        else:
+            server.forget()
+            server.end_watches(broken=True)
+        # Deleted while nobody watched: only a list shows it.
+        server.delete("d0")
+        server.forget()
+        server.put(slice_of("d1", "decode", [endpoint("10.0.0.9")]))
+        await watcher.until(["10.0.0.9"])
+        lists = [one for one in server.requests if b"watch=1" not in one.query]
+        assert len(lists) == 2
+
+    watched(scenario)
+
+
+def test_a_bookmark_saves_the_list(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        await asyncio.sleep(1.0)
+        server.forget()
+        server.bookmark()
+        await asyncio.sleep(1.0)
+        server.end_watches()
+        server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
+        await watcher.until(["10.0.0.1", "10.0.0.2"])
+        lists = [one for one in server.requests if b"watch=1" not in one.query]
+        assert len(lists) == 1
+
+    watched(scenario)
+
+
+def test_lists_come_in_pages(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        server.page_items = 2
+        for number in range(1, 5):
+            server.put(slice_of(f"d{number}", "decode", [endpoint(f"10.0.1.{number}")]))
+        await watcher.until(["10.0.0.1", *(f"10.0.1.{number}" for number in range(1, 5))])
+
+    watched(scenario)
+
+
+def test_what_was_told_holds_while_the_server_fails(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        for status in (403, 500):
+            server.failure = status
+            server.end_watches(broken=True)
+            before = len(server.requests)
+            await asyncio.sleep(300.0)
+            # It is not asked again and again.
+            assert 5 < len(server.requests) - before < 25
+            assert watcher.told[-1] == ["10.0.0.1"]
+            server.failure = 0
+            server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
+            await asyncio.sleep(60.0)
+            assert len(server.watches) == 1
+        reasons = {record.__dict__["fields"]["reason"] for record in caplog.records}
+        assert {"status 403: it fails", "status 500: it fails"} <= reasons
+
+    watched(scenario)
+
+
+def test_a_server_that_ends_each_watch_at_once_is_not_flooded(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        for _ in range(6_000):
+            server.end_watches()
+            await asyncio.sleep(0.01)
+        assert len(server.requests) < 20
+
+    watched(scenario)
+
+
+def test_a_watch_without_a_word_does_not_last_for_ever(watched: Watched) -> None:
+    async def scenario(server: ApiServer, watcher: Watcher) -> None:
+        await watcher.until(["10.0.0.1"])
+        await asyncio.sleep(1.0)
+        server.watches.clear()  # It tells nothing, and does not end.
+        server.put(slice_of("d0", "decode", [endpoint("10.0.0.2")]))
+        await asyncio.sleep(200.0)
+        assert watcher.told[-1] == ["10.0.0.1"]
+        await watcher.until(["10.0.0.2"], limit_s=150.0)
+
+    watched(scenario)
+
+
+def test_over_tls_with_the_token_and_the_certificates_of_the_account(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    cert.rename(tmp_path / "ca.crt")
+    (tmp_path / "namespace").write_text("serving\n")
+    (tmp_path / "token").write_text("first\n")
+
+    async def main() -> None:
+        server = ApiServer()
+        await server.start(ssl=server_context(tmp_path / "ca.crt", key))
+        server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
+        settings = DiscoverySettings(
+            discover=(engine_source("kubernetes:app=x"),),
+            kubernetes_api=f"https://127.0.0.1:{server.server.port}",
+            kubernetes_account=tmp_path,
+        )
+        (source,) = make_sources(settings, random.Random(5))
+        told = asyncio.Event()
+        task = asyncio.create_task(source.run(lambda _: told.set()))
+        await until(told.is_set)
+        # Tokens are replaced before they expire.
+        (tmp_path / "token").write_text("second\n")
+        await until(lambda: bool(server.watches))
+        server.end_watches(broken=True)
+        await until(lambda: bool(server.watches))
+        tokens = [one.header(b"authorization") for one in server.requests]
+        assert (tokens[0], tokens[-1]) == (b"Bearer first", b"Bearer second")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.close()
+
+    asyncio.run(main())
