@@ -106,22 +106,23 @@ class CompletionStream(StreamReader):
         Returns:
             Nothing if one of them is no token event: none was taken then, and all are to be read.
         """
-        rewrites_each, ids = self._shows_each and self._usage.changes, self._ids
+        rewrites_each, counts = self._shows_each and self._usage.changes, self._counts
         for event in events:
             # From the right, where it stands: a third of what `in` costs.
             if event.rfind(_GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
                 return []
-            if ids is not None and not ids.is_plain(event):
+        if self._ids is not None:
+            # Of several events it might take some and not the others.
+            event = self._ids.take_text(events[0]) if len(events) == 1 else b""
+            if not event:
                 return []
-        counts = self._counts
+            events = [event]
         if counts is None:
             self._events += len(events)
         elif len(events) == 1:  # As a rule. A comprehension would cost one call more.
             events = [counts.take(events[0])]
         else:
             events = [counts.take(event) for event in events]
-        if ids is not None:
-            events = list(map(ids.take, events))
         if self._transcript is not None:
             for event in events:
                 self._transcript.keep(event)

@@ -21,14 +21,16 @@ _IDS = b'"token_ids":['
 _VALUE = len(_IDS) - 1
 _PROMPT = re.compile(rb'"prompt_token_ids":\s*+\[([^\[\]]*+)\]')
 _END = b"}\n\n"
+# What stands between a text and its ids in an event that goes on, as vLLM writes it.
+_CHAT = b'"},"logprobs":null,"finish_reason":null,"token_ids":['
+_COMPLETION = b'","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":['
+_QUOTE, _COMMA = b'",'
 # As any engine may write them.
 _MEMBER = re.compile(rb'("(?:prompt_)?token_ids":\s*+)\[[\d,\s]*+\]')
 _LIST = re.compile(rb"\s*+\d++\s*+(?:,\s*+\d++\s*+)*+")
 _NOTHING = b'"delta":{}'
 _NO_TEXT = b'":""'
 _CHOICES = b'"choices":['
-# Texts of ids that are joined at once.
-_JOINED = 512
 
 
 class TokenIds:
@@ -42,22 +44,21 @@ class TokenIds:
         overlap: Text that comes first, and that the client has from an earlier leg.
     """
 
-    __slots__ = ("_behind", "_kept", "_new", "_said", "head", "lost", "overlap", "prompt")
+    __slots__ = ("_before", "_behind", "_kept", "_new", "head", "lost", "overlap", "prompt")
 
     def __init__(self, overlap: str = "") -> None:
         self.prompt = b""
         self.head = b""
         self.lost = False
         self.overlap = overlap
+        self._before = _CHAT
         self._kept = bytearray()  # Each with a comma before it.
-        self._new: list[bytes] = []
-        self._said = 0  # How many of these belong to text that was sent.
+        self._new: list[bytes] = []  # Those behind the last text that counts.
         self._behind: list[bytes] = []  # Events with text that do not count.
 
     @property
     def kept(self) -> bytes:
         """The ids whose text the client has, as JSON without the brackets."""
-        self._join()
         return bytes(self._kept[1:])
 
     @property
@@ -68,8 +69,7 @@ class TokenIds:
     @property
     def count(self) -> int:
         """How many these are."""
-        self._join()
-        return self._kept.count(b",")
+        return self._kept.count(_COMMA)
 
     @property
     def behind(self) -> str:
@@ -85,6 +85,27 @@ class TokenIds:
             return False
         kept = self.kept
         return not kept or _LIST.fullmatch(kept) is not None
+
+    def take_text(self, event: bytes) -> bytes:
+        """Keep the id of an event with text and one id, as most are; return the event without it.
+
+        Nothing is kept or returned of any other event: that is to be read.
+        """
+        begin = event.rfind(self._before) + len(self._before)
+        end = event.find(b"]", begin)
+        ids = event[begin:end]
+        if (
+            not ids
+            or _COMMA in ids
+            or begin < len(self._before)
+            or event[begin - len(self._before) - 1] == _QUOTE  # No text, or one that ends so.
+            or self._new
+            or not self.prompt
+            or event[-3:] != _END
+        ):
+            return b""
+        self._kept += b"," + ids
+        return event[: begin - 1] + b"null" + event[end + 1 :]
 
     def is_plain(self, event: bytes) -> bool:
         """Return whether `take` may have a token event that goes on; else it is to be parsed."""
@@ -107,6 +128,7 @@ class TokenIds:
             self.prompt = found[1] if found else b""
             self.head = event[: max(0, event.find(_CHOICES))]
         for choice in choices_of(message):
+            self._before = _CHAT if "delta" in choice else _COMPLETION
             self._note_choice(event, choice)
 
     def trim(self, text: str) -> str | None:
@@ -138,21 +160,14 @@ class TokenIds:
         new.append(ids)
         if not has_text:
             return
-        if not ids or b"," in ids:
+        if not ids or _COMMA in ids:
             self._behind.append(event)
             return
-        self._said = len(new)
-        if self._behind:
-            self._behind.clear()
-        if self._said > _JOINED:
-            self._join()
-
-    def _join(self) -> None:
-        for text in self._new[: self._said]:
+        for text in new:
             if text:
                 self._kept += b"," + text
-        del self._new[: self._said]
-        self._said = 0
+        new.clear()
+        self._behind.clear()
 
 
 def _hidden(event: bytes) -> bytes:

@@ -35,10 +35,13 @@ def completion(text: str, ids: bytes, prompt: bytes = b"null") -> bytes:
     )
 
 
-def read(ids: TokenIds, *events: bytes) -> bytes:
+def read(ids: TokenIds, *events: bytes, quick: bool = True) -> bytes:
     """Read events as a stream of completions has them read; return what is the client's."""
     passed = b""
     for event in events:
+        if quick and (taken := ids.take_text(event)):
+            passed += taken
+            continue
         if b'"finish_reason":null' in event and ids.is_plain(event):
             passed += ids.take(event)
             continue
@@ -59,6 +62,50 @@ def test_the_client_sees_what_an_engine_writes_that_was_asked_for_no_ids() -> No
         + chat(" b", b"null")
         + chat("", b"null", finish=b'"stop"')
     )
+
+
+@pytest.mark.parametrize("event", [chat, completion])
+def test_the_quick_way_comes_to_the_same(event: Callable[[str, bytes], bytes]) -> None:
+    first = ROLE if event is chat else completion("", b"[1]", b"[1,22,333]")
+    odd = [
+        ('"', b"[7]"),
+        ("", b"[8]"),
+        (" b", b"[9]"),
+        (" c", b"[10,11]"),
+        ("d", b"[12]"),
+        ("", b"[]"),
+    ]
+    quick, slow = TokenIds(), TokenIds()
+    for text, token_ids in [
+        (" a", b"[5]"),
+        ('"finish', b"[6]"),
+        *odd,
+        ("e", b"[13]"),
+        ("f", b"[]"),
+    ]:
+        assert not quick.prompt or quick.take_text(event(text, b"null")) == b""
+        one = event(text, token_ids)
+        assert read(quick, first, one) == read(slow, first, one, quick=False)
+        assert (quick.kept, quick.behind, quick.lost) == (slow.kept, slow.behind, slow.lost)
+    assert quick.kept.endswith(b",13")
+
+
+def test_the_quick_way_takes_text_with_one_id_alone() -> None:
+    ids = TokenIds()
+    assert ids.take_text(chat(" a", b"[7]")) == b""  # The prompt's are not known yet.
+    read(ids, ROLE)
+    assert ids.take_text(chat(" a", b"[7]")) == chat(" a", b"null")
+    for event in (
+        chat("", b"[8]"),
+        chat(" a", b"[8,9]"),
+        chat(" a", b"[]"),
+        chat(" a", b"[8]", finish=b'"stop"'),
+        chat(" a", b"[8]").replace(b'"logprobs":null', b'"logprobs":{}'),
+        chat(" a", b"[8]").rstrip() + b" \n\n",
+        completion(" a", b"[8]"),
+    ):
+        assert ids.take_text(event) == b"", event
+    assert ids.kept == b"7"
 
 
 def test_ids_count_up_to_the_last_event_with_text() -> None:
