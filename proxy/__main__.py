@@ -19,6 +19,7 @@ COMMANDS = (
     "replay",
     "serve",
     "up",
+    "drain",
     "topology",
     "emulate",
     "train",

@@ -17,7 +17,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay service_levels sim validate wire
-proxy.cli: emulate engine_flags engine_parser evaluate evaluation_plots hash_key judgement_report machine_flags
+proxy.cli: drain emulate engine_flags engine_parser evaluate evaluation_plots hash_key judgement_report machine_flags
     online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses pace placement policies pool prediction prefill

@@ -6,7 +6,7 @@
     GET  /admin/state             everything; with ?requests=1 each live request too
     GET  /admin/instances         the engines, with what is still in flight on each
     POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
-    POST /admin/instances/drain   nothing new goes there: {"role", "url"}
+    POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
     POST /admin/policy            {"policy"}
     POST /admin/log-level         {"level"}
@@ -21,7 +21,7 @@ import asyncio
 import json
 import logging
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Protocol
@@ -29,6 +29,7 @@ from typing import Protocol
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Secret
@@ -43,6 +44,10 @@ MAX_BODY_BYTES = 65_536
 MAX_TEXT = 2048
 MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
+MAX_WAITS = 256
+"""Orders to drain whose end may be waited for at a time."""
+MAX_WAIT_S = 86_400.0
+_WAIT_STEP_S = 0.25
 
 _COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 _OPEN_PATHS = frozenset({b"/health", b"/ready"})
@@ -144,6 +149,7 @@ class Admin:
         self.token = token
         self._names = names
         self._additions: set[asyncio.Task[None]] = set()
+        self._waits: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
             b"/health": {b"GET": self._health},
             b"/ready": {b"GET": self._ready},
@@ -175,8 +181,8 @@ class Admin:
             handler(request, reply)
 
     def close(self) -> None:
-        """Give up the additions that go on."""
-        for task in self._additions:
+        """Give up the additions and the waits that go on."""
+        for task in (*self._additions, *self._waits):
             task.cancel()
 
     def _authorise(self, request: Request) -> None:
@@ -236,15 +242,48 @@ class Admin:
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 
-        task = asyncio.get_running_loop().create_task(add())
-        self._additions.add(task)
-        task.add_done_callback(self._additions.discard)
+        _begin(self._additions, add())
 
     def _drain(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"})
-        self._engines.drain(*_instance(order))
+        order = _order(request, required={"role", "url"}, optional={"wait_s"})
+        role, url = _instance(order)
+        wait_s = order.get("wait_s", 0)
+        if (
+            not isinstance(wait_s, int | float)
+            or isinstance(wait_s, bool)
+            or not 0 <= wait_s <= MAX_WAIT_S
+        ):
+            raise _Refusal(400, f"wait_s must be from 0 to {MAX_WAIT_S:g}", param="wait_s")
+        if wait_s and len(self._waits) >= MAX_WAITS:
+            raise _Refusal(429, "too many instances are being waited for")
+        self._engines.drain(role, url)
         _log.info("admin: drains an instance", extra=_where(request, order))
-        self._instances(request, reply)
+        if not wait_s:
+            self._instances(request, reply)
+            return
+
+        async def wait() -> None:
+            with _answering(reply):
+                await self._until_idle(role, url, wait_s)
+                self._instances(request, reply)
+
+        _begin(self._waits, wait())
+
+    async def _until_idle(self, role: Role, url: str, limit_s: float) -> None:
+        """Wait until nothing is in flight on an instance. Raises _Refusal: not in time."""
+        base, clock = EngineUrl.parse(url).base, asyncio.get_running_loop().time
+        end_s = clock() + limit_s
+        while True:
+            rows = self._control.instance_rows()
+            # One that is gone meanwhile has nothing.
+            in_flight = [
+                row["in_flight"] for row in rows if (row["role"], row["url"]) == (role.value, base)
+            ]
+            if not any(in_flight):
+                return
+            if clock() >= end_s:
+                raise _Refusal(504, f"{in_flight[0]} requests are in flight on {base} still")
+            await asyncio.sleep(_WAIT_STEP_S)
 
     def _remove(self, request: Request, reply: Reply) -> None:
         order = _order(request, required={"role", "url"}, optional={"force"})
@@ -272,6 +311,12 @@ class Admin:
         counts = self._control.reload()
         _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
         _send_json(reply, 200, counts)
+
+
+def _begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 @contextmanager

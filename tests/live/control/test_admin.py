@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, Admin
+from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, MAX_WAITS, Admin
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import as_secret
@@ -24,6 +24,8 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     RequestState,
     Snapshot,
 )
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Server
@@ -65,6 +67,7 @@ class Fleet:
         self.orders: list[tuple[object, ...]] = []
         self.ready = True
         self.error: Exception | None = None
+        self.in_flight = 2
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -89,7 +92,8 @@ class Fleet:
         self._order("remove", role, url, force)
 
     def instance_rows(self) -> list[dict[str, object]]:
-        return [{"role": "decode", "url": "http://d:8000", "status": "draining", "in_flight": 2}]
+        row = {"role": "decode", "url": "http://d:8000", "status": "draining"}
+        return [row | {"in_flight": self.in_flight}]
 
     def set_policy(self, name: str) -> None:
         self._order("policy", name)
@@ -612,3 +616,75 @@ def test_it_is_an_application_of_the_http_server() -> None:
 def test_no_body_makes_a_500(path: str, body: bytes | str) -> None:
     encoded = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
     assert Bench().post(path, encoded).status == 400
+
+
+# Waiting for the end of a drain.
+
+
+def waited(scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    """Play a scenario in virtual time."""
+
+    async def main(_: VirtualLoop) -> None:
+        bench = Bench()
+        await scenario(bench)
+        bench.admin.close()
+
+    run(main, seed=1, limit_s=10_000.0)
+
+
+def test_a_drain_may_be_answered_when_nothing_is_in_flight_any_more() -> None:
+    async def scenario(bench: Bench) -> None:
+        url = "HTTP://D:8000/"  # It is the same address.
+        sent = bench.post("/admin/instances/drain", INSTANCE | {"url": url, "wait_s": 60})
+        assert bench.fleet.orders == [("drain", Role.DECODE, url)]
+        await asyncio.sleep(30.0)
+        assert sent.status == 0
+        bench.fleet.in_flight = 0
+        await asyncio.sleep(1.0)
+        assert sent.status == 200
+        assert sent.json["instances"] == bench.fleet.instance_rows()
+
+    waited(scenario)
+
+
+def test_a_drain_that_does_not_end_in_time_says_so() -> None:
+    async def scenario(bench: Bench) -> None:
+        sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": 2.5})
+        await asyncio.sleep(2.4)
+        assert sent.status == 0
+        await asyncio.sleep(0.5)
+        assert sent.status == 504
+        assert sent.message == "2 requests are in flight on http://d:8000 still"
+
+    waited(scenario)
+
+
+def test_an_engine_that_is_gone_meanwhile_is_drained() -> None:
+    async def scenario(bench: Bench) -> None:
+        sent = bench.post(
+            "/admin/instances/drain", {"role": "prefill", "url": "http://p:1", "wait_s": 9}
+        )
+        await asyncio.sleep(0.1)
+        assert sent.status == 200
+
+    waited(scenario)
+
+
+@pytest.mark.parametrize("wait_s", [-1, "3", True, None, 86_401, inf])
+def test_how_long_to_wait_is_a_number(wait_s: object) -> None:
+    bench = Bench()
+    sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": wait_s})
+    assert sent.status == 400
+    assert bench.fleet.orders == []
+
+
+def test_who_waits_is_limited() -> None:
+    async def scenario(bench: Bench) -> None:
+        order = INSTANCE | {"wait_s": 60}
+        for _ in range(MAX_WAITS):
+            bench.post("/admin/instances/drain", order)
+        assert bench.post("/admin/instances/drain", order).status == 429
+        # Who does not wait is served still.
+        assert bench.post("/admin/instances/drain", INSTANCE).status == 200
+
+    waited(scenario)
