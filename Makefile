@@ -5,7 +5,7 @@ UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := check
-.PHONY: check install lint types test test-vllm demo qos simulate bench fmt clean help
+.PHONY: check install lint types test test-vllm test-deploy demo qos simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -38,6 +38,11 @@ test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minu
 	@$(BIN)/python scripts/check_engines
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 
+test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernetes' schemas (needs go and kubectl; 3 minutes once)
+	@GOBIN=$(CURDIR)/build/bin go install helm.sh/helm/v3/cmd/helm@v3.19.0
+	@$(BIN)/python -m pip install -q --disable-pip-version-check kubernetes-validate
+	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py
+
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/demo.py --workers $(WORKERS)
 
@@ -63,4 +68,4 @@ clean: ## remove what is built
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile

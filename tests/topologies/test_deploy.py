@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import yaml
 
+from balanceroute.proxy.__main__ import make_parser
+from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.cli.topology import check_topology
+from balanceroute.proxy.live.discovery.endpoint_slices import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.topologies import Command, Topology, engine_commands, read_topology
 
 DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 POD_IP = "$(POD_IP)"
+INSTANCE = "app.kubernetes.io/instance"
+IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
 Object = dict[str, Any]
 
@@ -67,16 +72,10 @@ def compose() -> Object:
     return content
 
 
-def test_every_manifest_is_in_the_kustomization(topology: Topology) -> None:
+def test_every_manifest_is_in_the_kustomization() -> None:
     kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
     written = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
     assert set(kustomization["resources"]) == written
-    (generated,) = kustomization["configMapGenerator"]
-    assert generated["files"] == [topology.path.name]
-    mounted = {
-        volume["configMap"]["name"] for volume in pod(one("Deployment", "balanceroute"))["volumes"]
-    }
-    assert mounted == {generated["name"]}
 
 
 def test_nothing_is_wrong_with_their_topology(topology: Topology) -> None:
@@ -110,10 +109,15 @@ def test_a_stateful_set_runs_the_commands_of_its_role(role: str, topology: Topol
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_engines_are_found_by_name_and_probed_where_they_listen(role: str) -> None:
+def test_engines_are_found_by_label_and_probed_where_they_listen(role: str) -> None:
     service, item = one("Service", role), one("StatefulSet", role)
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["metadata"]["labels"][ROLE_LABEL] == role
+    # Else who is not ready would be listed as ready.
+    assert "publishNotReadyAddresses" not in service["spec"]
+    # A new version is no use beside old ones, one by one.
+    assert item["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert one("PodDisruptionBudget", role)["spec"]["selector"] == item["spec"]["selector"]
+    assert "IPC_LOCK" in container(item)["securityContext"]["capabilities"]["add"]
     assert (
         service["spec"]["selector"].items()
         <= item["spec"]["template"]["metadata"]["labels"].items()
@@ -135,9 +139,31 @@ def test_engines_are_found_by_name_and_probed_where_they_listen(role: str) -> No
 
 
 def test_the_proxy_is_probed_and_has_time_to_drain(topology: Topology) -> None:
-    config = make_config(topology, {})
     item = one("Deployment", "balanceroute")
     given = container(item)
+    labels = item["spec"]["template"]["metadata"]["labels"]
+    chosen = make_parser().parse_args(
+        [word.replace("$(INSTANCE)", labels[INSTANCE]) for word in given["args"]]
+    )
+    config = make_config(None, flags_given(chosen), environment=IN_A_POD)
+    expected = make_config(topology, {})
+    assert config.scheduling.batch == expected.scheduling.batch
+    assert config.lease_s == expected.lease_s
+    assert config.engines == expected.engines
+    (source,) = config.discovery.discover
+    selector = dict(word.partition("=")[::2] for word in source.place.split(","))
+    for role in ("prefill", "decode"):
+        service = one("Service", role)["metadata"]["labels"]
+        assert all(service[key] == value for key, value in selector.items() if value)
+        assert selector.keys() <= service.keys()
+    (variable,) = given["env"]
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{INSTANCE}']"
+    assert (
+        pod(item)["serviceAccountName"] == one("ServiceAccount", "balanceroute")["metadata"]["name"]
+    )
+    (rule,) = one("Role", "balanceroute")["rules"]
+    assert rule["resources"] == ["endpointslices"]
+    assert set(rule["verbs"]) == {"get", "list", "watch"}
     (port,) = given["ports"]
     assert port == {"name": "api", "containerPort": config.listening.port}
     assert config.listening.host == "0.0.0.0"  # noqa: S104 - what the file says.
@@ -151,9 +177,6 @@ def test_the_proxy_is_probed_and_has_time_to_drain(topology: Topology) -> None:
     assert "memory" in given["resources"]["limits"]
     # Two would not know of each other.
     assert item["spec"]["replicas"] == 1
-    (volume,) = given["volumeMounts"]
-    assert given["args"] == ["serve", "--topology", f"{volume['mountPath']}/{topology.path.name}"]
-    labels = item["spec"]["template"]["metadata"]["labels"]
     service = one("Service", "balanceroute")
     assert service["spec"]["selector"].items() <= labels.items()
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
@@ -174,10 +197,13 @@ def test_compose_runs_the_commands_of_its_topology(compose: Object) -> None:
         assert service["entrypoint"] == ["vllm", "serve"]
         # Compose splits a command as a shell does.
         assert shlex.split(service["command"]) == arguments(command)
-        expected = dict(command.environment)
+        assert service["environment"] == dict(command.environment)
+        # KV caches move over GPU links only between processes that see each other and all GPUs.
         (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert devices["device_ids"] == expected.pop("CUDA_VISIBLE_DEVICES").split(",")
-        assert service["environment"] == expected
+        assert devices["count"] == "all"
+        assert service["pid"] == service["ipc"] == "host"
+        # A rank cannot rejoin its group alone.
+        assert (service["restart"] == "no") == (command.role == "decode")
         words = arguments(command)
         port = words[words.index("--port") + 1]
         assert service["healthcheck"]["test"][-1] == f"http://{command.host}:{port}/health"

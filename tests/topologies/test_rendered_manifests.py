@@ -1,0 +1,258 @@
+"""The Helm chart and the kustomizations, rendered by their own tools where these are installed.
+
+`make test-deploy` installs helm and Kubernetes' schemas, and runs these tests.
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.certificate import CERT, KEY
+
+from balanceroute.proxy.live.discovery.endpoint_slices import ROLE_LABEL
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.topologies import engine_commands, read_topology
+
+DEPLOY = Path(__file__).parents[2] / "topologies" / "deploy"
+CHART = DEPLOY / "helm"
+HELM, KUBECTL = shutil.which("helm"), shutil.which("kubectl")
+IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+KUBERNETES = "1.31"
+SECRETS = ("proxy.adminTokenSecret=adm", "proxy.apiKeySecret=keys", "proxy.tlsSecret=tls")
+SEVERAL_NODES = ("-f", str(CHART / "values-several-nodes.yaml"))
+
+Object = dict[str, Any]
+needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
+needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
+
+
+def render(*options: str, name: str = "m1") -> list[Object]:
+    """Return the objects of a release."""
+    assert HELM is not None
+    words = [HELM, "template", name, str(CHART), "-n", "serving", "--kube-version", "1.31.0"]
+    done = subprocess.run([*words, *options], capture_output=True, check=True, text=True)
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def sets(*values: str) -> list[str]:
+    return [word for value in values for word in ("--set", value)]
+
+
+def find(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def container(item: Object) -> Object:
+    (found,) = item["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def flags(words: list[str]) -> dict[str, list[str]]:
+    """Return the values of each flag, and under "" what stands before them."""
+    found: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[name] = [value] if equals else []
+        else:
+            found[name].append(word)
+    return found
+
+
+def settings(objects: list[Object], tmp_path: Path) -> Any:
+    """Return the configuration of the proxy of a release."""
+    path = tmp_path / "proxy.toml"
+    text = find(objects, "ConfigMap", "m1")["data"]["proxy.toml"]
+    # Only its pod has these folders.
+    for folder in ("/etc/balanceroute-keys", "/var/lib/balanceroute"):
+        text = text.replace(folder, str(tmp_path))
+    path.write_text(text)
+    for name, content in (
+        ("api-keys", "k"),
+        ("admin-token", "t"),
+        ("tls.crt", CERT),
+        ("tls.key", KEY),
+    ):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o600)
+    return make_config(read_topology(path), {}, environment=IN_A_POD)
+
+
+def check_schemas(objects: list[Object]) -> None:
+    """Check every object that is Kubernetes' own against its schema, if the schemas are there."""
+    try:
+        schemas = importlib.import_module("kubernetes_validate")
+    except ModuleNotFoundError:
+        return
+    for one in objects:
+        if not one["apiVersion"].startswith(("monitoring.coreos.com", "leaderworkerset.x-k8s.io")):
+            schemas.validate(one, KUBERNETES, strict=True)
+
+
+@needs_helm
+def test_the_chart_has_no_lint() -> None:
+    assert HELM is not None
+    for options in ([], [*SEVERAL_NODES], sets("monitoring.enabled=true", *SECRETS)):
+        words = [HELM, "lint", "--strict", str(CHART), "--kube-version", "1.31.0", *options]
+        done = subprocess.run(words, capture_output=True, check=False, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        [*SEVERAL_NODES],
+        sets("monitoring.enabled=true", *SECRETS),
+        sets(
+            "proxy.state.enabled=false", "networkPolicy.enabled=false", "engines.rdma.enabled=false"
+        ),
+    ],
+)
+def test_every_object_is_of_its_schema_and_selectors_find_their_pods(options: list[str]) -> None:
+    objects = render(*options)
+    check_schemas(objects)
+    pods = []
+    for one in objects:
+        spec = one.get("spec", {})
+        if "template" in spec:
+            labels = spec["template"]["metadata"]["labels"]
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+            pods.append(labels)
+        if "leaderWorkerTemplate" in spec:
+            group = spec["leaderWorkerTemplate"]
+            pods += [group[f"{one}Template"]["metadata"]["labels"] for one in ("leader", "worker")]
+    for one in objects:
+        selector = one.get("spec", {}).get("podSelector") or one.get("spec", {}).get("selector")
+        if one["kind"] in {"Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"}:
+            wanted = selector.get("matchLabels", selector)
+            assert any(wanted.items() <= labels.items() for labels in pods), one["metadata"]
+
+
+@needs_helm
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_run_the_commands_of_the_topology(role: str) -> None:
+    topology = read_topology(DEPLOY / "kubernetes" / "topology.toml")
+    assert topology.engines is not None
+    command = next(
+        one for one in engine_commands(topology.engines, topology.models) if one.role == role
+    )
+    given = container(find(render(), "StatefulSet", f"m1-{role}")["spec"])
+    assert given["command"] == ["vllm", "serve"]
+    words = [word for item in command.words for word in item][2:]
+    expected = flags(["$(POD_IP)" if word == command.host else word for word in words])
+    found = flags(given["args"])
+    for one in (expected, found):
+        for key in ("--kv-transfer-config", "--compilation-config"):
+            if key in one:
+                one[key] = [json.dumps(json.loads(one[key][0]))]
+    assert found == expected
+    environment = {entry["name"]: entry.get("value") for entry in given["env"]}
+    for key, value in command.environment.items():
+        if key != "CUDA_VISIBLE_DEVICES":
+            assert environment[key] == ("$(POD_IP)" if value == command.host else value)
+
+
+@needs_helm
+def test_the_proxy_reads_its_settings_and_finds_the_engines(tmp_path: Path) -> None:
+    for options in ([], sets(*SECRETS, "proxy.settings.policy=br-0")):
+        objects = render(*options)
+        config = settings(objects, tmp_path)
+        assert config.scheduling.policy == ("br-0" if options else "br-h")
+        assert (config.scheduling.batch, config.lease_s) == (64, 120)
+        (source,) = config.discovery.discover
+        selector = dict(word.partition("=")[::2] for word in source.place.split(","))
+        for role in ("prefill", "decode"):
+            labels = find(objects, "Service", f"m1-{role}")["metadata"]["labels"]
+            assert labels[ROLE_LABEL] == role
+            assert selector.keys() <= labels.keys()
+            assert all(labels[key] == value for key, value in selector.items() if value)
+        deployment = find(objects, "Deployment", "m1")
+        grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace > config.times.drain_timeout_s + 10
+        (rule,) = find(objects, "Role", "m1")["rules"]
+        assert set(rule["verbs"]) == {"get", "list", "watch"}
+
+
+@needs_helm
+def test_engines_wait_until_they_are_drained_where_they_have_the_token() -> None:
+    spec = find(render(*sets("proxy.adminTokenSecret=adm")), "StatefulSet", "m1-prefill")["spec"]
+    *_, order = container(spec)["lifecycle"]["preStop"]["exec"]["command"]
+    for part in ("http://m1-admin:9000/admin/instances/drain", '\\"wait_s\\": 300'):
+        assert part in order
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > 300 + 60
+    spec = find(render(), "StatefulSet", "m1-prefill")["spec"]
+    assert container(spec)["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 5"
+
+
+@needs_helm
+def test_ranks_on_several_nodes_are_one_group() -> None:
+    objects = render(*SEVERAL_NODES)
+    spec = find(objects, "LeaderWorkerSet", "m1-decode")["spec"]["leaderWorkerTemplate"]
+    assert spec["size"] == 4
+    leader, worker = (
+        spec[which]["spec"]["containers"][0] for which in ("leaderTemplate", "workerTemplate")
+    )
+    for one in (leader, worker):
+        shell, _, script, _ = one["command"]
+        assert shell == "bash"
+        environment = {"LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "m1-decode-0.x", "PATH": ""}
+        # What vLLM would be started with.
+        show = 'exec() { printf "%s\\n" "$@"; }\n'
+        words = ["/bin/bash", "-c", show + script, "bash", *one["args"]]
+        done = subprocess.run(words, env=environment, capture_output=True, check=True, text=True)
+        found = flags(done.stdout.splitlines()[2:])
+        assert found["--data-parallel-start-rank"] == ["16"]
+        assert found["--data-parallel-size"] == ["32"]
+        assert found["--data-parallel-size-local"] == ["8"]
+        assert found["--data-parallel-address"] == ["m1-decode-0.x"]
+        assert ("--headless" in found) == (one is worker)
+    # Followers answer nobody.
+    assert "readinessProbe" in leader
+    assert "readinessProbe" not in worker
+    selector = find(objects, "Service", "m1-decode")["spec"]["selector"]
+    labels = [spec[w]["metadata"]["labels"] for w in ("leaderTemplate", "workerTemplate")]
+    assert [selector.items() <= one.items() for one in labels] == [True, False]
+
+
+@needs_helm
+def test_two_releases_share_no_name() -> None:
+    names = [
+        {(one["kind"], one["metadata"]["name"]) for one in render(name=name)}
+        for name in ("m1", "m2")
+    ]
+    assert not names[0] & names[1]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", ["kubernetes", "kubernetes-second-model"])
+def test_kustomizations_build(folder: str) -> None:
+    assert KUBECTL is not None
+    words = [KUBECTL, "kustomize", str(DEPLOY / folder)]
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    objects = list(yaml.safe_load_all(done.stdout))
+    check_schemas(objects)
+    prefix, instance = ("", "balanceroute") if folder == "kubernetes" else ("second-", "second")
+    for one in objects:
+        assert one["metadata"]["name"].startswith(prefix)
+        assert one["metadata"]["namespace"] == "serving"
+    (subject,) = find(objects, "RoleBinding", f"{prefix}balanceroute")["subjects"]
+    account = find(objects, "ServiceAccount", f"{prefix}balanceroute")["metadata"]
+    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    for role in ("prefill", "decode"):
+        service = find(objects, "Service", f"{prefix}{role}")
+        assert service["metadata"]["labels"]["app.kubernetes.io/instance"] == instance
+        assert service["spec"]["selector"]["app.kubernetes.io/instance"] == instance
+    policy = find(objects, "NetworkPolicy", f"{prefix}balanceroute-engines")["spec"]
+    labels = policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert labels["app.kubernetes.io/instance"] == instance
