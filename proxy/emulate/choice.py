@@ -89,6 +89,7 @@ class Choice:
     sampler: Sampler = field(init=False)
     _shown: int = 0  # Characters of `text` that were sent.
     _held_back: int = 0  # Characters that may be the start of a stop string.
+    _decoded: int = 0  # Characters of `text` that tokens have completed.
 
     def __post_init__(self) -> None:
         self.begin(self.prompt)
@@ -197,9 +198,13 @@ class Choice:
         if said and self.request.stop and self.emitted > self.request.min_tokens:
             self._look_for_stop(len(said))
         ids = (self.token_ids[-1],)
+        partial = self.sampler.happens(self.partial_utf8, word=2)
+        if partial and self.finish_reason == "length":
+            self.text = self.text[: self._decoded]  # Nothing completes it.
+        elif not partial:
+            self._decoded = len(self.text)
         if self.finish_reason is not None:
             return Delta(self._release(0), Channel.CONTENT, ids, logprobs, offset)
-        partial = self.sampler.happens(self.partial_utf8, word=2)
         late = self.sampler.happens(self.merged_outputs, word=3)
         shown = "" if partial else self._release(self._held_back)
         return Delta(shown, Channel.CONTENT, ids, logprobs, offset, late)

@@ -438,4 +438,7 @@ def _sampling(values: Mapping[str, Any], n: int) -> bytes:
         decisive: list[object] = []
     else:
         decisive = [float(temperature), *(values.get(name) for name in _SAMPLING)]
+        kv = values.get("kv_transfer_params") or {}
+        if values.get("seed") is None and kv.get("do_remote_decode") is True:
+            decisive.append("apart")  # No two engines draw alike without a seed.
     return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).digest()

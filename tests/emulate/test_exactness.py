@@ -115,9 +115,10 @@ def test_a_stream_says_what_the_whole_answer_says(path: str, play: "Play") -> No
     play(scenario)
 
 
-def test_the_prefill_says_the_first_token_of_the_answer(play: "Play") -> None:
+@pytest.mark.parametrize("draw", [{"temperature": 0}, {"seed": 3}], ids=str)
+def test_the_prefill_says_the_first_token_of_the_answer(play: "Play", draw: dict[str, Any]) -> None:
     async def scenario(lab: "Lab") -> None:
-        values = body(CHAT, {"max_tokens": 5, "logprobs": True, "ignore_eos": True})
+        values = body(CHAT, {"max_tokens": 5, "logprobs": True, "ignore_eos": True} | draw)
         first = (await lab.prefill(CHAT, values)).json["choices"][0]
         whole = (await lab.post("decode/0", CHAT, values)).json["choices"][0]
         assert whole["message"]["content"].startswith(first["message"]["content"])
@@ -125,6 +126,24 @@ def test_the_prefill_says_the_first_token_of_the_answer(play: "Play") -> None:
         assert first["finish_reason"] == "length"
 
     play(scenario)
+
+
+def test_without_a_seed_no_two_engines_draw_alike(play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        values = body(CHAT, {"max_tokens": 5, "ignore_eos": True})
+        first = (await lab.prefill(CHAT, values)).text()
+        assert not (await lab.post("decode/0", CHAT, values)).text().startswith(first)
+
+    play(scenario)
+
+
+def test_an_answer_that_ends_within_a_character_lacks_it(play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        values = body(CHAT, {"max_tokens": 1, "ignore_eos": True, "return_token_ids": True})
+        (choice,) = (await lab.prefill(CHAT, values)).json["choices"]
+        assert (choice["message"]["content"], len(choice["token_ids"])) == ("", 1)
+
+    play(scenario, partial_utf8=1.0)
 
 
 def test_choices_and_seeds_differ(play: "Play") -> None:

@@ -289,11 +289,12 @@ def test_an_ascend_prefill_has_its_keys_and_only_if_it_met_its_limit(play: "Play
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
 def test_a_prefill_that_stops_leaves_nothing_to_pull(connector: str, play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
-        first = (await lab.post("decode/0", COMPLETIONS, VALUES)).text().split()[0]
+        values = VALUES | {"temperature": 0}
+        first = (await lab.post("decode/0", COMPLETIONS, values)).text().split()[0]
         answer = await lab.post(
             "prefill/0",
             COMPLETIONS,
-            VALUES
+            values
             | {"max_tokens": 1, "stop": first, "kv_transfer_params": {"do_remote_decode": True}},
         )
         assert answer.reasons() == ("stop", first)

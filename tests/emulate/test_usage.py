@@ -158,7 +158,8 @@ def test_text_and_totals_are_right_whatever_an_event_shows(
     play(scenario, **changes)
     events = 0
     for usual, odd in zip(*answers, strict=True):
-        assert odd.text() == usual.text()
+        cut = "partial_utf8" in changes and odd.reasons()[0] == "length"
+        assert usual.text().startswith(odd.text()) if cut else odd.text() == usual.text()
         assert odd.reasons() == usual.reasons()
         assert odd.chunks[-1]["usage"] == usual.chunks[-1]["usage"]
         said = counted(odd)
