@@ -82,6 +82,8 @@ def _says_nothing(name: str, value: object) -> bool:
         return value in (None, "none", "auto")  # Without tools, "auto" is nothing.
     if name == "response_format":
         return value is None or (isinstance(value, dict) and value.get("type") == "text")
+    if name in ("logprobs", "prompt_logprobs") and value == 0:
+        return value is False  # Of a completion that is the token's own.
     return name in _EMPTY and not value
 
 
