@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.topologies import CONNECTORS
@@ -25,6 +26,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="off")
+    parser.add_argument(
+        "--first-token", choices=[one.value for one in FirstTokenFrom], default="decode"
+    )
     arguments = parser.parse_args()
     differences = 0
     for connector in CONNECTORS:
@@ -33,14 +37,15 @@ def main() -> int:
             arguments.seed,
             requests=arguments.requests,
             connector=connector,
-            resume=arguments.resume,
+            resume=Resume(arguments.resume),
+            first_token=FirstTokenFrom(arguments.first_token),
         )
         differences += len(found.differences)
         statuses = ", ".join(f"{count} of {one}" for one, count in sorted(found.statuses.items()))
         print(
             f"{connector:20} {found.requests} requests ({statuses}): {found.identical} the "
             f"same bytes, {found.interleaved} the same for each choice, "
-            f"{len(found.differences)} different; {time.perf_counter() - begin:.1f} s"
+            f"{len(found.differences)} different; {found.early} first tokens came early; {time.perf_counter() - begin:.1f} s"
         )
         for difference in found.differences:
             print(f"  {difference}")

@@ -82,6 +82,7 @@ def full_page() -> bytes:
         prefiller="http://p:8000",
         rank="http://d:8000",
         first_token_ns=1,
+        second_token_ns=2,
         prefill_started_ns=0,
         ended_ns=2,
         tenant="t",

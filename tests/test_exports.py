@@ -47,17 +47,17 @@ proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health ins
 proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
     pass_through refusals
     request_head single_exchange tenancy
-proxy.live.openai: answer api_error body completion_stream context_limit continuation continuation_stream
-    held_end json_scan json_text
+proxy.live.openai: answer answer_events api_error body completion_stream context_limit continuation continuation_stream
+    first_token held_end json_scan json_text
     json_value leg_body named_events numeric_members prefill_answer prompt_blocks prompt_keys
-    prompt_summary resume routes shape
+    prompt_summary repeated_text resume routes shape
     stream_event stream_opening stream_reader token_counts token_estimate token_ids transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
     mirror orders outbox part questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
     remote_host remote_request resumption stream_counts supervisor to_relay uplink
-proxy.live.request: buffered_leg client_answer decode_attempt direct emitted failures hand_off
+proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host short_answer stall_watch

@@ -64,6 +64,7 @@ class Client:
             lambda: self.now_s,
             observe_gap=self.gaps.append,
             resumes=resumes,
+            before=resumed_tokens,
         )
 
     def answer(self, *pieces: bytes, status: int = 200, headers: Headers = SSE) -> "Client":

@@ -182,9 +182,13 @@ class CompletionStream(StreamReader):
             return event
         return self._counts.take(event)
 
-    def _read_error(self, event: bytes, error: object) -> bytes:
+    @property
+    def _may_be_mended(self) -> bool:
         ids = self._ids
-        if ids is not None and (ids.usable or not ids.begun):
+        return ids is not None and (ids.usable or not ids.begun)
+
+    def _read_error(self, event: bytes, error: object) -> bytes:
+        if self._may_be_mended:
             self._opening.error = event  # Another engine goes on.
             passed = b""
         else:

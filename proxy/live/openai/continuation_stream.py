@@ -1,9 +1,10 @@
-"""The events of an answer that goes on at `/v1/completions`, as the client's stream goes on.
+"""The events of an answer of which the client has the beginning.
 
-A chat's are written as the chat's own. Text that the client has already comes again where the ids of
-the tokens did not tell how far it goes (`token_ids.py`), and is left out.
+Text that comes again is left out: the first token that the prefiller had said, or what the ids of the
+tokens did not tell (`token_ids.py`). An answer that goes on at `/v1/completions` for a chat is written
+as the chat's own.
 
-Such events are parsed: a stream comes here only after an engine failed in its midst.
+Such events are parsed: the first ones alone, or those of a stream that failed in its midst.
 """
 
 import json
@@ -11,33 +12,37 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.stream_event import choices_of, parsed
-from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
+from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
 from balanceroute.proxy.wire.sse import EventScanner
 
 _OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
 
 
 class ContinuationStream(CompletionStream):
-    """Reads a stream of completions for a client who has the beginning of the answer.
+    """Reads a stream for a client who has the beginning of the answer.
 
     Args:
         sequences: As for `CompletionStream`, like the options.
-        head: Of a chat's first event, all that stood before the choices; empty for a completion.
-        ids: Keeps the ids, and knows what the client has.
+        head: Of a chat's first event, all that stood before the choices, if a completion goes on
+            with it; else empty.
+        repeated: What the client has, and that comes again.
     """
 
-    __slots__ = ("_head", "_known")
+    __slots__ = ("_goes_on", "_head", "_repeated")
 
-    def __init__(self, sequences: int, *, head: bytes, ids: TokenIds, **options: Any) -> None:
-        super().__init__(sequences, ids=ids, **options)
+    def __init__(
+        self, sequences: int, *, head: bytes, repeated: RepeatedText, **options: Any
+    ) -> None:
+        super().__init__(sequences, **options)
         self._head = head
-        self._known = ids
+        self._repeated = repeated
+        self._goes_on = False  # Something new has come.
 
     @property
     def plain(self) -> bool:
         """Whether events go on as they are."""
-        return not self._head and not self._known.overlap and super().plain
+        return not self._head and self._goes_on and super().plain
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""
@@ -47,24 +52,26 @@ class ContinuationStream(CompletionStream):
         """Return the end held, if it waits for a total that does not come; else nothing."""
         return self._continue(super().flush())
 
+    @property
+    def _may_be_mended(self) -> bool:
+        return not self._goes_on or super()._may_be_mended
+
     def _continue(self, events: bytes) -> bytes:
-        if not events or not (self._head or self._known.overlap):
-            return events
-        return b"".join(map(self._write, EventScanner().feed(events)))
+        if events and (self._head or self._repeated.left):
+            events = b"".join(map(self._write, EventScanner().feed(events)))
+        self._goes_on |= bool(events)
+        return events
 
     def _write(self, event: bytes) -> bytes:
         message = parsed(event)
         if message is None or "choices" not in message:
             return event  # [DONE], a comment, an error.
         choices = choices_of(message)
-        for choice in choices:
-            text = self._known.trim(choice.get("text") or "")
-            if text is None:
-                self._known.lost = self.over = True
-                self._opening.error = _OTHERWISE
-                return b""
-            choice["text"] = text
-        if choices and not any(one["text"] or one.get("finish_reason") for one in choices):
+        if not all(map(self._leave_out, choices)):
+            self.over = True
+            self._opening.error = _OTHERWISE
+            return b""
+        if choices and not any(text_of(one) or one.get("finish_reason") for one in choices):
             return b""
         if not self._head:
             return b"data: %b\n\n" % _dump(message)
@@ -77,11 +84,26 @@ class ContinuationStream(CompletionStream):
         ending = _dump({"choices": list(map(_as_delta, choices))} | members)
         return self._head + ending[1:] + b"\n\n"
 
+    def _leave_out(self, choice: dict[str, Any]) -> bool:
+        """Leave out what the client has; return whether the rest goes on with it."""
+        text = text_of(choice)
+        if text is None:
+            return not self._repeated.left
+        new = self._repeated.trim(text)
+        if new is None or (choice.get("finish_reason") and self._repeated.left):
+            self.differs = True
+            return False
+        if "delta" not in choice:
+            choice["text"] = new
+        elif new != text:
+            choice["delta"] = {"content": new} if new else {}
+        return True
+
 
 def _as_delta(choice: dict[str, Any]) -> dict[str, Any]:
     delta = {
         "index": choice.get("index"),
-        "delta": {"content": choice["text"]} if choice["text"] else {},
+        "delta": {"content": choice["text"]} if choice.get("text") else {},
         "logprobs": None,
         "finish_reason": choice.get("finish_reason"),
     }

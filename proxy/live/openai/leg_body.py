@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.token_counts import CountsAsked
 
 # A text: to encode the members costs more than all the rest of the body.
-_ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": 1, "n": 1, '
+_ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": %d, "n": 1, '
 _NEWER_LIMIT = b'"max_completion_tokens": 1, '
 # None of these is the client's on the prefill leg.
 _REPLACED = frozenset(
@@ -44,6 +44,7 @@ def prefill_body(
     params: Mapping[str, object],
     *,
     drop: frozenset[str] = INTERNAL_FIELDS,
+    min_tokens: int = 1,
 ) -> bytes:
     """Return the prefill leg's body.
 
@@ -52,9 +53,10 @@ def prefill_body(
         members: Changed by an earlier binding; see `resumed_members`.
         params: The connector's.
         drop: Members of the client's that no engine gets.
+        min_tokens: 0 if the answer may end without a token.
     """
     limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
-    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN, limit, dump(params))
+    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, dump(params))
     kept = {name: value for name, value in members.items() if name not in _REPLACED}
     return body.encode(kept, drop=_prefill_drop(drop), last=last)
 

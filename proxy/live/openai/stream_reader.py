@@ -13,17 +13,22 @@ class StreamReader:
 
     Attributes:
         over: Whether nothing that follows matters: `first_error` or `handed_back` say why.
+        differs: Whether it says something else than the client has of it.
         handed_back: Whether the rank hands the request back.
         error: What the engine reported to the client as an error; empty if nothing.
         usage_tokens: Tokens of the answer by the engine's usage object; None if it sent none.
     """
 
-    __slots__ = ("_events", "_opening", "error", "handed_back", "over", "usage_tokens")
+    __slots__ = (
+        *("_events", "_opening", "differs", "error", "handed_back", "over"),
+        "usage_tokens",
+    )
 
     def __init__(self, *, resumes: bool) -> None:
         self._opening = StreamOpening(resumes=resumes)
         self._events = 0  # With tokens, as far as they are counted by events.
         self.over = False
+        self.differs = False
         self.handed_back = False
         self.error = ""
         self.usage_tokens: int | None = None

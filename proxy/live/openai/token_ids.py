@@ -14,6 +14,7 @@ engine begins before it, and what it says again is left out.
 import re
 from typing import Any
 
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
 
 # As vLLM writes them.
@@ -36,22 +37,24 @@ _CHOICES = b'"choices":['
 class TokenIds:
     """The ids of one leg's prompt and answer.
 
+    Args:
+        repeated: What the client has of the answer, and that is said again; nothing by default.
+
     Attributes:
         prompt: The prompt's, as JSON without the brackets; empty until the engine has told them.
         head: Of its events, all that stands before the choices.
         lost: Whether the answer cannot be continued from ids: the engine told none, it said something
             else than text, or it has said all.
-        overlap: Text that comes first, and that the client has from an earlier leg.
     """
 
-    __slots__ = ("_before", "_behind", "_kept", "_new", "head", "lost", "overlap", "prompt")
+    __slots__ = ("_before", "_behind", "_kept", "_new", "_repeated", "head", "lost", "prompt")
 
-    def __init__(self, overlap: str = "") -> None:
+    def __init__(self, repeated: RepeatedText | None = None) -> None:
         self.prompt = b""
         self.head = b""
         self.lost = False
-        self.overlap = overlap
         self._before = _CHAT
+        self._repeated = repeated or RepeatedText()
         self._kept = bytearray()  # Each with a comma before it.
         self._new: list[bytes] = []  # Those behind the last text that counts.
         self._behind: list[bytes] = []  # Events with text that do not count.
@@ -64,7 +67,7 @@ class TokenIds:
     @property
     def begun(self) -> bool:
         """Whether anything came that the client did not have."""
-        return self.lost or (bool(self.prompt) and not self.overlap)
+        return self.lost or (bool(self.prompt) and not self._repeated.left)
 
     @property
     def count(self) -> int:
@@ -130,14 +133,6 @@ class TokenIds:
         for choice in choices_of(message):
             self._before = _CHAT if "delta" in choice else _COMPLETION
             self._note_choice(event, choice)
-
-    def trim(self, text: str) -> str | None:
-        """Return what of the next text is new; None if it is not what the client has."""
-        both = min(len(text), len(self.overlap))
-        if text[:both] != self.overlap[:both]:
-            return None
-        self.overlap = self.overlap[both:]
-        return text[both:]
 
     def hide(self, event: bytes, message: dict[str, Any]) -> bytes:
         """Return what of any event, which was parsed, is the client's."""

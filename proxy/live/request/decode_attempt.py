@@ -15,11 +15,11 @@ from balanceroute.proxy.live.openai.answer import (
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.continuation import continuable
 from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
@@ -32,14 +32,15 @@ from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted, PullSucceeded
-from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.live.request.emitted import Emitted
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
@@ -70,6 +71,7 @@ class DecodeAttempt(Attempt):
         "_kv",
         "_rank",
         "_remote",
+        "_repeated",
         "_transcript",
         "_transfer",
         "_usage",
@@ -87,23 +89,15 @@ class DecodeAttempt(Attempt):
         self.stream: Relay | None = None
         self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
-        self._ids = TokenIds(session.emitted.overlap) if self._may_continue(engine) else None
+        self._repeated = RepeatedText(session.emitted.overlap)
+        resume, parses = session.context.legs.resume, engine.continuous_usage_is_expensive
+        keeps = self._rank is not None and session.emitted.keeps_ids(
+            session.shape, self._asked[1], resume, parses=parses
+        )
+        self._ids = TokenIds(self._repeated) if keeps else None
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
-
-    def _may_continue(self, engine: "Prefiller | Rank") -> bool:
-        session, emitted = self._session, self._session.emitted
-        resume = session.context.legs.resume
-        if resume is Resume.OFF or self._rank is None:
-            return False
-        if emitted.continued is not None:
-            return True
-        sampled = resume is Resume.VALID
-        emitted.kept = continuable(session.shape, session.body.values, sampled=sampled)
-        # It has a parser of reasoning, and what that keeps back cannot be told from an answer.
-        parses = engine.continuous_usage_is_expensive and session.shape.api is Api.CHAT
-        return emitted.kept is not None and not parses
 
     @property
     def bound(self) -> bool:
@@ -228,15 +222,21 @@ class DecodeAttempt(Attempt):
         session = self._session
         if session.answer.opened:
             record = session.record
-            record.output_tokens = session.emitted.tokens + stream.count_tokens()
+            before = record.early_first_token  # What came since may have been that again.
+            record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
             record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
+            if stream.second_s is not None:
+                record.second_token_came(round(stream.second_s * 1e9))
 
     def _make_stream(self, asked: CountsAsked | None) -> Relay:
         session, resumes = self._session, self._session.answer.opened
         reader: StreamReader
         if session.shape.api in (Api.CHAT, Api.COMPLETIONS):
-            reader = self._make_reader(
-                session.shape.sequences,
+            reader = _make_reader(
+                session.emitted,
+                session.shape,
+                self._repeated,
+                ids=self._ids,
                 resumes=resumes,
                 usage=self._usage,
                 counts=None if asked is None else TokenCounts(asked),
@@ -252,14 +252,8 @@ class DecodeAttempt(Attempt):
             session.context.clock,
             observe_gap=session.context.observe_gap,
             resumes=resumes,
+            before=session.emitted.tokens,
         )
-
-    def _make_reader(self, sequences: int, **options: Any) -> CompletionStream:
-        emitted, ids = self._session.emitted, self._ids
-        if ids is None or emitted.continued is None:
-            return CompletionStream(sequences, ids=ids, **options)
-        head = emitted.head if self._session.shape.api is Api.CHAT else b""
-        return ContinuationStream(sequences, head=head, ids=ids, **options)
 
     def _stop_asking(self) -> None:
         """Ask this engine no more for its counts in every event."""
@@ -336,6 +330,7 @@ class DecodeAttempt(Attempt):
         session = self._session
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
+        session.emitted.early = None
         session.began(self, status, headers, hands_back=self.hands_back)
 
     def _served(self) -> None:
@@ -359,8 +354,17 @@ class DecodeAttempt(Attempt):
         self._session.finished(message)
 
     def stream_error_first(self, event: bytes) -> None:
-        """Fail when the first event is an error."""
-        session = self._session
+        """Fail when the first event is an error, or is not what the client has."""
+        session, emitted = self._session, self._session.emitted
+        stream = self.stream
+        assert stream is not None
+        if emitted.early is not None and stream.reader.differs:
+            self._served()
+            self.close()
+            session.record.first_token_differences += 1
+            emitted.add_early(session.shape)
+            session.recomputed(elsewhere=False)
+            return
         session.failed(self, _reported(event, opened=session.answer.opened))
 
     def stream_recomputed(self) -> None:
@@ -401,6 +405,16 @@ class DecodeAttempt(Attempt):
     def stream_broken(self, error: WireError) -> None:
         """Fail, or end the answer truthfully."""
         self._session.failed(self, breakage(error))
+
+
+def _make_reader(
+    emitted: "Emitted", shape: "Shape", repeated: RepeatedText, **options: Any
+) -> CompletionStream:
+    if emitted.continued is None and not emitted.overlap:
+        return CompletionStream(shape.sequences, **options)
+    completes_chat = emitted.continued is not None and shape.api is Api.CHAT
+    head = emitted.head if completes_chat else b""
+    return ContinuationStream(shape.sequences, head=head, repeated=repeated, **options)
 
 
 def _reported(event: bytes, *, opened: bool) -> Failure:

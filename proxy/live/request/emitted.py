@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.continuation import continued_body, is_greedy
+from balanceroute.proxy.live.openai.continuation import continuable, continued_body, is_greedy
 from balanceroute.proxy.live.openai.resume import CannotResumeError, resumed_members
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.request.resume import Resume
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.transcript import Transcript
+    from balanceroute.proxy.live.request.early_token import EarlyToken
 
 
 class Emitted:
@@ -21,17 +23,22 @@ class Emitted:
 
     Attributes:
         tokens: How many.
-        members: Of the client's body, those that change therefore.
+        early: The first token, until a rank has said more than it; None if it waits for a rank.
+        members: Of the client's body, those that change.
         kept: Of the client's body, what a continuation from ids needs; None if there can be none.
         continued: The request that continues from ids, in place of the client's; None if none does.
-        overlap: Text that the client has behind the tokens, and that comes again.
+        overlap: Text that the client has behind `tokens`, and that comes again.
         head: Of the client's first event, all that stands before the choices.
     """
 
-    __slots__ = ("_text", "continued", "head", "kept", "members", "overlap", "tokens")
+    __slots__ = (
+        *("_text", "continued", "early", "head", "kept", "members", "overlap"),
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.early: EarlyToken | None = None
         self.members: Mapping[str, object] = {}
         self.kept: Mapping[str, Any] | None = None
         self.continued: RequestBody | None = None
@@ -54,7 +61,20 @@ class Emitted:
             return False
         self.members = resumed_members(shape.api, body.large_values(), text, tokens)
         self._text, self.tokens = text, tokens
+        self.overlap = ""
         return True
+
+    def keeps_ids(
+        self, shape: "Shape", body: "RequestBody", resume: Resume, *, parses: bool
+    ) -> bool:
+        """Return whether the ids of a rank's tokens are to be kept, for another to go on from.
+
+        `parses`: the rank may have a parser of reasoning, and what that keeps back no answer tells.
+        """
+        if resume is Resume.OFF or self.continued is not None:
+            return resume is not Resume.OFF
+        self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
+        return self.kept is not None and not (parses and shape.api is Api.CHAT)
 
     def takes(self, ids: "TokenIds", shape: "Shape") -> bool:
         """Return whether the answer can be continued from the ids of a leg's tokens."""
@@ -78,5 +98,17 @@ class Emitted:
         self.tokens += ids.count
         self.overlap = ids.behind
         self.head = self.head or ids.head
-        behind = b",".join(filter(None, (ids.prompt, ids.kept)))
-        self.continued = RequestBody(continued_body(self.kept, shape.api, behind, self.tokens))
+        self._continue(b",".join(filter(None, (ids.prompt, ids.kept))), shape)
+
+    def add_early(self, shape: "Shape") -> None:
+        """Take in the first token, behind which a rank said something else than the client has."""
+        assert self.early is not None
+        assert self.early.said is not None
+        self.kept, said = self.early.kept, self.early.said
+        self.tokens, self.overlap, self.head = 1, "", said.head
+        self._continue(said.ids, shape)
+
+    def _continue(self, ids: bytes, shape: "Shape") -> None:
+        assert self.kept is not None
+        self.early, self.members = None, {}
+        self.continued = RequestBody(continued_body(self.kept, shape.api, ids, self.tokens))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 
 
@@ -30,6 +31,7 @@ class LegSettings:
         lease_margin_s: How long before the end of its lease a KV cache counts as lost.
         pass_priority: Whether engines get the priority that a client gives its request.
         resume: Which streams go on at another rank when theirs fails.
+        first_token: Whose first token the client of a stream gets.
         expired_status: Of the answer to a request that waited longer than it may.
     """
 
@@ -47,6 +49,7 @@ class LegSettings:
     lease_margin_s: float
     pass_priority: bool
     resume: Resume = Resume.OFF
+    first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     expired_status: int = 503
 
     @property

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.continuation import is_greedy
+from balanceroute.proxy.live.openai.first_token import may_begin_early, read_first_token
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.openai.prefill_answer import (
     BadPrefillAnswerError,
@@ -14,6 +17,7 @@ from balanceroute.proxy.live.openai.prefill_answer import (
 )
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFrom
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.kv_handle import KvHandle
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.wire.messages import Headers, WireError
+
+_SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 
 
 class PrefillAttempt(Attempt):
@@ -47,7 +53,11 @@ class PrefillAttempt(Attempt):
         legs = context.legs
         self._transfer = f"xfer-{context.unique()}"
         params = context.connector.prefill_params(self._transfer)
-        body = prefill_body(self._asked[1], session.emitted.members, params, drop=legs.drop)
+        early, least = self._expect_early(), 1
+        members = session.emitted.members
+        if early is not None:
+            members, least = {**members, **early.members}, early.min_tokens
+        body = prefill_body(self._asked[1], members, params, drop=legs.drop, min_tokens=least)
         leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
         self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
@@ -80,7 +90,38 @@ class PrefillAttempt(Attempt):
         except MissingKvError as error:
             self._go_on_without_kv(answer, str(error))
         else:
+            early = session.emitted.early
+            if early is not None and early.said is None:
+                self._give(early, answer, body)
             session.prefilled(kv, self._done(answer, lease_ns))
+
+    def _expect_early(self) -> EarlyToken | None:
+        """Return the first token that this leg is to bring; None if it waits for a rank."""
+        session, emitted = self._session, self._session.emitted
+        if session.context.legs.first_token is FirstTokenFrom.DECODE or emitted.early is not None:
+            return emitted.early
+        if session.answer.opened or emitted.members:
+            return None
+        kept = may_begin_early(session.shape, session.body.values)
+        if kept is None:
+            return None
+        if not is_greedy(kept) and kept.get("seed") is None:
+            seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
+            emitted.members = {"seed": seed}
+        emitted.early = EarlyToken(kept)
+        return emitted.early
+
+    def _give(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
+        """Begin the client's stream with the answer's token."""
+        session, record = self._session, self._session.record
+        early.said = read_first_token(session.shape.api, answer.message, body)
+        if early.said is None:
+            return
+        session.emitted.overlap = early.said.text
+        record.first_token_ns = record.prefilled_ns
+        record.early_first_token, record.output_tokens = True, 1
+        session.answer.open(200, STREAM_HEADERS)
+        session.answer.reply.write(early.said.events)
 
     def _params(self, answer: PrefillAnswer) -> bytes:
         """Return how a rank pulls the KV cache that this leg left behind, as JSON.

@@ -57,14 +57,17 @@ class Relay:
         clock: The loop's clock, in seconds.
         observe_gap: Called with the seconds between two arrivals of events.
         resumes: Whether the client's stream began on an earlier binding.
+        before: Tokens of earlier bindings.
 
     Attributes:
         started: Whether anything of this leg went to the client.
+        second_s: When the answer's second token came; None before, and if it came on an earlier one.
         last_s: When events came last.
         gap_max_s: The longest gap between two arrivals of events, in seconds.
     """
 
     __slots__ = (
+        "_before",
         "_clock",
         "_feed",
         "_headers",
@@ -81,6 +84,7 @@ class Relay:
         "gap_max_s",
         "last_s",
         "reader",
+        "second_s",
         "started",
     )
 
@@ -93,7 +97,9 @@ class Relay:
         *,
         observe_gap: "Callable[[float], None]",
         resumes: bool,
+        before: int,
     ) -> None:
+        self._before = before
         self._owner = owner
         self._write = reply.write
         self._clock = clock
@@ -108,6 +114,7 @@ class Relay:
         self._plain = False  # Only token events are expected from here on.
         self._over = False
         self.reader = reader
+        self.second_s: float | None = None
         self.started = False
         self.last_s = clock()
         self.gap_max_s = 0.0
@@ -227,7 +234,9 @@ class Relay:
             if kept:
                 passed.append(kept)
         self._over = reader.over
-        self._plain = reader.plain
+        if self.second_s is None and self._before + reader.read_tokens() > 1:
+            self.second_s = now_s
+        self._plain = reader.plain and self.second_s is not None
         if passed:
             self._send(b"".join(passed))
         if self._over:

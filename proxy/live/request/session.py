@@ -131,9 +131,8 @@ class Session:
 
     def is_on(self, target: Target) -> bool:
         """Return whether an instance works for this request, or holds its KV cache."""
-        if self._held.leg_at(target) is not None:
-            return True
-        return self._kv is not None and self._kv.prefiller.target == target
+        has_kv = self._kv is not None and self._kv.prefiller.target == target
+        return has_kv or self._held.leg_at(target) is not None
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""
@@ -345,7 +344,9 @@ class Session:
     def failed(self, attempt: Attempt, failure: Failure) -> None:
         """Try again what failed, or give it up."""
         attempt.close()  # What failed may be the answer, not the connection.
-        retry = self._recovery.after(attempt, failure, stream_open=self.answer.opened)
+        # When its first token comes again, the client sees nothing of that.
+        begun = self.answer.opened and self.emitted.early is None
+        retry = self._recovery.after(attempt, failure, stream_open=begun)
         if retry is None:
             self._give_up(attempt, failure)
         elif retry.then is Next.CONTINUE:

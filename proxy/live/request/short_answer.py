@@ -4,10 +4,15 @@ Nothing is left to decode then, and there is no KV cache to pull: the prefiller'
 A client that asked for a stream gets the same events that a decode engine would have sent.
 """
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.live.openai.answer_events import (
+    STREAM_HEADERS,
+    dump_compact,
+    ended_events,
+    write_events,
+)
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.shape import Api, Shape
 
@@ -25,55 +30,17 @@ def answer_shortly(
         return
     options = body.values.get("stream_options")
     usage = isinstance(options, dict) and options.get("include_usage") is True
-    client.open(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+    client.open(200, STREAM_HEADERS)
     client.reply.write(short_answer_events(shape.api, message, include_usage=usage))
     client.reply.end()
 
 
 def short_answer_body(message: Mapping[str, Any]) -> bytes:
     """Return the prefiller's answer as that to a request that is not streamed."""
-    return _dump({**message, "kv_transfer_params": None})
+    return dump_compact({**message, "kv_transfer_params": None})
 
 
 def short_answer_events(api: Api, message: Mapping[str, Any], *, include_usage: bool) -> bytes:
-    """Return the prefiller's answer as server-sent events, with vLLM's members in vLLM's order."""
-    head = {
-        "id": message.get("id", ""),
-        "object": "chat.completion.chunk" if api is Api.CHAT else "text_completion",
-        "created": message.get("created", 0),
-        "model": message.get("model", ""),
-    }
-    choice = message["choices"][0]
-    steps = _chat_steps(choice) if api is Api.CHAT else [{"text": choice.get("text", "")}]
-    events: list[dict[str, Any]] = [
-        head | {"choices": [{"index": 0, **step, "logprobs": None, "finish_reason": None}]}
-        for step in steps
-    ]
-    # The last one says how it ended.
-    events[-1]["choices"][0] |= {
-        name: choice.get(name) for name in ("logprobs", "finish_reason", "stop_reason")
-    }
-    if include_usage:
-        usage = {name: count for name, count in message["usage"].items() if count is not None}
-        events.append(head | {"choices": [], "usage": usage})
-    if message.get("system_fingerprint") is not None:
-        events[-1]["system_fingerprint"] = message["system_fingerprint"]
-    return b"".join(b"data: " + _dump(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-
-
-def _chat_steps(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    said = choice.get("message")
-    said = said if isinstance(said, dict) else {}
-    delta = {name: value for name, value in said.items() if value and name != "role"}
-    calls = delta.get("tool_calls")
-    if isinstance(calls, list):
-        # In a stream every call says which one it is.
-        delta["tool_calls"] = [
-            {"index": index, **call} for index, call in enumerate(calls) if isinstance(call, dict)
-        ]
-    opening = {"role": said.get("role", "assistant"), "content": ""}
-    return [{"delta": opening}, {"delta": delta or {"content": ""}}]
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    """Return the prefiller's answer as server-sent events."""
+    events = ended_events(api, message, include_usage=include_usage)
+    return write_events(events) + b"data: [DONE]\n\n"

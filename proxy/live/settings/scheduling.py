@@ -9,6 +9,7 @@ from balanceroute.proxy.core.policies import POLICIES, is_outside
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.settings.setting import (
     choice,
@@ -185,4 +186,10 @@ class SchedulingSettings:
         "engines are asked for: those that one engine would have given (temperature 0), or also "
         "sampled ones",
         named(Resume),
+    )
+    first_token: FirstTokenFrom = choice(
+        FirstTokenFrom.DECODE,
+        "whose first token the client of a stream gets: the prefiller's, at once, or that of the "
+        "decode rank, which says it again",
+        named(FirstTokenFrom),
     )

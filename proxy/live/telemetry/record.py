@@ -50,6 +50,9 @@ class RequestRecord:
             rank time than an overflow.
         recomputes: Times a rank gave the request back to be prefilled again.
         resumes: Times another rank went on with its stream after a failure.
+        early_first_token: Whether its client got the first token when the prefill ended.
+        first_token_differences: Times a rank said something else than that token.
+        seed: What the proxy drew for both legs to have the same first token; None if it drew none.
         pool_wait_ns: Time spent prefilled and unbound, all bindings together.
         itl_max_ns: Longest gap between two pieces of the stream.
         reason: Why it did not end well; empty if it did.
@@ -85,12 +88,16 @@ class RequestRecord:
     prefilled_ns: int | None = None
     admitted_ns: int | None = None
     first_token_ns: int | None = None
+    second_token_ns: int | None = None
     ended_ns: int = 0
     pool_wait_ns: int = 0
     itl_max_ns: int = 0
     retries: int = 0
     recomputes: int = 0
     resumes: int = 0
+    early_first_token: bool = False
+    first_token_differences: int = 0
+    seed: int | None = None
     lease_lapses: int = 0
     cheaper_lapses: int = 0
     reason: str = ""
@@ -132,6 +139,12 @@ class RequestRecord:
         self.rank = rank
         self.admitted_ns = round(now_s * 1e9)
         self.pool_wait_ns += round((now_s - pooled_s) * 1e9)
+
+    def second_token_came(self, at_ns: int) -> None:
+        """Note the second token of a stream, and its gap to a first one that another engine said."""
+        self.second_token_ns = at_ns
+        if self.early_first_token and self.first_token_ns is not None:
+            self.itl_max_ns = max(self.itl_max_ns, at_ns - self.first_token_ns)
 
     def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
         """Note how the request ended now."""

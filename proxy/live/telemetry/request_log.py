@@ -41,6 +41,10 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     refused_for     The limit that refused it, see docs/tenants.md; empty if none did.
     expected_ttft_s The time to first token that `--admission early` expected, or null.
     local_prefill   Whether a rank was to compute the prompt instead of a prefiller.
+    time_to_second_token_s   Arrival to the second token of a stream, or null.
+    early_first_token        Whether the first token came from the prefiller.
+    first_token_differences  Times a rank said something else than that token.
+    seed                     Drawn for both legs to have the same first token, or null.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -128,6 +132,10 @@ def line_of(record: RequestRecord) -> bytes:
                 None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
             ),
             "local_prefill": record.local_prefill,
+            "time_to_second_token_s": _between(arrived_ns, record.second_token_ns),
+            "early_first_token": record.early_first_token,
+            "first_token_differences": record.first_token_differences,
+            "seed": record.seed,
         }
     )
 

@@ -34,6 +34,12 @@ class _Latencies:
         self._ttft = registry.histograms(
             "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S, "model"
         )
+        self._second = registry.histograms(
+            "time_to_second_token_seconds",
+            "Arrival to the second token of a stream: with `--first-token prefill` it waits for a rank.",
+            REQUEST_BOUNDS_S,
+            "model",
+        )
         self._expectation = registry.histogram(
             "time_to_first_token_expectation_ratio",
             "Time to first token over what `--admission early` expected.",
@@ -61,7 +67,10 @@ class _Latencies:
         if first_ns is None:
             return
         self._ttft.of(model).observe((first_ns - arrived_ns) / NS_PER_S)
-        if record.expected_ttft_ns:
+        if record.second_token_ns is not None:
+            self._second.of(model).observe((record.second_token_ns - arrived_ns) / NS_PER_S)
+        # The expectation is that of a rank's first token.
+        if record.expected_ttft_ns and not record.early_first_token:
             self._expectation.observe((first_ns - arrived_ns) / record.expected_ttft_ns)
         # The choices of a request are decoded side by side.
         gaps = record.output_tokens / record.choices - 1
@@ -79,6 +88,12 @@ _SUMMED = (
     ),
     ("recomputes", "recomputes", "Times a rank gave a request back to be prefilled again."),
     ("resumes", "resumes", "Failed streams that another rank continued."),
+    ("early_first_token", "early_first_tokens", "Streams whose first token a prefiller said."),
+    (
+        "first_token_differences",
+        "first_token_differences",
+        "Times a rank said something else than the prefiller's first token.",
+    ),
     ("lease_lapses", "lease_lapses", "Prefills repeated because the KV lease ran out."),
 )
 

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
+from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.ask_all import ask_all
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation
@@ -31,7 +34,8 @@ class Comparison:
     Attributes:
         statuses: How many had which status.
         identical: Whose answers were the same bytes.
-        interleaved: Whose answers were the same for each choice, and in another order among them.
+        interleaved: Whose answers were the same for each choice, in another order or cut otherwise.
+        early: Whose first token came from the prefiller.
         differences: What was wrong, a line each.
     """
 
@@ -39,6 +43,7 @@ class Comparison:
     statuses: Counter[int] = field(default_factory=Counter)
     identical: int = 0
     interleaved: int = 0
+    early: int = 0
     differences: list[str] = field(default_factory=list)
 
 
@@ -48,12 +53,15 @@ def compare(
     requests: int,
     connector: str = "nixl",
     policy: str = "br-h",
-    resume: str = "off",
+    resume: Resume = Resume.OFF,
+    first_token: FirstTokenFrom = FirstTokenFrom.DECODE,
 ) -> Comparison:
     """Send drawn requests through a proxy and to an engine, and compare the answers.
 
     Ids are made to agree. Times and the engines' fingerprints are left out of the comparison. Choices
-    that share a stream are compared one by one: their order among each other is a matter of time.
+    that share a stream are compared one by one: their order among each other is a matter of time. Of a
+    stream whose first token came from the prefiller, and whose engines put several tokens into one
+    event, the text counts.
     """
     engines = EmulationSettings(
         ranks=4,
@@ -67,7 +75,12 @@ def compare(
         partial_utf8=0.1 if seed % 4 >= _ODD else 0.0,
         reasoning_parser=seed % 4 == _REASONING,
     )
-    flags = {"policy": policy, "batch": _BATCH_LIMIT, "resume": resume}
+    flags = {
+        "policy": policy,
+        "batch": _BATCH_LIMIT,
+        "resume": resume.value,
+        "first_token": first_token.value,
+    }
     return run(
         lambda loop: _compare(loop, WorldSettings(engines, flags), seed, requests), seed=seed
     )
@@ -86,15 +99,20 @@ async def _compare(
     comparison = Comparison(requests)
     drawn = [draw_request(rng, number, mix) for number in range(requests)]
     clients = await ask_all(world, drawn, gap_s=_GAP_S)
+    ended = {record.request_id: record for record in world.ended}
     for request, client in zip(drawn, clients, strict=True):
-        await _judge(request, client, oracle, comparison)
+        await _judge(request, client, oracle, comparison, ended.get(request.request_id))
     await oracle.close()
     await world.close()
     return comparison
 
 
 async def _judge(
-    request: ClientRequest, client: Client, oracle: Oracle, comparison: Comparison
+    request: ClientRequest,
+    client: Client,
+    oracle: Oracle,
+    comparison: Comparison,
+    record: RequestRecord | None,
 ) -> None:
     received = client.answers[0]
     comparison.statuses[received.status] += 1
@@ -102,7 +120,9 @@ async def _judge(
         if received.status != 400:
             comparison.differences.append(f"{request.request_id}: {received.status} for 400")
         return
-    answer = await oracle.answer(request)
+    early = record is not None and record.early_first_token
+    comparison.early += early
+    answer = await oracle.answer(request, seed=None if record is None else record.seed)
     body = bytes(received.body)
     if received.status != answer.status:
         wrong = f"{received.status} for {answer.status}"
@@ -110,7 +130,8 @@ async def _judge(
         comparison.identical += 1
         return
     else:
-        wrong = Expectation(request, answer).differs(body)
+        reworded = early and oracle.merges
+        wrong = Expectation(request, answer, reworded=reworded).differs(body)
     if wrong:
         comparison.differences.append(f"{request.request_id}: {wrong}")
     else:

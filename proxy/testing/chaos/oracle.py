@@ -6,6 +6,7 @@ answer. What tells engines apart is put out of sight: times, fingerprints, the i
 """
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -26,9 +27,14 @@ _FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-[^"]*"')
 
 
 class Oracle:
-    """A reference engine."""
+    """A reference engine.
+
+    Attributes:
+        merges: Whether engines may put several tokens into one event.
+    """
 
     def __init__(self, settings: EmulationSettings) -> None:
+        self.merges = settings.merged_outputs > 0
         self._fleet = EmulatedFleet(
             replace(
                 settings,
@@ -46,7 +52,7 @@ class Oracle:
             rng=random.Random(0),
         )
         self._endpoint: Endpoint
-        self._known: dict[tuple[int, bool], Response] = {}
+        self._known: dict[tuple[int, bool, int | None], Response] = {}
 
     async def start(self) -> None:
         """Start the engine."""
@@ -59,14 +65,21 @@ class Oracle:
             some = requests[begin : begin + _AT_A_TIME]
             await asyncio.gather(*(self.answer(request) for request in some))
 
-    async def answer(self, request: ClientRequest, *, eos_first: bool = False) -> Response:
-        """Return the answer to a request."""
-        key = request.number, eos_first
+    async def answer(
+        self, request: ClientRequest, *, eos_first: bool = False, seed: int | None = None
+    ) -> Response:
+        """Return the answer to a request; `seed` is the one that the proxy drew for it."""
+        key = request.number, eos_first, seed
         if key not in self._known:
-            self._known[key] = await self._ask(request, eos_first=eos_first)
+            body, values = request.body, dict(request.values)
+            # With it an engine without a seed draws as a prefiller, and no client may give it.
+            steered = values.pop("kv_transfer_params", None) is not None
+            if steered or seed is not None:
+                body = json.dumps(values | ({} if seed is None else {"seed": seed})).encode()
+            self._known[key] = await self._ask(request, body, eos_first=eos_first)
         return self._known[key]
 
-    async def _ask(self, request: ClientRequest, *, eos_first: bool) -> Response:
+    async def _ask(self, request: ClientRequest, body: bytes, *, eos_first: bool) -> Response:
         self._fleet.faults.set("all", eos_first=float(eos_first))
         return await fetch(
             self._endpoint,
@@ -76,7 +89,7 @@ class Oracle:
                 (b"content-type", b"application/json"),
                 (b"x-request-id", request.request_id.encode()),
             ],
-            request.body,
+            body,
             timeout_s=_TIMEOUT_S,
             max_bytes=_MAX_BYTES,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import parsed
 from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.wire.sse import EventScanner, event_data
@@ -134,11 +135,11 @@ def test_of_several_ids_in_an_event_the_text_is_kept_until_one_comes_alone() -> 
 
 
 def test_what_the_client_has_is_left_out_and_anything_else_is_noticed() -> None:
-    ids = TokenIds(" b c")
-    assert [ids.trim(" b"), ids.overlap] == ["", " c"]
-    assert [ids.trim(" c d"), ids.overlap] == [" d", ""]
-    assert ids.trim(" e") == " e"
-    assert TokenIds(" b c").trim(" x") is None
+    repeated = RepeatedText(" b c")
+    assert [repeated.trim(" b"), repeated.left] == ["", " c"]
+    assert [repeated.trim(" c d"), repeated.left] == [" d", ""]
+    assert repeated.trim(" e") == " e"
+    assert RepeatedText(" b c").trim(" x") is None
 
 
 def test_ids_of_a_long_answer_are_joined() -> None:

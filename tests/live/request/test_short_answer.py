@@ -90,6 +90,7 @@ def test_a_chat_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]
             "logprobs": {"content": [{"token": "Ja"}]},
             "finish_reason": "stop",
             "stop_reason": "END",
+            "token_ids": None,
         }
     ]
 
@@ -105,6 +106,8 @@ def test_a_completion_stream_says_what_the_answer_says(body_of: Callable[[str], 
             "logprobs": choice["logprobs"],
             "finish_reason": "stop",
             "stop_reason": "END",
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
     ]
 
@@ -119,14 +122,14 @@ def test_the_usage_is_the_answers(body_of: Callable[[str], bytes]) -> None:
 @pytest.mark.parametrize(
     ("said", "delta"),
     [
-        ({"content": "", "refusal": None}, {"content": ""}),
+        ({"content": "", "refusal": None}, {}),
         ({"content": None, "reasoning": "hm"}, {"reasoning": "hm"}),
         (
             {"content": None, "tool_calls": [{"id": "a"}, {"id": "b"}, "odd"]},
             {"tool_calls": [{"index": 0, "id": "a"}, {"index": 1, "id": "b"}]},
         ),
-        (None, {"content": ""}),
-        ("odd", {"content": ""}),
+        (None, {}),
+        ("odd", {}),
     ],
 )
 def test_a_message_becomes_a_delta(said: object, delta: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.settings.config import ProxyConfig
@@ -64,6 +65,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "expired_status": 504,
     "count_tokens": "events",
     "resume": "valid",
+    "first_token": "prefill",
     "projection": "point",
     "horizon": 7,
     "gamma": 0.5,
@@ -125,6 +127,7 @@ WORDS = {
     "prefiller_kv_tokens": "none",
     "aimd_tpot_ms": "none",
     "resume": "off",
+    "first_token": "decode",
 }
 FILES = {
     "tls_cert",
@@ -283,6 +286,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         on_missing_kv="fail",
         count_tokens="events",
         resume=Resume.VALID,
+        first_token=FirstTokenFrom.PREFILL,
         lease_margin_s=4.75,
         pass_priority=True,
         expired_status=504,

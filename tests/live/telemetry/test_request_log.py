@@ -32,6 +32,7 @@ RECORD = RequestRecord(
     prefilled_ns=1050 * MS,
     admitted_ns=1055 * MS,
     first_token_ns=1_100_000_499,
+    second_token_ns=1400 * MS,
     ended_ns=1600 * MS,
     pool_wait_ns=5 * MS,
     itl_max_ns=80 * MS,
@@ -45,6 +46,9 @@ RECORD = RequestRecord(
     tenant="acme",
     refused_for="queue",
     expected_ttft_ns=90 * MS,
+    early_first_token=True,
+    first_token_differences=1,
+    seed=12,
 )
 
 
@@ -102,14 +106,18 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "refused_for": "queue",
         "expected_ttft_s": 0.09,
         "local_prefill": False,
+        "time_to_second_token_s": 0.4,
+        "early_first_token": True,
+        "first_token_differences": 1,
+        "seed": 12,
     }
 
 
 def test_what_never_happened_is_null() -> None:
     record = RequestRecord("r", "/v1/completions", 0, 0.0, outcome=Outcome.CANCELLED)
     line = fields_of(record)
-    nothing = ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens")
-    for name in (*nothing, "pool_s", "itl_max_s", "transfer_s"):
+    nothing = ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens", "seed")
+    for name in (*nothing, "pool_s", "itl_max_s", "transfer_s", "time_to_second_token_s"):
         assert line[name] is None
     assert line["keys"] == []
 
@@ -131,6 +139,7 @@ def test_every_field_of_a_record_is_in_the_line() -> None:
     written = {"arrived_unix_s", "outcome"}
     plain = set(fields_of(RECORD))
     timed = {"arrived_ns", "ended_ns", "prefill_started_ns", "prefilled_ns", "first_token_ns"}
+    timed |= {"second_token_ns"}
     timed |= {"pool_wait_ns", "itl_max_ns", "admitted_ns", "expected_ttft_ns"}
     assert {field.name for field in fields(RequestRecord)} <= written | plain | timed
 

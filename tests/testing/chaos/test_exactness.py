@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.proxy.testing.chaos.requests import CHAT, ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.wire.messages import Headers
@@ -27,7 +29,19 @@ def test_500_answers_of_every_shape_are_those_of_one_engine(seed: int, connector
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int) -> None:
-    assert not compare(seed, requests=200, resume="valid").differences
+    assert not compare(seed, requests=200, resume=Resume.VALID).differences
+
+
+@pytest.mark.parametrize(("seed", "connector"), list(enumerate(CONNECTORS)))
+@pytest.mark.parametrize("resume", [Resume.OFF, Resume.VALID], ids=lambda one: one.value)
+def test_a_first_token_from_the_prefiller_changes_nothing_in_an_answer(
+    seed: int, connector: str, resume: Resume
+) -> None:
+    early = FirstTokenFrom.PREFILL
+    found = compare(seed, requests=200, connector=connector, resume=resume, first_token=early)
+    assert not found.differences
+    # With the prefill behind the decode leg there is none before it.
+    assert found.early > 10 or connector == "mooncake-layerwise"
 
 
 @pytest.mark.parametrize("policy", ["jsq", "br-0", "br-0-bypass"])

@@ -1,0 +1,42 @@
+"""The first token of a stream, given to the client when the prefill ends, before there is a rank.
+
+The decode leg stays as it is: the rank says the token again, which is left out. For both to draw the
+same token, both legs have one seed. Until the rank has said more than the client has, all of it can be
+repeated, as before the first byte. If it says something else, the answer goes on behind the client's
+token, from ids.
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from balanceroute.proxy.live.openai.first_token import FirstToken
+
+
+class FirstTokenFrom(Enum):
+    """Whose first token the client gets."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EarlyToken:
+    """The first token of one request.
+
+    Attributes:
+        kept: Members of the client's body that a continuation has.
+        members: What the prefill leg is asked for beyond those of both legs.
+        min_tokens: How many the prefill leg must not end before.
+        said: What the client has; None if it has nothing.
+    """
+
+    __slots__ = ("kept", "members", "min_tokens", "said")
+
+    def __init__(self, kept: "Mapping[str, Any]") -> None:
+        self.kept = kept
+        self.members = {"return_token_ids": True}
+        # An answer may be empty, and then the prefiller has to say so, too.
+        self.min_tokens = 1 if kept.get("min_tokens") else 0
+        self.said: FirstToken | None = None

@@ -1,0 +1,382 @@
+"""Streams whose first token the client gets when the prefill ends (`--first-token prefill`)."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    ID,
+    PULL_KEYS,
+    TALK,
+    USAGE,
+    alone,
+    same,
+)
+
+from balanceroute.proxy.live.openai.leg_body import decode_body
+from balanceroute.proxy.live.request import decode_attempt
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+EARLY = {"first_token": "prefill"}
+GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
+STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
+# With the role.
+FIRST = {COMPLETIONS: 1, CHAT: 2}
+WAIT_S = 5.0
+NULL = {"index": 0, "text": "a", "finish_reason": "length", "prompt_token_ids": [1, 2]}
+SAID: dict[str, Any] = NULL | {"token_ids": [7]}
+
+
+def prefilled(reply: "Reply", choice: dict[str, Any] = SAID) -> None:
+    """Answer a prefill leg."""
+    kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
+    kv |= {"do_remote_prefill": True, "remote_port": 1, "remote_block_ids": [1]}
+    done = {"choices": [choice], "usage": {"prompt_tokens": 2}, "kv_transfer_params": kv}
+    reply.send(200, [(b"content-type", b"application/json")], json.dumps(done).encode())
+
+
+def say(reply: "Reply", *texts: str, finish: str | None = None) -> None:
+    """Answer a decode leg: an event for each text, then its end."""
+    reply.start(200, [(b"content-type", b"text/event-stream")])
+    choices = [{"index": 0, "text": text, "finish_reason": None} for text in texts]
+    choices[-1]["finish_reason"] = finish
+    for choice in choices:
+        data = json.dumps({"choices": [choice]}, separators=(",", ":"))
+        reply.write(b"data: " + data.encode() + b"\n\n")
+    if finish is not None:
+        reply.write(b"data: [DONE]\n\n")
+        reply.end()
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
+@pytest.mark.parametrize("relays", [0, 2])
+def test_the_first_token_comes_before_there_is_a_rank(
+    play: "Play", path: str, more: dict[str, Any], relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path] | more)
+        site.fleet.faults.set("decode", delay_s=WAIT_S)
+        begin_s = site.loop.time()
+        exchange = site.send(path, STREAMS[path] | more, headers=ID)
+        await exchange.until_events(FIRST[path])
+        first_s = site.loop.time() - begin_s
+        assert len(exchange.events) == FIRST[path]
+        assert exchange.text == right.chunks[FIRST[path] - 1]["choices"][0].get(
+            "text", exchange.text
+        )
+        await exchange.until_events(FIRST[path] + 1)
+        assert site.loop.time() - begin_s > WAIT_S > 10 * first_s
+        same(await exchange.end(), right)
+        await site.until(lambda: bool(site.world.ended))
+        (record,) = site.world.ended
+        assert record.early_first_token
+        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+        first_ns, second_ns = record.first_token_ns, record.second_token_ns
+        assert first_ns is not None
+        assert second_ns is not None
+        assert second_ns - first_ns == record.itl_max_ns > WAIT_S * 1e9
+        (leg,) = site.received("decode")
+        assert "return_token_ids" not in leg.values
+
+    play(scenario, flags=EARLY, relays=relays)
+
+
+def test_metrics_tell_both_tokens(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", delay_s=WAIT_S)
+        assert (await site.post(CHAT, STREAMS[CHAT])).done
+        assert (await site.post(CHAT, STREAMS[CHAT] | {"stop": "never"})).done
+        metrics = (await site.get("/metrics")).body.decode()
+        told = dict(
+            line.replace('{model="tiny"}', "").rsplit(" ", 1)
+            for line in metrics.splitlines()
+            if line.startswith(("balanceroute_time_to_", "balanceroute_early"))
+        )
+        first, second = (f"balanceroute_time_to_{one}_token_seconds" for one in ("first", "second"))
+        assert told[f"{first}_count"] == told[f"{second}_count"] == "2"
+        assert WAIT_S < float(told[f"{first}_sum"]) < 2 * WAIT_S < float(told[f"{second}_sum"])
+        assert told["balanceroute_early_first_tokens_total"] == "1.0"
+
+    play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("seed", [None, 0, 5])
+def test_both_legs_of_a_sampled_stream_have_one_seed(
+    play: "Play", path: str, seed: int | None
+) -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[path] | {"temperature": 0.9, "seed": seed}
+        exchange = await site.post(path, values, ID)
+        (record,) = site.world.ended
+        (prefill,), (decode,) = site.received("prefill"), site.received("decode")
+        assert prefill.values["seed"] == decode.values["seed"]
+        assert record.seed == (decode.values["seed"] if seed is None else None)
+        assert record.early_first_token
+        assert record.first_token_differences == 0
+        same(exchange, await alone(site, path, values | {"seed": decode.values["seed"]}))
+
+    play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"reset_before_headers": 1.0},
+        {"reset_after_tokens": 0},
+        {"reset_after_tokens": 1},
+        {"end_after_tokens": 1},
+        {"error_event_after_tokens": 1},
+        {"status_503": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("resume", ["off", "exact"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_until_a_rank_says_more_it_may_be_asked_elsewhere(
+    play: "Play", path: str, resume: str, fault: dict[str, float]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path] | USAGE)
+        site.fleet.faults.set("decode/0", **fault)
+        same(await site.send(path, STREAMS[path] | USAGE, headers=ID).end(), right)
+        (record,) = site.world.ended
+        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+        assert (record.retries > 0, record.resumes) == (True, 0)
+
+    play(scenario, flags=EARLY | {"resume": resume})
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_rank_that_fails_later_is_resumed_as_ever(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        for resumes, tokens in ((1, 2), (1, 9), (0, 1)):
+            right = await alone(site, path, STREAMS[path])
+            begun = len(site.world.ended)
+            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+            same(await site.send(path, STREAMS[path], headers=ID).end(), right)
+            site.fleet.faults.set("decode/0", reset_after_tokens=None)
+            assert [one.resumes for one in site.world.ended[begun:]] == [resumes]
+
+    play(scenario, flags=EARLY | {"resume": "exact", "quarantine_failures": 1_000})
+
+
+def test_without_a_rank_the_stream_ends_with_an_error(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", status_500=1.0)
+        exchange = await site.post(CHAT, STREAMS[CHAT])
+        assert (exchange.status, exchange.done) == (200, False)
+        assert b'"code":502' in exchange.body
+        (record,) = site.world.ended
+        assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 1)
+
+    play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_an_answer_that_its_first_token_ends_needs_no_rank(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("all", eos_first=1.0)
+        right = await alone(site, path, STREAMS[path] | USAGE)
+        same(await site.send(path, STREAMS[path] | USAGE, headers=ID).end(), right)
+        assert site.received("decode") == []
+        (prefill,) = site.received("prefill")
+        assert prefill.values["min_tokens"] == 0
+
+    play(scenario, flags=EARLY)
+
+
+def test_a_stop_token_that_comes_first_ends_the_answer(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        whole = await site.ask("decode/0", COMPLETIONS, BODY | {"return_token_ids": True})
+        first = whole.json["choices"][0]["token_ids"][0]
+        values = STREAMS[COMPLETIONS] | USAGE | {"stop_token_ids": [first]}
+        same(
+            await site.send(COMPLETIONS, values, headers=ID).end(),
+            await alone(site, COMPLETIONS, values),
+        )
+        assert len(site.received("prefill")) == 1
+        # But not where more tokens are wanted.
+        values |= {"min_tokens": 3}
+        same(
+            await site.send(COMPLETIONS, values, headers=ID).end(),
+            await alone(site, COMPLETIONS, values),
+        )
+        assert site.received("prefill")[-1].values["min_tokens"] == 1
+
+    play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_token_within_a_character_waits_for_its_rank(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path])
+        same(await site.send(path, STREAMS[path], headers=ID).end(), right)
+        assert not site.world.ended[0].early_first_token
+
+    play(scenario, flags=EARLY, partial_utf8=1.0)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_what_comes_in_one_event_with_the_first_token_is_not_lost(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path])
+        exchange = await site.send(path, STREAMS[path], headers=ID).end()
+        assert exchange.done
+        assert exchange.text == right.text
+        assert site.world.ended[0].early_first_token
+
+    play(scenario, flags=EARLY, merged_outputs=1.0)
+
+
+LATE: list[tuple[str, dict[str, Any]]] = [
+    *((path, {"stream": False}) for path in STREAMS),
+    *((path, {"max_tokens": 1}) for path in STREAMS),
+    *((path, {"stop": "x"}) for path in STREAMS),
+    *((path, {"frequency_penalty": 0.5}) for path in STREAMS),
+    *((path, {"return_token_ids": True}) for path in STREAMS),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
+    (CHAT, {"response_format": {"type": "json_object"}}),
+    (CHAT, {"logprobs": True}),
+    (COMPLETIONS, {"logprobs": 0}),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a"}}),
+    (COMPLETIONS, {"unheard_of": 1}),
+    (CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+]
+
+
+@pytest.mark.parametrize(("path", "more"), LATE, ids=str)
+def test_what_a_client_might_see_otherwise_waits_for_its_rank(
+    play: "Play", path: str, more: dict[str, Any]
+) -> None:
+    legs: list[Any] = []
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, STREAMS[path] | more)
+        same(await site.send(path, STREAMS[path] | more, headers=ID).end(), right)
+        assert not site.world.ended[0].early_first_token
+        legs.append([site.received(role)[0].values for role in ("prefill", "decode")])
+
+    for flags in ({}, EARLY):
+        play(scenario, flags=flags)
+    without, with_it = legs
+    for one in (without, with_it):
+        for leg in one:
+            leg.pop("kv_transfer_params")
+    assert without == with_it
+
+
+@pytest.mark.parametrize("more", [{"n": 2, "temperature": 1}, {"echo": True}], ids=str)
+def test_what_one_engine_does_alone_has_no_early_token(play: "Play", more: dict[str, Any]) -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS] | more)).done
+        assert site.received("prefill") == []
+
+    play(scenario, flags=EARLY)
+
+
+def test_a_reasoning_parser_is_not_second_guessed(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, CHAT, STREAMS[CHAT])
+        same(await site.send(CHAT, STREAMS[CHAT], headers=ID).end(), right)
+        assert not site.world.ended[0].early_first_token
+
+    play(scenario, flags=EARLY, reasoning_parser=True)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        SAID | {"token_ids": None},
+        SAID | {"prompt_token_ids": None},
+        SAID | {"token_ids": [7, 8]},
+        SAID | {"text": ""},
+        SAID | {"text": "\ufffd"},
+        SAID | {"text": None},
+    ],
+    ids=str,
+)
+def test_an_engine_that_tells_no_ids_is_served_as_before(
+    play: "Play", choice: dict[str, Any]
+) -> None:
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        if engine.startswith("prefill"):
+            prefilled(reply, choice)
+        else:
+            say(reply, "b", "c", finish="stop")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/completions"] = answer
+        exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
+        assert (exchange.text, exchange.done) == ("bc", True)
+
+    play(scenario, flags=EARLY, at_rest=False)
+
+
+@pytest.mark.parametrize("said", [("b",), ("", "b"), ("",)], ids=str)
+@pytest.mark.parametrize("resume", ["off", "exact"])
+def test_a_rank_that_says_something_else_is_left_for_the_ids(
+    play: "Play", said: tuple[str, ...], resume: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        body = json.loads(request.body)
+        asked.append(body)
+        if engine.startswith("prefill"):
+            prefilled(reply)
+        elif body["prompt"] == [1, 2, 7]:
+            say(reply, "X", "Y", finish="stop")
+        else:
+            say(reply, *said, finish="stop")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/completions"] = answer
+        exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
+        assert (exchange.text, exchange.done) == ("aXY", True)
+        (record,) = site.world.ended
+        assert record.first_token_differences == 1
+        assert (record.retries, record.resumes, record.recomputes) == (0, 0, 0)
+        assert record.outcome is Outcome.OK
+        assert [one["max_tokens"] for one in asked] == [1, 9, 1, 8]
+        assert [one["prompt"] for one in asked] == ["a b", "a b", [1, 2, 7], [1, 2, 7]]
+
+    play(scenario, flags=EARLY | {"resume": resume, "count_tokens": "events"}, at_rest=False)
+
+
+def test_a_chat_goes_on_behind_its_first_token_too(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rank draws otherwise: it is given another seed."""
+
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | USAGE | {"temperature": 0.9}
+        exchange = await site.post(CHAT, values, ID)
+        assert exchange.done
+        (record,) = site.world.ended
+        assert record.first_token_differences == 1
+        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+        _, again = site.received("prefill")
+        first = again.values["prompt"][-1]
+        ids = await site.ask("prefill/0", CHAT, TALK | {"return_token_ids": True})
+        assert again.values["prompt"] == [*ids.json["prompt_token_ids"], first]
+        assert {one["id"] for one in exchange.chunks} == {"chatcmpl-mine"}
+        assert {one["object"] for one in exchange.chunks} == {"chat.completion.chunk"}
+        usage = exchange.chunks[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (record.prompt_tokens, 20)
+
+    def otherwise(body: Any, members: Any, *rest: Any, **more: Any) -> bytes:
+        return decode_body(body, {**members, "seed": 77}, *rest, **more)
+
+    monkeypatch.setattr(decode_attempt, "decode_body", otherwise)
+    play(scenario, flags=EARLY)
