@@ -9,16 +9,16 @@ compute all short ones, or those that delay all requests less so.
 """
 
 import argparse
-import json
 import random
-import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
-from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.sim.report import figure
 from balanceroute.traces import TraceRequest, write_native
+
+sys.path.insert(0, str(Path(__file__).parent / "table_runs"))
+
+from simulated import simulated
 
 PREFILLERS, BASE_MS, TOKEN_US = 4, 20.0, 50.0
 COMMAND = (
@@ -61,15 +61,6 @@ def mixed(short: float, load: float) -> list[TraceRequest]:
     return requests
 
 
-def simulated(command: str, path: Path) -> dict[str, Any]:
-    """Run a command and return its only result."""
-    print(f"$ balanceroute simulate {command}", file=sys.stderr, flush=True)
-    if balanceroute(["simulate", *shlex.split(command), "--json", str(path)]) != 0:
-        sys.exit(f"failed: {command}")
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"][0]
-    return result
-
-
 def main() -> int:
     """Simulate every share under every rule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -84,7 +75,7 @@ def main() -> int:
         write_native(trace, mixed(share, arguments.load))
         for rule, options in RULES.items():
             path = arguments.out / f"short_{share:g}_{rule.replace(' ', '_')}.json"
-            row = simulated(f"--trace {trace} {COMMAND} {options}".strip(), path)
+            (row,) = simulated(f"--trace {trace} {COMMAND} {options}".strip(), path)["results"]
             cells = [
                 figure(scale * row[name], scale * row["stderr"][name], digits)
                 for _, name, digits, scale in COLUMNS

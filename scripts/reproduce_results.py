@@ -7,9 +7,7 @@ OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md, also the means over se
 """
 
 import argparse
-import json
 import random
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +16,13 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.sim.report import figure
 from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace, write_native
+
+sys.path.insert(0, str(Path(__file__).parent / "table_runs"))
+
+from simulated import simulated
 
 TRACES = Path("traces/public")
 MOONCAKE = f"--trace {TRACES}/mooncake_conversation.jsonl.gz"
@@ -329,12 +330,7 @@ def main() -> int:
         derive(arguments.out / "derived")
     for name in names:
         command = EXPERIMENTS[name].replace(DERIVED, str(arguments.out / "derived"))
-        print(f"\n$ balanceroute simulate {command}", flush=True)
-        path = arguments.out / f"{name}.json"
-        status = balanceroute(["simulate", *shlex.split(command), "--json", str(path)])
-        if status != 0:
-            return status
-        report = reports[name] = json.loads(path.read_text(encoding="utf-8"))
+        report = reports[name] = simulated(command, arguments.out / f"{name}.json")
         sections.append(
             f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report['results'])}\n"
         )

@@ -8,16 +8,17 @@ delays all requests less. A request is a later turn if it begins with two blocks
 """
 
 import argparse
-import json
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace, write_native
+
+sys.path.insert(0, str(Path(__file__).parent / "table_runs"))
+
+from simulated import simulated
 
 TRACE = Path("traces/public/mooncake_conversation.jsonl.gz")
 PREFILLERS = 4
@@ -45,15 +46,6 @@ def labelled(requests: list[TraceRequest]) -> list[TraceRequest]:
         seen.update(request.hash_ids)
         turns.append(replace(request, tenant=LATER if later else FIRST))
     return turns
-
-
-def simulated(command: str, path: Path) -> dict[str, Any]:
-    """Run a command and return its only result."""
-    print(f"$ balanceroute simulate {command}", file=sys.stderr, flush=True)
-    if balanceroute(["simulate", *shlex.split(command), "--json", str(path)]) != 0:
-        sys.exit(f"failed: {command}")
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"][0]
-    return result
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -87,7 +79,8 @@ def main() -> int:
         rate = round(load * PREFILLERS / WORK, 3)
         for rule, options in RULES.items():
             path = arguments.out / f"{load}_{'ranks' if options else 'none'}.json"
-            row = simulated(f"--trace {trace} --rate {rate} {COMMAND} {options}".strip(), path)
+            command = f"--trace {trace} --rate {rate} {COMMAND} {options}"
+            (row,) = simulated(command.strip(), path)["results"]
             lines.append(f"| {load:g} | {rule} | {' | '.join(cells(row))} |")
     table = "\n".join(lines)
     (arguments.out / "table.md").write_text(f"{table}\n", encoding="utf-8")
