@@ -16,6 +16,7 @@ from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
+from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.engine_options import EngineOptions
@@ -311,7 +312,8 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         f"simulate --trace {HEAD} --backlog 8 --seed 7 --ranks 3 --batch 5 --step-base-ms 12.5 "
         "--step-us-per-token 0.5 --kv-capacity 9000 --prefill-servers 2 --prefill-base-ms 1.5 "
         "--prefill-us-per-token 4 --prefill-choice sticky --probe-limit none --prefix-cache 900 "
-        "--prefix-block-tokens 16 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
+        "--prefill-waiting-limit 3 --prefill-running-limit none --prefill-share-limit 0.5 "
+        "--prefiller-kv-tokens 7000 --prefix-block-tokens 16 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
         "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 "
         "--rank-speeds 1,0.5 --speeds-unknown --rank-batches 5,4 --tokens-per-step 2.5 --speculation-seed 3 "
         "--pause-above 0.1 --policy fifo,br-h --predictor oracle "
@@ -328,6 +330,8 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         rank_kv_tokens=9_000,
         prefill=PrefillModel(2, 1_500_000, 4_000.0, cache_tokens=900, block_tokens=16),
         prefill_choice="sticky",
+        score_limits=ScoreLimits(waiting=3, share=0.5),
+        prefiller_kv_tokens=7_000,
         probe_limit=None,
         transfer_base_ns=2_000_000,
         transfer_ns_per_token=250.0,

@@ -65,7 +65,7 @@ proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation 
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options checks config configure declared discovery engines
-    policy_options reader scheduling
+    policy_options reader scheduling score_options
     setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics record registry

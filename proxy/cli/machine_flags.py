@@ -10,6 +10,7 @@ from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.reader import Given
+from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, words
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
@@ -53,6 +54,14 @@ class Machines:
     )
     probe_limit: int | None = integer(
         1, "prefills at a time on one prefiller, where they wait in turn", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None,
+        "KV tokens that one prefiller may hold for the pool",
+        1,
+        10**9,
+        shown_default="no limit",
+        metavar="TOKENS",
     )
     prefix_cache: int | None = integer(
         None,
@@ -150,7 +159,9 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
         recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
         prefill_choice=machines.prefill_choice,
+        score_limits=given.read(ScoreOptions).limits,
         probe_limit=machines.probe_limit,
+        prefiller_kv_tokens=machines.prefiller_kv_tokens,
         transfer_base_ns=round(1e6 * machines.transfer_base_ms),
         transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         local_prefill_tokens=machines.local_prefill_tokens,

@@ -21,6 +21,7 @@ from balanceroute.proxy.core.policies import POLICIES, is_outside
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import integer, number, text
 from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.service_levels import Targets
@@ -111,7 +112,8 @@ class Goodput:
     )
 
 
-SECTIONS = (Pace, Replayed, Machines, AimdOptions, EngineFlags, Compared, Options, Goodput)
+DEPLOYMENT = (Machines, ScoreOptions, AimdOptions, EngineFlags)
+SECTIONS = (Pace, Replayed, *DEPLOYMENT, Compared, Options, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -126,7 +128,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_trace_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
-    add_flags(parser.add_argument_group("deployment"), Machines, AimdOptions, EngineFlags)
+    add_flags(parser.add_argument_group("deployment"), *DEPLOYMENT)
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
     add_flags(output, Goodput)

@@ -24,7 +24,6 @@ from balanceroute.proxy.core.prefill import (
     USING_BLOCKS,
     USING_LOADS,
     PrefillInputs,
-    ScoreLimits,
 )
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
@@ -294,11 +293,7 @@ class Deployment:
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(
                         random.Random(config.scheduling.seed),
-                        limits=ScoreLimits(
-                            config.scheduling.prefill_waiting_limit,
-                            config.scheduling.prefill_running_limit,
-                            config.scheduling.prefill_share_limit,
-                        ),
+                        limits=config.scores.limits,
                         engine_blocks=self.instances.engine_blocks,
                     ),
                 ),

@@ -43,7 +43,12 @@ from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
-from balanceroute.proxy.core.prefill import USING_LOADS, FewestTokens, MakePrefillChoice
+from balanceroute.proxy.core.prefill import (
+    USING_LOADS,
+    FewestTokens,
+    MakePrefillChoice,
+    ScoreLimits,
+)
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
@@ -74,8 +79,10 @@ class Deployment:
             room for, within a step; None if it is prefilled again.
         prefill: The prefill servers; None prefills at once.
         prefill_choice: A name of `PREFILL_CHOICES`: which server takes a request.
+        score_limits: For choices by a score.
         scrape_ns: Time between two scrapes of the servers, for choices by their metrics.
         probe_limit: Prefills on a server at a time, also those that wait there; None for no limit.
+        prefiller_kv_tokens: KV tokens that a server may hold; None for no limit.
         transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
             queue; 0 with f = 0 lets a request join at once.
         transfer_ns_per_token: f.
@@ -106,8 +113,10 @@ class Deployment:
     recompute_ns_per_token: float | None = None
     prefill: PrefillModel | None = None
     prefill_choice: str = "fewest-tokens"
+    score_limits: ScoreLimits = ScoreLimits()
     scrape_ns: int = 1_000_000_000
     probe_limit: int | None = 1
+    prefiller_kv_tokens: int | None = None
     transfer_base_ns: int = 0
     transfer_ns_per_token: float = 0.0
     local_prefill_tokens: int | None = None
@@ -468,6 +477,7 @@ def _scheduler_config(deployment: Deployment) -> SchedulerConfig:
         rank_kv_tokens=deployment.rank_kv_tokens,
         prefillers=1 if prefill is None else prefill.servers,
         probe_limit=None if prefill is None else deployment.probe_limit,
+        prefiller_kv_tokens=deployment.prefiller_kv_tokens,
         deadline_ns=deployment.deadline_ns,
         pool_limit=deployment.pool_limit,
         lease_ns=deployment.lease_ns,

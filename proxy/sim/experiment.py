@@ -152,7 +152,7 @@ def make_simulation(
         service=service,
         prefill_choice=partial(
             PREFILL_CHOICES[deployment.prefill_choice],
-            PrefillInputs(random.Random(f"{seed}/prefill")),
+            PrefillInputs(random.Random(f"{seed}/prefill"), limits=deployment.score_limits),
         ),
         on_finished=on_finished,
         clock_ns=clock_ns,

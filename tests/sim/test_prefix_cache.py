@@ -8,7 +8,7 @@ import pytest
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.prefill import USING_LOADS
+from balanceroute.proxy.core.prefill import USING_LOADS, ScoreLimits
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import make_simulation
 from balanceroute.proxy.sim.loop import EventLoop
@@ -92,7 +92,12 @@ def conversations(count: int, turns: int) -> list[TraceRequest]:
     return sorted(requests, key=lambda request: request.arrival_ns)
 
 
-def played(choice: str, requests: list[TraceRequest], prefillers: int = 4) -> RunMetrics:
+def played(
+    choice: str,
+    requests: list[TraceRequest],
+    prefillers: int = 4,
+    limits: ScoreLimits = ScoreLimits(),  # noqa: B008 - frozen.
+) -> RunMetrics:
     deployment = Deployment(
         8,
         64,
@@ -101,6 +106,7 @@ def played(choice: str, requests: list[TraceRequest], prefillers: int = 4) -> Ru
         prefill=PrefillModel(prefillers, 20_000_000, 50_000.0, 10**7, BLOCK),
         probe_limit=None,
         prefill_choice=choice,
+        score_limits=limits,
     )
     workload = Workload(requests, [], rate=1.0)
     forecast = lambda *_: NoPrediction()  # noqa: E731
@@ -153,3 +159,11 @@ def test_choices_by_score_are_told_of_the_load_by_scrapes(choice: str) -> None:
     scored, drawn = played(choice, requests), played("random", requests)
     assert scored.prefiller_peak < 1.3
     assert scored.ttft_s_p99 < drawn.ttft_s_p99
+
+
+def test_a_limit_to_the_share_evens_out_what_the_scores_draw() -> None:
+    requests = conversations(60, 4)
+    free, limited = (
+        played("s2-enhanced", requests, limits=ScoreLimits(share=share)) for share in (None, 0.3)
+    )
+    assert limited.prefiller_peak < free.prefiller_peak

@@ -30,6 +30,7 @@ from balanceroute.proxy.live.settings.declared import (
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
+from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import part
 from balanceroute.proxy.wire.messages import ServerLimits
 
@@ -59,6 +60,7 @@ class ProxyConfig:
     listening: ListeningSettings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
+    scores: ScoreOptions
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions

@@ -47,6 +47,7 @@ from balanceroute.proxy.live.settings.engines import decode_servers, prefill_ser
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
+from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import CONNECTORS
@@ -94,8 +95,6 @@ def make_config(
     _check_kv_events(prefillers, scheduling)
     failures = given.read(FailureSettings)
     _check_backoff(given, failures)
-    log = given.read(LogSettings)
-    _check_logs(given, log)
     aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
@@ -109,12 +108,13 @@ def make_config(
         listening=listening,
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
+        scores=given.read(ScoreOptions),
         policies=_policies(given, scheduling),
         times=times,
         aimd=aimd,
         failures=failures,
         limits=limits,
-        log=log,
+        log=_log(given),
         prefillers=prefillers,
         decoders=decoders,
         credentials=credentials,
@@ -381,7 +381,8 @@ def _check_backoff(given: Given, failures: FailureSettings) -> None:
         raise ConfigError(f"{given.where('retry_backoff_s')} {reason}")
 
 
-def _check_logs(given: Given, log: LogSettings) -> None:
+def _log(given: Given) -> LogSettings:
+    log = given.read(LogSettings)
     if log.log not in LOG_WORDS:
         _check_place(f"{given.where('log')} is {log.log}", Path(log.log))
     if log.load_log is not None:
@@ -389,6 +390,7 @@ def _check_logs(given: Given, log: LogSettings) -> None:
         _check_place(place, log.load_log)
         if log.log not in LOG_WORDS and Path(log.log).absolute() == log.load_log.absolute():
             raise ConfigError(f"{place}, where --log goes already")
+    return log
 
 
 def _check_place(place: str, path: Path) -> None:

@@ -24,6 +24,7 @@ from balanceroute.proxy.live.settings.checks import (
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
+from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import (
     choice,
     file,
@@ -301,7 +302,7 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "discovery": (DiscoverySettings,),
     "listening": (ListeningSettings,),
     "admission": (AdmissionSettings, AimdOptions),
-    "scheduling": (SchedulingSettings,),
+    "scheduling": (SchedulingSettings, ScoreOptions),
     "policies": (PolicyOptions,),
     "time limits": (TimeLimits,),
     "failures": (FailureSettings,),

@@ -53,24 +53,6 @@ class SchedulingSettings:
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
     )
-    prefill_waiting_limit: int | None = integer(
-        None,
-        "with a --prefill-choice by score, requests that may wait on a prefiller",
-        0,
-        10**6,
-        word="none",
-    )
-    prefill_running_limit: int | None = integer(
-        None, "likewise, requests that may run on it", 0, 10**6, word="none"
-    )
-    prefill_share_limit: float | None = number(
-        None,
-        "likewise, its share of the requests between two scrapes",
-        0.01,
-        1,
-        shown_default="no limit",
-        word="none",
-    )
     local_prefill_tokens: int | None = integer(
         None,
         "a decode rank computes prompts of at most so many tokens itself, where that delays all "
