@@ -243,6 +243,7 @@ class CompletionStream(StreamReader):
         count = token_count(usage, "completion_tokens")
         if count is not None:
             self.usage_tokens = count
+            self.prompt_tokens = token_count(usage, "prompt_tokens") or 0
 
     # A request that the rank hands back.
 

@@ -17,10 +17,11 @@ class StreamReader:
         handed_back: Whether the rank hands the request back.
         error: What the engine reported to the client as an error; empty if nothing.
         usage_tokens: Tokens of the answer by the engine's usage object; None if it sent none.
+        prompt_tokens: Those of the prompt by it; 0 if it sent none.
     """
 
     __slots__ = (
-        *("_events", "_opening", "differs", "error", "handed_back", "over"),
+        *("_events", "_opening", "differs", "error", "handed_back", "over", "prompt_tokens"),
         "usage_tokens",
     )
 
@@ -32,6 +33,7 @@ class StreamReader:
         self.handed_back = False
         self.error = ""
         self.usage_tokens: int | None = None
+        self.prompt_tokens = 0
 
     @property
     def first_error(self) -> bytes:

@@ -319,6 +319,7 @@ class DecodeAttempt(Attempt):
             self._served()
             record = self._session.record
             prompt_tokens, record.output_tokens = counts_of(body)
+            _count_prompt(self._session, prompt_tokens)
             record.prompt_tokens = record.prompt_tokens or prompt_tokens
             if record.cached_tokens is not None:
                 body = with_cached_tokens(body, record.cached_tokens)
@@ -344,6 +345,7 @@ class DecodeAttempt(Attempt):
     def stream_ended(self) -> None:
         """Finish the answer."""
         if self.stream is not None and self.stream.started:
+            _count_prompt(self._session, self.stream.reader.prompt_tokens)
             self._session.finished()
         else:  # The engine has nothing to say, which is no answer.
             error = WireError(WireFault.RESET, "the stream is empty", sent=True, answered=True)
@@ -415,6 +417,15 @@ def _make_reader(
     completes_chat = emitted.continued is not None and shape.api is Api.CHAT
     head = emitted.head if completes_chat else b""
     return ContinuationStream(shape.sequences, head=head, repeated=repeated, **options)
+
+
+def _count_prompt(session: "AttemptOwner", tokens: int) -> None:
+    """Take the count of a prompt that the rank computed: no prefiller has counted it."""
+    record = session.record
+    tokens -= session.emitted.tokens  # Of an earlier rank.
+    if record.local_prefill and tokens > 0 and not record.prompt_tokens:
+        record.prompt_tokens = tokens
+        session.host.report(PromptCounted(session.number, tokens))
 
 
 def _reported(event: bytes, *, opened: bool) -> Failure:
