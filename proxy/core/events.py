@@ -59,6 +59,7 @@ class Ticket(Struct, frozen=True):
             if unused.
         block_tokens: Tokens of a block, possibly an estimate.
         token_blocks: Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
+        session: Hash of the name that its client gives its conversation; 0 for none.
         home: The rank that it is to go to while that is open, as it has a part of the prompt; None for
             any.
         home_tokens: The tokens that this rank has.
@@ -81,6 +82,7 @@ class Ticket(Struct, frozen=True):
     blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0
     token_blocks: bool = False
+    session: int = 0
     home: RankId | None = None
     home_tokens: int = 0
 

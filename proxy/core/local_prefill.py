@@ -286,7 +286,7 @@ class LocalPrefill:
                 missed_ns / 2, _SURE_STEPS * self._step_ns
             ):
                 # It had to compute all: it has dropped what it was given, or has begun anew.
-                self._memory.missed(ticket.home)
+                self._memory.missed(ticket, ticket.home)
             else:
                 if ticket.home is not None:
                     self._memory.had()

@@ -221,13 +221,42 @@ def test_two_turns_do_not_claim_one_slot() -> None:
 def test_ranks_without_caches_are_relied_on_ever_less() -> None:
     memory = RankMemory()
     for skipped in (0, 0, 0, 4, 16, 64):
-        memory.missed(RANK1)
+        memory.missed(turn(8), RANK1)
         memory.add(turn(8), RANK1)
         found = [bool(memory.expect(turn(9))) for _ in range(skipped + 1)]
         assert found == [False] * skipped + [True]
     memory.had()
-    memory.missed(RANK0)
+    memory.missed(turn(8), RANK0)
     assert memory.expect(turn(9))
+
+
+def named(tokens: int, session: int, conversation: int = 0) -> Ticket:
+    """Return the ticket of a turn whose client writes the turns before it in another way."""
+    return Ticket(tokens, blocks=(conversation,), block_tokens=tokens, session=session)
+
+
+def test_a_session_is_known_by_its_name_where_its_text_is_not() -> None:
+    memory = RankMemory()
+    memory.add(named(500, 7, 1), RANK1)
+    assert memory.expect(named(700, 7, 2)) == {RANK1: 500}
+    assert memory.expect(named(300, 7, 2)) == {RANK1: 299}
+    assert memory.expect(named(700, 8, 2)) == memory.expect(named(700, 0, 2)) == {}
+    # Its text may tell of more, and the latest turn counts.
+    assert memory.expect(named(700, 7, 1)) == {RANK1: 699}
+    memory.add(named(600, 7, 3), RANK0)
+    assert memory.expect(named(700, 7, 4)) == {RANK0: 600}
+    memory.forget(RANK0)
+    assert memory.expect(named(700, 7, 4)) == {}
+
+
+def test_a_session_whose_rank_lacked_it_is_not_relied_on_again() -> None:
+    memory = RankMemory()
+    for session in (7, 8):
+        memory.add(named(500, session, session), RANK1)
+    memory.missed(named(700, 7), RANK1)
+    memory.add(named(700, 7, 3), RANK1)
+    assert memory.expect(named(900, 7, 4)) == {}
+    assert memory.expect(named(900, 8, 4)) == {RANK1: 500}
 
 
 @pytest.mark.parametrize("tokens", [800, 801])

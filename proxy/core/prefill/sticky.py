@@ -1,6 +1,6 @@
 """`sticky`: a conversation stays on one prefiller, by rendezvous hashing, whatever its load.
 
-What other routers do with a session's id. Here the second block of the prompt stands for the
+What other routers do with a session's id. Without one the second block of the prompt stands for the
 conversation: the first one is often a system prompt that all share. Of several candidates the one with
 the highest hash of conversation and prefiller takes it, so that a prefiller more or less moves only
 its own conversations.
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 class Sticky:
-    """The candidate with the highest hash; without blocks, of the request's id."""
+    """The candidate with the highest hash; without session and blocks, of the request's id."""
 
     observer = None
 
@@ -26,8 +26,9 @@ class Sticky:
     ) -> PrefillerId:
         """Return the conversation's prefiller."""
         del view
-        blocks = request.ticket.blocks or (request.request,)
-        conversation = blocks[min(1, len(blocks) - 1)]
+        ticket = request.ticket
+        blocks = ticket.blocks or (request.request,)
+        conversation = ticket.session or blocks[min(1, len(blocks) - 1)]
         return max(candidates, key=lambda prefiller: _mix(conversation, prefiller))
 
 

@@ -32,6 +32,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     client_request_id,
     engine_headers,
     expected_output_tokens,
+    session_of,
     user_agent,
 )
 from balanceroute.proxy.live.frontend.tenancy import Limits
@@ -307,7 +308,7 @@ class Gateway:
         name = tenant.name or (record.api_key_id if self._settings.key_is_tenant else "")
         self._intake.submit(
             Arrival(
-                Asked(shape, eligible, expected_tokens, urgency, name),
+                Asked(shape, eligible, expected_tokens, urgency, name, session_of(headers, name)),
                 body,
                 partial(self._headers, headers),
                 reply,

@@ -45,6 +45,7 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
         record: As far as it is known.
         weight: Its share among requests of the same level.
         blocks: See `prompt_blocks`; empty unless `Welcome.uses_blocks`.
+        session: Hash of the name of its conversation; 0 for none.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
     record: RequestRecord
     weight: float = 1.0
     blocks: PromptBlocks = PromptBlocks()
+    session: int = 0
 
 
 class Live(Struct, frozen=True, array_like=True, tag=3):

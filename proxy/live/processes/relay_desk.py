@@ -179,6 +179,7 @@ class RelayDesk:
                 message.expected_tokens,
                 Urgency(message.level, message.deadline_ns, message.weight),
                 message.tenant,
+                message.session,
             )
         )
         return structs.replace(message.blocks.of(ticket), keys=message.keys)

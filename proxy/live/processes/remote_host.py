@@ -173,6 +173,7 @@ class RemoteHost:
             record,
             urgency.weight,
             blocks,
+            asked.session,
         )
         self._links[number] = Link(arrival, message)
         self.uplink.send(message)

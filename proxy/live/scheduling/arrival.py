@@ -28,6 +28,7 @@ class Asked(Struct, frozen=True):
         eligible: The engines of its model; None for all.
         expected_tokens: What its client expects one sequence to emit; None if it does not say.
         tenant: Whose it is; empty if tenants are not told apart.
+        session: See `Ticket`.
     """
 
     shape: "Shape"
@@ -35,6 +36,7 @@ class Asked(Struct, frozen=True):
     expected_tokens: int | None
     urgency: "Urgency"
     tenant: str
+    session: int = 0
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
@@ -54,6 +56,7 @@ class Asked(Struct, frozen=True):
             level=self.urgency.level,
             weight=self.urgency.weight,
             deadline_ns=self.urgency.deadline_ns,
+            session=self.session,
         )
 
 

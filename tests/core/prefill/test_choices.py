@@ -41,11 +41,15 @@ class Asked:
         self.requests = 0
 
     def __call__(
-        self, prefillers: Prefillers, blocks: tuple[int, ...] = (), among: list[PrefillerId] = P
+        self,
+        prefillers: Prefillers,
+        blocks: tuple[int, ...] = (),
+        among: list[PrefillerId] = P,
+        session: int = 0,
     ) -> int:
         self.requests += 1
         tokens = max(1, 16 * len(blocks))
-        ticket = Ticket(tokens, blocks=blocks, block_tokens=16.0)
+        ticket = Ticket(tokens, blocks=blocks, block_tokens=16.0, session=session)
         request = PrefillRequest(RequestId(self.requests), ticket, tokens, 0)
         return self.choice.choose(request, among, prefillers)
 
@@ -94,6 +98,7 @@ def test_a_conversation_sticks_whatever_the_load() -> None:
     homes = {start: ask(fleet(0, 0, 0, 0), (7, start)) for start in range(400)}
     assert homes == {start: ask(fleet(9, 9, 0, 0), (7, start, 5)) for start in range(400)}
     assert all(70 < count < 130 for count in Counter(homes.values()).values())
+    assert len({ask(fleet(0, 0, 0, 0), (7, start), session=5) for start in range(99)}) == 1
     # Without its prefiller only its own conversations move.
     moved = {start: ask(fleet(0, 0, 0, 0), (7, start), P[:3]) for start in range(400)}
     assert {start for start in homes if moved[start] != homes[start]} == {

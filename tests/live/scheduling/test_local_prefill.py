@@ -32,6 +32,7 @@ def test_a_rank_computes_a_short_prompt(play: "Play", relays: int, stream: bool)
         assert "kv_transfer_params" in pulled.values
         assert "kv_transfer_params" not in computed.values
         assert [record.local_prefill for record in site.world.ended] == [False, True]
+        assert [record.prompt_tokens for record in site.world.ended] == [900, 150]
         page = (await site.get("/metrics")).body.decode()
         assert "balanceroute_local_prefills_total 1.0" in page
 
@@ -75,6 +76,14 @@ def test_another_rank_computes_what_a_rank_lost(play: "Play") -> None:
     play(scenario, flags=FLAGS)
 
 
+COMPUTING = {
+    "flags": {"local_prefill_tokens": 2_000},
+    "ranks": 3,
+    "prefix_cache_tokens": 100_000,
+    "max_model_len": 100_000,
+}
+
+
 def messages(turns: int) -> list[dict[str, object]]:
     return [
         {"role": "user", "content": " ".join(f"{turn}{word % 100:02}" for word in range(1_000))}
@@ -97,11 +106,22 @@ def test_a_conversation_returns_to_its_rank(play: "Play", relays: int) -> None:
         # 1,000 new tokens each time.
         assert max(times_s[1:]) < 1.2 * times_s[0]
 
-    play(
-        scenario,
-        flags={"local_prefill_tokens": 2_000},
-        relays=relays,
-        ranks=3,
-        prefix_cache_tokens=100_000,
-        max_model_len=100_000,
-    )
+    play(scenario, relays=relays, **COMPUTING)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_session_returns_to_its_rank_however_its_client_writes_it(
+    play: "Play", relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await warm_up(site)
+        for turns in range(1, 5):
+            said = messages(turns)
+            if turns % 2:  # The same, to an engine.
+                said = [dict(reversed(message.items())) for message in said]
+            body = {"model": "tiny", "messages": said, "max_tokens": 2, "stream": True}
+            assert (await site.post(CHAT, body, [(b"x-session-id", b"one")])).status == 200
+        assert not site.received("prefill", CHAT)
+        assert len({seen.engine for seen in site.received("decode", CHAT)}) == 1
+
+    play(scenario, relays=relays, **COMPUTING)
