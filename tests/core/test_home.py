@@ -201,6 +201,25 @@ def test_a_turn_in_time_keeps_its_home() -> None:
         site.feed(RequestFinished(again))
 
 
+def test_a_turn_is_not_late_because_another_rank_computes() -> None:
+    site = Site("fifo")
+    site.local._limit_tokens = 800
+    turns = [site.decode(turn(8, conversation)) for conversation in range(2)]
+    homes = [home for _, home in turns]
+    assert homes[0] != homes[1]
+    site.feed(*(RequestFinished(request) for request, _ in turns))
+    first, actions = site.arrive(turn(9))
+    assert actions == [Admit(first, homes[0])]
+    second, actions = site.arrive(turn(15, 1))
+    assert actions == [Admit(second, homes[1])]
+    site.feed(StepCompleted(STEP_NS), after_ns=STEP_NS)
+    # Alone it would have taken 101 tokens' time.
+    started = [DecodeStarted(request) for request in (first, second)]
+    site.feed(*started, after_ns=701 * TOKEN_NS + STEP_NS)
+    site.feed(*(RequestFinished(request) for request in (first, second)))
+    assert site.place(turn(10)).home == homes[0]
+
+
 def test_two_turns_do_not_claim_one_slot() -> None:
     site = Site("fifo")
     site.decode(turn(8))
