@@ -20,6 +20,8 @@ _SIZES = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%
 _LONGEST_KEY = 3
 # The size line of a chunk, by the length of the whole chunk: no two chunks have the same.
 _LINES = {size + len(b"%x\r\n\r\n" % size): b"%x\r\n" % size for size in range(1, 0x1000)}
+# Of the last payload, and of a body that has no trailer.
+_END = b"\r\n0\r\n\r\n"
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
 _QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e]|\\[\t\x20-\x7e])*+"'
@@ -77,9 +79,13 @@ class ChunkedDecoder:
         if data[-2:] == b"\r\n" and data.find(b"\r\n", 0, _LONGEST_KEY + 2) > 0:
             # Whole chunks without CRLF in their payloads: sizes and payloads alternate. If every size
             # matches its payload, no other reading is possible.
-            lines = data.split(b"\r\n")
+            ends = data[-7:] == _END
+            lines = (data[:-5] if ends else data).split(b"\r\n")
             payloads = lines[1::2]
             if list(map(_SIZES.get, lines[:-1:2])) == list(map(len, payloads)):
+                if ends:
+                    self._state = _State.END
+                    self.finished = True
                 return b"".join(payloads)
         return self._feed(data)
 
