@@ -1,6 +1,7 @@
 """What every process of the proxy has: its logs, its signals, its descriptors, and its end."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import random
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
+# See mallopt(3): free memory at the end of the heap that is kept, and the largest block that is in it.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MOST_KEPT_BYTES = 32 << 20
+_MOST_REUSED_BYTES = 4 << 20
 # Engines to have descriptors for where they are still to be found.
 _FOUND = 64
 
@@ -172,11 +177,19 @@ def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
     return config, descriptors
 
 
-def settle_garbage_collector() -> None:
-    """Keep collections rare and short: what is there now stays, and requests leave few cycles."""
+def settle_memory() -> None:
+    """Make memory cost less time, once everything is there that stays."""
+    # Collections are rare and short, as requests leave few cycles.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
+    # GNU's malloc gives memory back as soon as there are 2 MiB at the end of the heap, and the first
+    # touch of a page costs more than a copy of what is in it, in a virtual machine many times as much.
+    # So what one large body leaves behind is kept for the next one. Other C libraries have no mallopt.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MOST_REUSED_BYTES)
 
 
 def _make_writer(to: str) -> LineWriter | None:

@@ -21,7 +21,7 @@ from balanceroute.proxy.live.process_edge import (
     Signals,
     make_environment,
     serve_until_told,
-    settle_garbage_collector,
+    settle_memory,
     with_descriptors,
 )
 from balanceroute.proxy.live.processes.part import supervisor_gone, tell_alive
@@ -97,7 +97,7 @@ async def _serve(
         await process.start()
         signals.on_hangup(on_hangup)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, process.hand_over)
-        settle_garbage_collector()
+        settle_memory()
         alive = asyncio.create_task(tell_alive())
         await serve_until_told(process, watch, signals)
         alive.cancel()

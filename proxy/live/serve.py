@@ -16,7 +16,7 @@ from balanceroute.proxy.live.process_edge import (
     Signals,
     make_environment,
     serve_until_told,
-    settle_garbage_collector,
+    settle_memory,
     with_descriptors,
 )
 from balanceroute.proxy.live.proxy import Proxy
@@ -66,7 +66,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
         signals.on_hangup(on_hangup)
         # Which would end it.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _stay)
-        settle_garbage_collector()
+        settle_memory()
         _announce(proxy, descriptors)
         await serve_until_told(proxy, watch, signals)
     finally:
