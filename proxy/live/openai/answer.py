@@ -51,7 +51,7 @@ def error_words(body: bytes) -> str:
 def is_whole(body: bytes) -> bool:
     """Return whether a body is a JSON object: not cut off, not a web server's page, not compressed."""
     # vLLM puts usage behind the choices. To parse a long answer only to look at it is expensive.
-    if body.startswith(b"{") and body.endswith(b"}") and b'"usage":' in body:
+    if body.startswith(b"{") and body.endswith(b"}") and body.rfind(b'"usage":') >= 0:
         return True
     try:
         return isinstance(json.loads(body), dict)

@@ -158,7 +158,7 @@ class CompletionStream(StreamReader):
 
     def _read(self, event: bytes) -> bytes:
         ids = self._ids
-        going_on = _GOING_ON in event and _ROLE not in event
+        going_on = event.rfind(_GOING_ON) >= 0 and event.find(_ROLE) < 0
         if going_on and (ids is None or ids.is_plain(event)):
             self._has_begun = True
             if self._transcript is not None:

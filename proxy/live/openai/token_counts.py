@@ -47,6 +47,12 @@ class CountsAsked(Struct, frozen=True):
     hide_total: bool
 
 
+_TOTAL: Mapping[str, object] = {"include_usage": True, "continuous_usage_stats": False}
+_TOTAL_ALONE = CountsAsked(_TOTAL, each=False, hide_each=True, hide_total=True)
+_EACH: Mapping[str, object] = {"include_usage": True, "continuous_usage_stats": True}
+_USUAL = CountsAsked(_EACH, each=True, hide_each=True, hide_total=True)
+
+
 def ask_for_counts(
     shape: Shape, values: Mapping[str, Any], *, each: bool = True
 ) -> CountsAsked | None:
@@ -59,7 +65,7 @@ def ask_for_counts(
         return None
     options = values.get("stream_options")
     if options is None:
-        options = {}
+        return _USUAL if each else _TOTAL_ALONE
     if not isinstance(options, dict) or is_deep(options):
         return None
     wishes = options.get("include_usage"), options.get("continuous_usage_stats")

@@ -5,7 +5,7 @@ import json
 import msgspec
 
 _encode = msgspec.json.Encoder().encode
-_DELETE = b"\x7f"
+_DELETE = 0x7F
 
 
 def json_line(fields: dict[str, object]) -> bytes:

@@ -197,11 +197,17 @@ def encode_request_head(
     Raises:
         UnsafeHeaderError: A header, the method or the target cannot be written.
     """
+    begin = _request_begin(method, target, host)
+    length = b"content-length: %d\r\n" % len(body) if body or method in _WITH_LENGTH else b""
+    return b"%b%b%b\r\n" % (begin, encode_fields(headers), length)
+
+
+@lru_cache(maxsize=128)  # The legs have the same few.
+def _request_begin(method: bytes, target: bytes, host: bytes) -> bytes:
     line = b"%b %b HTTP/1.1\r\n" % (method, target)
     if not _SAFE_REQUEST_LINE.fullmatch(line):
         raise UnsafeHeaderError(f"a request line cannot be written: {line!r:.200}")
-    length = b"content-length: %d\r\n" % len(body) if body or method in _WITH_LENGTH else b""
-    return b"%bhost: %b\r\n%b%b\r\n" % (line, host, encode_fields(headers), length)
+    return b"%bhost: %b\r\n" % (line, host)
 
 
 def _origin_form(method: bytes, target: bytes) -> tuple[bytes, bytes]:
