@@ -38,7 +38,7 @@ proxy.live: announcement connectors control control_plane deployment descriptors
     engine_connections engines environment following_kv_events frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin errors load_log roster standing state
+proxy.live.control: admin errors live_view load_log page roster standing state view
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
@@ -68,8 +68,8 @@ proxy.live.settings: admission aimd_options checks config configure declared dis
     policy_options reader scheduling score_options
     setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
-    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics record registry
-    request_log request_metrics shadow snapshot tenant_metrics
+    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
+    registry request_log request_metrics shadow snapshot tenant_metrics
 proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
     sample settings sharegpt target workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots

@@ -3,11 +3,13 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.load_log import LoadLog
-from balanceroute.proxy.live.control.state import instance_rows, take_snapshot
+from balanceroute.proxy.live.control.state import instance_rows, request_rows, take_snapshot
+from balanceroute.proxy.live.control.view import view_of
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.listeners import AdminListener
@@ -15,6 +17,7 @@ from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too
+from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 
 if TYPE_CHECKING:
@@ -51,6 +54,10 @@ class ControlPlane(ABC):
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.config = config
+        self._recent: RecentRequests | None = None
+        if config.listening.admin:
+            self._recent = RecentRequests(environment.log)
+            environment = replace(environment, log=self._recent)
         self._environment = environment
         self.metrics = Metrics(
             lambda: self.snapshot(requests=False),
@@ -133,14 +140,14 @@ class ControlPlane(ABC):
             self.admin.close()
             await self.admin.drain()
 
-    def snapshot(self, *, requests: bool) -> "Snapshot":
-        """Return the state, with each live request if asked."""
+    def snapshot(self, *, requests: bool, scores: bool = True) -> "Snapshot":
+        """Return the state, with each live request if asked, and with the predictors' scores."""
         config, deployment = self.config, self.deployment
         return take_snapshot(
             deployment.driver,
             policy=deployment.policy,
             predictor=predictor_name(config.scheduling.predictor),
-            predictors=deployment.predictors.scores(),
+            predictors=deployment.predictors.scores() if scores else [],
             tenants=deployment.tenancy.states(),
             rows_judged=deployment.predictors.judged,
             held=self._held(),
@@ -154,6 +161,17 @@ class ControlPlane(ABC):
             ),
             requests=requests,
         )
+
+    def view(self) -> dict[str, object]:
+        """Return what the page shows."""
+        # Scores are expensive, and the page has none.
+        state = self.snapshot(requests=False, scores=False)
+        return view_of(state, self.metrics.latencies(), ready=self.ready)
+
+    def request_rows(self, request_id: str) -> list[dict[str, object]]:
+        """Return the requests that have an id, of those that live and the latest that ended."""
+        ended = [] if self._recent is None else self._recent.find(request_id)
+        return request_rows(self.deployment.driver, request_id, ended)
 
     def instance_rows(self) -> list[dict[str, object]]:
         """Return every instance, with what is in flight on it."""

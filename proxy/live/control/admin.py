@@ -1,9 +1,12 @@
 """The pages of the admin listener: health, metrics, the proxy's state, and orders to change it.
 
+    GET  /                        the page for people, which asks for the rest; needs no token
     GET  /health                  200 while the process serves; needs no token
     GET  /ready                   200 if it takes requests, else 503; needs no token
     GET  /metrics                 for Prometheus
     GET  /admin/state             everything; with ?requests=1 each live request too
+    GET  /admin/live              what the page shows, once a second, as server-sent events
+    GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
     GET  /admin/instances         the engines, with what is still in flight on each
     POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
     POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?}
@@ -25,10 +28,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Protocol
+from urllib.parse import parse_qs
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.control.live_view import EVENTS, LiveView, Viewer
+from balanceroute.proxy.live.control.page import HEADERS, PAGE
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
@@ -50,7 +56,7 @@ MAX_WAIT_S = 86_400.0
 _WAIT_STEP_S = 0.25
 
 _COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-_OPEN_PATHS = frozenset({b"/health", b"/ready"})
+_OPEN_PATHS = frozenset({b"/", b"/health", b"/ready"})
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +75,14 @@ class Control(Protocol):
 
     def instance_rows(self) -> list[dict[str, object]]:
         """Return every instance, with what is in flight on it."""
+        ...
+
+    def view(self) -> dict[str, object]:
+        """Return what the page shows."""
+        ...
+
+    def request_rows(self, request_id: str) -> list[dict[str, object]]:
+        """Return the requests that have an id, of those that live and the latest that ended."""
         ...
 
     def set_policy(self, name: str) -> None:
@@ -96,7 +110,7 @@ class Orders(Protocol):
         ...
 
 
-class Reply(Protocol):
+class Reply(Viewer, Protocol):
     """Where an answer goes; it ignores what comes after the client left."""
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
@@ -148,13 +162,17 @@ class Admin:
         self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
         self.token = token
         self._names = names
+        self._live_view = LiveView(control.view)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+            b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
             b"/ready": {b"GET": self._ready},
             b"/metrics": {b"GET": self._metrics},
             b"/admin/state": {b"GET": self._state},
+            b"/admin/live": {b"GET": self._live},
+            b"/admin/requests": {b"GET": self._requests},
             b"/admin/instances": {b"GET": self._instances, b"POST": self._add},
             b"/admin/instances/drain": {b"POST": self._drain},
             b"/admin/instances/remove": {b"POST": self._remove},
@@ -176,12 +194,13 @@ class Admin:
                 raise _Refusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
-            if request.query and handler != self._state:
+            if request.query and handler not in (self._state, self._requests):
                 raise _Refusal(400, "the page takes no query")
             handler(request, reply)
 
     def close(self) -> None:
-        """Give up the additions and the waits that go on."""
+        """Give up the additions and the waits that go on, and end the live views."""
+        self._live_view.close()
         for task in (*self._additions, *self._waits):
             task.cancel()
 
@@ -201,6 +220,9 @@ class Admin:
             raise _Refusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
             )
+
+    def _page(self, _request: Request, reply: Reply) -> None:
+        reply.send(200, [*HEADERS, *_COMMON_HEADERS], PAGE)
 
     def _health(self, _request: Request, reply: Reply) -> None:
         _send_json(reply, 200, {"status": "ok"})
@@ -222,6 +244,20 @@ class Admin:
             "state": self._control.snapshot(requests=request.query == b"requests=1"),
         }
         _send_json(reply, 200, state)
+
+    def _live(self, request: Request, reply: Reply) -> None:
+        if request.method == b"HEAD":
+            reply.send(200, EVENTS, b"")
+        elif self._live_view.full:
+            raise _Refusal(503, "too many look at the live view")
+        else:
+            self._live_view.open(reply)
+
+    def _requests(self, request: Request, reply: Reply) -> None:
+        asked = parse_qs(request.query.decode("latin-1"))
+        if asked.keys() != {"id"} or len(asked["id"]) != 1:
+            raise _Refusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
+        _send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
 
     def _instances(self, _request: Request, reply: Reply) -> None:
         _send_json(reply, 200, {"instances": self._control.instance_rows()})

@@ -9,6 +9,7 @@ from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.telemetry.request_log import fields_of
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
     EngineState,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Quarantine
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.live.telemetry.shadow import PredictorScores
     from balanceroute.proxy.live.telemetry.snapshot import TenantState
     from balanceroute.proxy.wire.http1.server import Server
@@ -122,6 +124,19 @@ def instance_rows(
                 "drained": status is Status.DRAINING and in_flight == 0,
             }
         )
+    return rows
+
+
+def request_rows(
+    driver: "Driver", request_id: str, ended: "list[RequestRecord]"
+) -> list[dict[str, object]]:
+    """Return a row per request with an id, as the request log has it, and its state."""
+    now_ns, scheduler = round(driver.context.clock() * 1e9), driver.scheduler
+    rows = [fields_of(record, record.ended_ns) | {"state": "ended"} for record in ended]
+    for number, session in driver.sessions.items():
+        if session.record.request_id == request_id and number in scheduler.requests:
+            state = scheduler.requests[number].state.name.lower()
+            rows.append(fields_of(session.record, now_ns) | {"state": state})
     return rows
 
 

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 from balanceroute.proxy.live.telemetry.process_metrics import ProcessesCollector
-from balanceroute.proxy.live.telemetry.registry import Registry
+from balanceroute.proxy.live.telemetry.registry import Histogram, Registry
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
@@ -70,6 +70,10 @@ class Metrics:
             registry.collect_from(ProcessesCollector(processes))
         elif process:
             registry.collect_process()
+
+    def latencies(self) -> dict[str, Histogram]:
+        """Return the histograms that show where time goes, by stage."""
+        return {**self.requests.latencies(), "itl": self.legs.gaps}
 
     def render(self) -> bytes:
         """Return the page, in the text format; its type is `CONTENT_TYPE`."""

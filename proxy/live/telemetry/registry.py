@@ -122,6 +122,13 @@ class Histograms:
             histogram = self.by_values[values] = Histogram(self._bounds)
         return histogram
 
+    def total(self) -> Histogram:
+        """Return what all of them have counted together."""
+        total = Histogram(self._bounds)
+        for histogram in self.by_values.values():
+            total.add(histogram.counts, histogram.total, histogram.refused)
+        return total
+
     def family(self) -> HistogramMetricFamily:
         """Return all of them, in the order of their labels' values."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)

@@ -86,58 +86,61 @@ class RequestLog:
 def line_of(record: RequestRecord) -> bytes:
     """Return the line of a request whose outcome is set, with its newline."""
     assert record.outcome is not None
+    return json_line(fields_of(record, record.ended_ns))
+
+
+def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
+    """Return the fields as they are now; of a request that lives, `outcome` is null."""
     arrived_ns = record.arrived_ns
     started_ns = record.prefill_started_ns
-    ended_s = record.arrived_unix_s + (record.ended_ns - arrived_ns) / _NS_PER_S
-    return json_line(
-        {
-            "arrival_s": round(record.arrived_unix_s, 6),
-            "prompt_tokens": record.prompt_tokens,
-            "output_tokens": record.output_tokens,
-            "request_id": record.request_id[:MAX_TEXT],
-            "endpoint": record.endpoint[:MAX_TEXT],
-            "model": record.model[:MAX_TEXT],
-            "stream": record.stream,
-            "choices": record.choices,
-            "outcome": record.outcome.value,
-            "reason": record.reason[:MAX_TEXT],
-            "status": record.status,
-            "cached_tokens": record.cached_tokens,
-            "prefiller": record.prefiller,
-            "rank": record.rank,
-            "queue_s": _between(arrived_ns, started_ns),
-            "prefill_s": _between(started_ns, record.prefilled_ns),
-            "pool_s": None if record.admitted_ns is None else _seconds(record.pool_wait_ns),
-            "ttft_s": _between(arrived_ns, record.first_token_ns),
-            "itl_max_s": _seconds(record.itl_max_ns) if record.itl_max_ns else None,
-            "duration_s": _seconds(record.ended_ns - arrived_ns),
-            "retries": record.retries,
-            "recomputes": record.recomputes,
-            "resumes": record.resumes,
-            "lease_lapses": record.lease_lapses,
-            "cheaper_lapses": record.cheaper_lapses,
-            "max_tokens": record.max_tokens,
-            "prompt_estimate": record.prompt_estimate,
-            "keys": [f"{key:016x}" for key in record.keys],
-            "transfer_s": None if record.transfer_ns is None else _seconds(record.transfer_ns),
-            "peer": record.peer,
-            "api_key_id": record.api_key_id,
-            "user_agent": record.user_agent,
-            "time": _utc(ended_s),
-            "level": "warning" if record.outcome in _WARNINGS else "info",
-            "message": "request ended",
-            "tenant": record.tenant,
-            "refused_for": record.refused_for,
-            "expected_ttft_s": (
-                None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
-            ),
-            "local_prefill": record.local_prefill,
-            "time_to_second_token_s": _between(arrived_ns, record.second_token_ns),
-            "early_first_token": record.early_first_token,
-            "first_token_differences": record.first_token_differences,
-            "seed": record.seed,
-        }
-    )
+    now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
+    return {
+        "arrival_s": round(record.arrived_unix_s, 6),
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "request_id": record.request_id[:MAX_TEXT],
+        "endpoint": record.endpoint[:MAX_TEXT],
+        "model": record.model[:MAX_TEXT],
+        "stream": record.stream,
+        "choices": record.choices,
+        "outcome": None if record.outcome is None else record.outcome.value,
+        "reason": record.reason[:MAX_TEXT],
+        "status": record.status,
+        "cached_tokens": record.cached_tokens,
+        "prefiller": record.prefiller,
+        "rank": record.rank,
+        "queue_s": _between(arrived_ns, started_ns),
+        "prefill_s": _between(started_ns, record.prefilled_ns),
+        "pool_s": None if record.admitted_ns is None else _seconds(record.pool_wait_ns),
+        "ttft_s": _between(arrived_ns, record.first_token_ns),
+        "itl_max_s": _seconds(record.itl_max_ns) if record.itl_max_ns else None,
+        "duration_s": _seconds(now_ns - arrived_ns),
+        "retries": record.retries,
+        "recomputes": record.recomputes,
+        "resumes": record.resumes,
+        "lease_lapses": record.lease_lapses,
+        "cheaper_lapses": record.cheaper_lapses,
+        "max_tokens": record.max_tokens,
+        "prompt_estimate": record.prompt_estimate,
+        "keys": [f"{key:016x}" for key in record.keys],
+        "transfer_s": None if record.transfer_ns is None else _seconds(record.transfer_ns),
+        "peer": record.peer,
+        "api_key_id": record.api_key_id,
+        "user_agent": record.user_agent,
+        "time": _utc(now_s),
+        "level": "warning" if record.outcome in _WARNINGS else "info",
+        "message": "request ended",
+        "tenant": record.tenant,
+        "refused_for": record.refused_for,
+        "expected_ttft_s": (
+            None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
+        ),
+        "local_prefill": record.local_prefill,
+        "time_to_second_token_s": _between(arrived_ns, record.second_token_ns),
+        "early_first_token": record.early_first_token,
+        "first_token_differences": record.first_token_differences,
+        "seed": record.seed,
+    }
 
 
 def _utc(unix_s: float) -> str:

@@ -13,6 +13,7 @@ from balanceroute.proxy.live.telemetry.registry import (
     TOKEN_GAP_BOUNDS_S,
     TOKENS_BOUNDS,
     CappedLabel,
+    Histogram,
     Registry,
 )
 from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
@@ -31,7 +32,7 @@ class _Latencies:
     """What clients feel, by model."""
 
     def __init__(self, registry: Registry) -> None:
-        self._ttft = registry.histograms(
+        self.ttft = registry.histograms(
             "time_to_first_token_seconds", "Arrival to the first token.", REQUEST_BOUNDS_S, "model"
         )
         self._second = registry.histograms(
@@ -66,7 +67,7 @@ class _Latencies:
             self._e2e.of(model).observe((ended_ns - arrived_ns) / NS_PER_S)
         if first_ns is None:
             return
-        self._ttft.of(model).observe((first_ns - arrived_ns) / NS_PER_S)
+        self.ttft.of(model).observe((first_ns - arrived_ns) / NS_PER_S)
         if record.second_token_ns is not None:
             self._second.of(model).observe((record.second_token_ns - arrived_ns) / NS_PER_S)
         # The expectation is that of a rank's first token.
@@ -142,6 +143,16 @@ class RequestMetrics:
         self._output_tokens = registry.histogram(
             "request_output_tokens", "Tokens that reached the client.", TOKENS_BOUNDS
         )
+
+    def latencies(self) -> dict[str, Histogram]:
+        """Return the histograms that show where time goes, by stage."""
+        return {
+            "ttft": self._latencies.ttft.total(),
+            "queue": self._queue,
+            "prefill": self._prefill,
+            "pool": self._pool,
+            "transfer": self._transfer,
+        }
 
     def passed_through(self, record: RequestRecord) -> None:
         """Count a request that one engine answered alone, which no histogram of generation takes."""

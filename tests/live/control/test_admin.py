@@ -95,6 +95,14 @@ class Fleet:
         row = {"role": "decode", "url": "http://d:8000", "status": "draining"}
         return [row | {"in_flight": self.in_flight}]
 
+    def view(self) -> dict[str, object]:
+        if self.error is not None:
+            raise self.error
+        return {"policy": "br-h"}
+
+    def request_rows(self, request_id: str) -> list[dict[str, object]]:
+        return [{"request_id": request_id, "state": "decoding"}]
+
     def set_policy(self, name: str) -> None:
         self._order("policy", name)
 
@@ -111,6 +119,18 @@ class Sent:
         self.headers: dict[bytes, bytes] = {}
         self.body = b""
         self.done = asyncio.Event()
+        self.closed = self.paused = False
+        self.on_closed: Callable[[], None] | None = None
+
+    def start(self, status: int, headers: Headers) -> None:
+        self.send(status, headers, b"")
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.body += data
+
+    def end(self) -> None:
+        self.closed = True
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         assert not self.status, "answered twice"
@@ -135,8 +155,8 @@ class Sent:
 class Bench:
     """An Admin and the fleet it controls."""
 
-    def __init__(self, *, token: bool = True) -> None:
-        self.fleet = Fleet()
+    def __init__(self, fleet: Fleet | None = None, *, token: bool = True) -> None:
+        self.fleet = fleet or Fleet()
         self.admin = Admin(
             self.fleet,
             self.fleet,
@@ -365,7 +385,7 @@ BAD_CREDENTIALS: list[Headers] = [
 @pytest.mark.parametrize("headers", BAD_CREDENTIALS)
 def test_without_the_token_nothing_is_shown_and_nothing_done(headers: Headers) -> None:
     bench = Bench()
-    for path in [*PAGES, "/admin/nothing", "/"]:
+    for path in [*PAGES, "/admin/live", "/admin/requests", "/admin/nothing", "//"]:
         sent = bench.get(path, headers=headers)
         assert sent.status == 401
         assert sent.headers[b"www-authenticate"] == b"Bearer"
@@ -394,7 +414,7 @@ def test_without_a_configured_token_none_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("/", "/admin", "/admin/", "/admin/state/", "//admin/state", "/admin//state"),
+        *("/index.html", "/admin", "/admin/", "/admin/state/", "//admin/state", "/admin//state"),
         *("/admin/../admin/state", "/Admin/State", "/admin/state%2f", "/admin/state;x", "*"),
         *("/admin/instances/add", "/v1/chat/completions", "/metrics/", "http://h/metrics"),
     ],
