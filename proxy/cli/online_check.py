@@ -14,7 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engine_connections import EngineConnections
-from balanceroute.proxy.live.engines.engine_gauges import MAX_PAGE_BYTES
+from balanceroute.proxy.live.engines.engine_gauges import (
+    CACHE_CONFIG,
+    MAX_PAGE_BYTES,
+    kv_tokens_of,
+)
 from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.model_list import ServedModel
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.topologies import Topology
 
-_CACHE_METRIC = "vllm:cache_config_info"
 _AT_ONCE = 32
 
 
@@ -63,13 +66,8 @@ class Seen:
     @property
     def kv_tokens(self) -> int | None:
         """KV tokens that a rank holds, the least of its ranks; None if it does not say."""
-        sizes = [
-            int(cache["num_gpu_blocks"]) * int(cache["block_size"])
-            for cache in self.caches
-            if cache.get("num_gpu_blocks", "").isdecimal()
-            and cache.get("block_size", "").isdecimal()
-        ]
-        return min(sizes, default=None)
+        sizes = [kv_tokens_of(cache) for cache in self.caches]
+        return min((size for size in sizes if size is not None), default=None)
 
 
 def check_online(topology: "Topology") -> tuple[list[Finding], str]:
@@ -205,7 +203,7 @@ async def _look_at(fetcher: Fetcher, role: str, url: str, ranks: int | None) -> 
         caches = tuple(
             sample.labels
             for family in text_string_to_metric_families(metrics.decode(errors="replace"))
-            if family.name == _CACHE_METRIC
+            if family.name == CACHE_CONFIG
             for sample in family.samples
         )
     except (FetchError, ModelsPageError, ValueError) as error:

@@ -88,7 +88,11 @@ def render_metrics(
             for text, state in each({"finished_reason": reason})
         ),
     )
-    config = {"block_size": str(block_tokens), "num_gpu_blocks": blocks}
+    config = {
+        "block_size": str(block_tokens),
+        "kv_cache_size_tokens": str(kv_tokens),
+        "num_gpu_blocks": blocks,
+    }
     family(
         "cache_config_info",
         "gauge",

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,17 @@ from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
+from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.control.standing import Standing, basis_of, load, save
 from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
-from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, parse_engine_gauges
+from balanceroute.proxy.live.engines.engine_gauges import (
+    EngineGauges,
+    MetricsPageError,
+    parse_engine_gauges,
+)
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
@@ -67,6 +73,10 @@ _log = logging.getLogger(__name__)
 _PAGE_BYTES = 4 << 20
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
 _NOBODY = EngineUrl("http", "127.0.0.1", 9)
+_PULLED_LATE = (
+    "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
+    "were pulled after their lease, and answers may be wrong (then --lease-s is too long)"
+)
 
 
 class Deployment:
@@ -106,6 +116,10 @@ class Deployment:
             connector=config.engines.connector,
             connect=connect,
             discover=self._discover,
+            memory=RankMemory(
+                config.scheduling.rank_kv_tokens,
+                used=config.policies.kv_peak_quantile is not None,
+            ),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
         )
         clock = asyncio.get_running_loop().time
@@ -327,7 +341,8 @@ class Deployment:
 
     def _scheduler_config(self) -> "SchedulerConfig":
         instances = self.instances
-        return self.config.scheduler_config(len(instances.ranks), len(instances.prefillers))
+        config = self.config.scheduler_config(len(instances.ranks), len(instances.prefillers))
+        return replace(config, rank_kv_tokens=self.roster.memory.tokens)
 
     def _make_policy(self) -> Policy:
         scheduling = self.config.scheduling
@@ -340,18 +355,17 @@ class Deployment:
                 random.Random(scheduling.seed),
                 self.predictors,
                 self._on_stage,
-                scheduling.rank_kv_tokens,
+                self.roster.memory.tokens,
             ),
         )
         return self._environment.policy(policy)
 
     def _make_scraper(self, clock: Callable[[], float]) -> Scraper:
-        by_loads = self.config.scheduling.prefill_choice in USING_LOADS
         return Scraper(
             self.config.scrape,
             fetch=self._page,
             on_utilisation=self.roster.utilisation_changed,
-            on_gauges=self.roster.loads_scraped if by_loads else None,
+            on_gauges=self._scraped,
             on_failure=self._scrape_failed,
             on_late_pulls=self._pulled_late,
             on_error=self._failures.report,
@@ -400,19 +414,18 @@ class Deployment:
         if not up:
             self.pass_through.lost(target)
 
+    def _scraped(self, target: Target, gauges: EngineGauges) -> None:
+        self.roster.memory_scraped(target, gauges)
+        if self.config.scheduling.prefill_choice in USING_LOADS:
+            self.roster.loads_scraped(target, gauges)
+
     def _scrape_failed(self, target: Target, reason: str) -> None:
         self._metrics.engines.scrape_failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _pulled_late(self, target: Target, count: int) -> None:
         self._metrics.engines.pulled_late(count)
-        fields = {"url": target.url, "count": count}
-        message = (
-            "a prefiller was told of KV caches that it kept no longer: their requests were called "
-            "off, or they were pulled after their lease, and answers may be wrong (then --lease-s "
-            "is too long)"
-        )
-        _log.warning(message, extra={"fields": fields})
+        _log.warning(_PULLED_LATE, extra={"fields": {"url": target.url, "count": count}})
 
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)

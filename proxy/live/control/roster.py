@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import EngineLoad, PrefillerId, PrefillerScraped, RankId
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
@@ -47,6 +48,7 @@ class Roster:
         connector: The name of the KV connector.
         connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
+        memory: How many KV tokens fit on a rank.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
 
     Attributes:
@@ -60,9 +62,11 @@ class Roster:
         connector: str,
         connect: "Callable[[EngineUrl], Endpoint]",
         discover: Callable[[EngineUrl], Awaitable[int]],
+        memory: RankMemory,
         utilisation_limit: float,
     ) -> None:
         self.instances = instances
+        self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
         self._connector = connector
@@ -282,6 +286,11 @@ class Roster:
                 instance.utilisation = utilisation
                 instance.crowded = utilisation > self._utilisation_limit
         self._driver.reopen()
+
+    def memory_scraped(self, target: Target, gauges: "EngineGauges") -> None:
+        """Take what an engine says of its memory."""
+        if self.memory.scraped(target, gauges, self.targets()):
+            self._reconfigure()
 
     def loads_scraped(self, target: Target, gauges: "EngineGauges") -> None:
         """Tell the scheduler how busy a prefiller is."""

@@ -1,11 +1,11 @@
-"""What a page of engine metrics says: how full its KV cache is, and how many engines it speaks for.
+"""What a page of engine metrics says: how large and how full its KV cache is, and of how many engines.
 
 The page comes from outside and is read with suspicion: only the lines of the few metrics that are
 wanted are looked at, and a value that cannot be true refuses the page as a whole.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -13,20 +13,26 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A longer page is refused. One of vLLM 0.32 has 65 kB for each engine."""
 
+CACHE_CONFIG = "vllm:cache_config_info"
+"""A metric whose value is 1, and whose labels say how the KV cache is configured."""
+
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
+_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
+_SIZES = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS})
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
-_MAX_ENGINE_BYTES = 64
+_MAX_LABEL_BYTES = 64
 _MAX_COUNT = 1e15
 # Possessive quantifiers: there is one way to read a line, and no other is tried.
 _LABEL = re.compile(
     rb"[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+" rb'"((?:[^"\\]|\\.)*+)"[ \t]*+'
 )
 _VALUE = re.compile(rb"[ \t]*+([0-9.eE+-]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+")
-_VLLM_WITHOUT_LABEL = "0"
+_COUNT = re.compile(r"[0-9]{1,9}")
+_ENGINE, _VLLM_WITHOUT_LABEL = "engine", "0"
 
 
 class MetricsPageError(BalanceRouteError):
@@ -45,6 +51,7 @@ class EngineGauges:
             page without that label.
         waiting: Requests that wait, the mean over its engines; 0 if the page does not say.
         running: Requests that run, likewise.
+        kv_tokens: KV tokens that an engine holds, of the smallest; None if the page does not say.
     """
 
     kv_cache_usage: float
@@ -52,6 +59,7 @@ class EngineGauges:
     engines: frozenset[str]
     waiting: float = 0.0
     running: float = 0.0
+    kv_tokens: int | None = None
 
 
 def parse_engine_gauges(page: bytes) -> EngineGauges:
@@ -75,6 +83,7 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         engines=frozenset(engine for engine, _ in usages),
         waiting=_mean(page, _WAITING),
         running=_mean(page, _RUNNING),
+        kv_tokens=_kv_tokens(page),
     )
 
 
@@ -88,8 +97,39 @@ def _mean(page: bytes, name: bytes) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def kv_tokens_of(cache: Mapping[str, str]) -> int | None:
+    """Return the KV tokens that an engine holds, of the labels of `CACHE_CONFIG`; None if unknown.
+
+    vLLM before 0.32 has only blocks and their size, and that is too much where layers differ.
+    """
+    counts = {name: int(cache[name]) for name in _SIZES if _COUNT.fullmatch(cache.get(name, ""))}
+    blocks = counts.get(_BLOCKS, 0) * counts.get(_BLOCK_TOKENS, 0)
+    return counts.get(_KV_TOKENS, blocks) or None
+
+
+def _kv_tokens(page: bytes) -> int | None:
+    """Return what the smallest engine holds."""
+    sizes = []
+    for line in _lines(page, CACHE_CONFIG.encode()):
+        try:
+            labels, _ = _labels(line, _SIZES)
+        except ValueError:
+            continue  # It has dozens of labels, and nothing depends on it.
+        sizes.append(kv_tokens_of(labels))
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def _samples(page: bytes, name: bytes, *, largest: float) -> Iterator[tuple[str, float]]:
-    """Yield the engine and the value of every sample of a metric. Lines begin after a newline."""
+    """Yield the engine and the value of every sample of a metric."""
+    for line in _lines(page, name):
+        try:
+            yield _sample(line, largest)
+        except ValueError as error:
+            raise MetricsPageError(f"{name.decode()}: {error}") from error
+
+
+def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
+    """Yield what follows a metric's name on each of its lines, which begin after a newline."""
     found = 0
     start = page.find(b"\n" + name)
     while start >= 0:
@@ -102,10 +142,7 @@ def _samples(page: bytes, name: bytes, *, largest: float) -> Iterator[tuple[str,
             found += 1
             if found > _MAX_SAMPLES:
                 raise MetricsPageError(f"{name.decode()} has over {_MAX_SAMPLES} samples")
-            try:
-                yield _sample(line, largest)
-            except ValueError as error:
-                raise MetricsPageError(f"{name.decode()}: {error}") from error
+            yield line
         start = page.find(b"\n" + name, rest)
 
 
@@ -115,9 +152,7 @@ def _sample(line: bytes, largest: float) -> tuple[str, float]:
     Raises:
         ValueError: It is not a sample, or one that cannot be true.
     """
-    if len(line) > _MAX_LINE_BYTES:
-        raise ValueError(f"a line of over {_MAX_LINE_BYTES} bytes")
-    engine, at = _engine(line) if line.startswith(b"{") else (_VLLM_WITHOUT_LABEL, 0)
+    labels, at = _labels(line, {_ENGINE})
     number = _VALUE.fullmatch(line, at)
     # NaN and infinity are spelled with other letters, and so no number here.
     if number is None:
@@ -125,16 +160,20 @@ def _sample(line: bytes, largest: float) -> tuple[str, float]:
     value = float(number[1])
     if not 0.0 <= value <= largest:
         raise ValueError(f"{value:g} is not in 0..{largest:g}")
-    return engine, value
+    return labels.get(_ENGINE, _VLLM_WITHOUT_LABEL), value
 
 
-def _engine(line: bytes) -> tuple[str, int]:
-    """Return the label `engine` and where the label set ends.
+def _labels(line: bytes, wanted: Set[str]) -> tuple[dict[str, str], int]:
+    """Return those of some labels that a line has, and where its label set ends.
 
     Raises:
-        ValueError: The label set is malformed.
+        ValueError: The line is too long, the label set malformed, or a wanted value too long.
     """
-    engine = _VLLM_WITHOUT_LABEL
+    if len(line) > _MAX_LINE_BYTES:
+        raise ValueError(f"a line of over {_MAX_LINE_BYTES} bytes")
+    found: dict[str, str] = {}
+    if not line.startswith(b"{"):
+        return found, 0
     at = 1
     while not line.startswith(b"}", at):
         label = _LABEL.match(line, at)
@@ -145,8 +184,9 @@ def _engine(line: bytes) -> tuple[str, int]:
             at += 1
         elif not line.startswith(b"}", at):
             raise ValueError("malformed labels")
-        if label[1] == b"engine":
-            if len(label[2]) > _MAX_ENGINE_BYTES:
-                raise ValueError("the label engine is too long")
-            engine = label[2].decode()
-    return engine, at + 1
+        name = label[1].decode()
+        if name in wanted:
+            if len(label[2]) > _MAX_LABEL_BYTES:
+                raise ValueError(f"the label {name} is too long")
+            found[name] = label[2].decode()
+    return found, at + 1

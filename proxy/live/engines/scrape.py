@@ -71,7 +71,7 @@ class Scraper:
         *,
         fetch: Callable[[str], Awaitable[bytes]],
         on_utilisation: Callable[[Target, float], None],
-        on_gauges: Callable[[Target, EngineGauges], None] | None = None,
+        on_gauges: Callable[[Target, EngineGauges], None],
         on_failure: Callable[[Target, str], None],
         on_late_pulls: Callable[[Target, int], None],
         on_error: Callable[[str, Exception], None],
@@ -84,7 +84,7 @@ class Scraper:
             settings: How instances are scraped.
             fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
             on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
-            on_gauges: Called with what every good scrape told; None if nobody asks.
+            on_gauges: Called with what every good scrape told.
             on_failure: Called with every scrape that failed, and why.
             on_late_pulls: Called with how many KV caches of an instance were pulled after their lease
                 had ended, since the scrape before.
@@ -191,8 +191,7 @@ class Scraper:
         watch.known_s = self._clock()
         self._schedule(watch)
         self._compare_late_pulls(watch, gauges.late_pulls)
-        if self._on_gauges is not None:
-            self._on_gauges(target, gauges)
+        self._on_gauges(target, gauges)
 
     def _compare_late_pulls(self, watch: _Watch, count: int | None) -> None:
         before, watch.late_pulls = watch.late_pulls, count

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import USING_EVENTS
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
@@ -109,7 +108,7 @@ def make_config(
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scores=given.read(ScoreOptions),
-        policies=_policies(given, scheduling),
+        policies=given.read(PolicyOptions).settings,
         times=times,
         aimd=aimd,
         failures=failures,
@@ -295,13 +294,6 @@ def _check_body_budget(given: Given, limits: ExchangeLimits) -> None:
 
 
 # Scheduling.
-
-
-def _policies(given: Given, scheduling: SchedulingSettings) -> PolicySettings:
-    policies = given.read(PolicyOptions).settings
-    if policies.kv_peak_quantile is not None and scheduling.rank_kv_tokens is None:
-        raise ConfigError(f"{given.where('kv_peak_quantile')}: needs --rank-kv-tokens too")
-    return policies
 
 
 def _check_kv_events(prefillers: "Iterable[PrefillServer]", scheduling: SchedulingSettings) -> None:

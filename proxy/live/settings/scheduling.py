@@ -81,7 +81,12 @@ class SchedulingSettings:
         256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
     )
     rank_kv_tokens: int | None = integer(
-        None, "KV tokens that fit on a rank", 1, 10**9, word="none"
+        None,
+        "KV tokens that fit on a rank; a warning tells if its engine says less",
+        1,
+        10**9,
+        shown_default="with --kv-peak-quantile what the engines say, else no limit",
+        word="none",
     )
     rank_speeds: tuple[float, ...] = numbers(
         "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "

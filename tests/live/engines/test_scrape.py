@@ -38,6 +38,10 @@ vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacit
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 # TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0273972602739726
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",kv_cache_dtype_skip_layers="[]",\
+kv_cache_max_concurrency="16.0",kv_cache_size_tokens="16384",num_gpu_blocks="512"} 1.0
 """
 USAGE = "vllm:kv_cache_usage_perc"
 
@@ -49,6 +53,7 @@ def test_a_page_of_vllm_is_understood() -> None:
         engines=frozenset({"0"}),
         waiting=1.0,
         running=4.0,
+        kv_tokens=16_384,
     )
 
 
@@ -193,6 +198,7 @@ class Bench:
             fetch=self._no_fetch,
             on_utilisation=lambda target, value: self.told.append((target.url, value)),
             on_failure=lambda target, reason: self.failures.append((target.url, reason)),
+            on_gauges=lambda *_: None,
             on_late_pulls=lambda target, count: self.late.append((target.url, count)),
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=lambda: self.now_s,
@@ -253,6 +259,28 @@ def test_late_pulls_of_all_ranks_are_read() -> None:
     page = f'{USAGE} 0.1\n{name}_total{{engine="0"}} 2.0\n{name}_total{{engine="1"}} 1.0\n'
     page += f'{name}_created{{engine="0"}} 1.7e9\n'
     assert parse_engine_gauges(page.encode()).late_pulls == 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens"),
+    [
+        (['block_size="16",num_gpu_blocks="100"'], 1_600),
+        (['block_size="16",kv_cache_size_tokens="800",num_gpu_blocks="100"'], 800),
+        (['kv_cache_size_tokens="800"', 'kv_cache_size_tokens="700"'], 700),
+        (['block_size="16",num_gpu_blocks="None",kv_cache_size_tokens="None"'], None),
+        (['block_size="16"'], None),
+        (['block_size="16",num_gpu_blocks="-3"'], None),
+        # What cannot be read says nothing; the page is as good as without it.
+        (["block_size=16,num_gpu_blocks=100"], None),
+        ([f'kv_cache_size_tokens="{"9" * 65}"'], None),
+    ],
+)
+def test_the_memory_of_an_engine_is_read_where_it_tells(
+    labels: list[str], tokens: int | None
+) -> None:
+    lines = [f"vllm:cache_config_info{{{one}}} 1.0" for one in labels]
+    page = "\n".join([f"{USAGE} 0.1", *lines, ""])
+    assert parse_engine_gauges(page.encode()).kv_tokens == tokens
 
 
 def test_a_failed_scrape_makes_an_instance_look_full() -> None:
@@ -362,6 +390,7 @@ def test_instances_removed_while_they_are_scraped_are_not_missed() -> None:
             fetch=fetch,
             on_utilisation=lambda *_: pytest.fail("nothing changes"),
             on_failure=lambda *_: pytest.fail("nobody asks any more"),
+            on_gauges=lambda *_: None,
             on_late_pulls=lambda *_: None,
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,
@@ -403,6 +432,7 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
             fetch=fetch,
             on_utilisation=lambda target, value: told.update({target.url: value}),
             on_failure=lambda target, reason: failures.update({target.url: reason}),
+            on_gauges=lambda *_: None,
             on_late_pulls=lambda *_: None,
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,

@@ -74,6 +74,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "theta": 4,
     "window": 6,
     "patience": 11.0,
+    "kv_peak_quantile": 0.95,
     "hold_s": 0.4,
     "refresh_tokens": 5,
     "bypass_slots": 1,
@@ -117,6 +118,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
 }
 # How to ask for the defaults that are None; "auto" for the others.
 WORDS = {
+    "kv_peak_quantile": "none",
     "peer_connection_limit": "none",
     "rank_kv_tokens": "none",
     "probe_limit": "none",
@@ -147,15 +149,11 @@ AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
-WITH_MEMORY = {"kv_peak_quantile"}
 WITH_DISCOVERY = {"kubernetes_api"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert (
-        SETTINGS.keys()
-        == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_MEMORY | WITH_DISCOVERY
-    )
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_DISCOVERY
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 
@@ -167,13 +165,6 @@ def test_the_layerwise_connector_is_told_where_the_engines_reach_the_proxy(tmp_p
         of_file(tmp_path, 'host = "0.0.0.0"', top=top, flags={"admin": False})
     with pytest.raises(ConfigError, match="metaserver_url: nixl never calls back"):
         of_file(tmp_path, 'metaserver_url = "http://proxy:8000"')
-
-
-def test_the_quantile_of_the_kv_peak_needs_the_memory_of_a_rank(tmp_path: Path) -> None:
-    config = of_file(tmp_path, "kv_peak_quantile = 0.95\nrank_kv_tokens = 1000")
-    assert config.policies.kv_peak_quantile == 0.95
-    with pytest.raises(ConfigError, match="kv_peak_quantile: needs --rank-kv-tokens too"):
-        of_file(tmp_path, "kv_peak_quantile = 0.95")
 
 
 def test_ranks_that_may_be_unable_to_compute_a_prompt_are_not_asked_to(tmp_path: Path) -> None:
@@ -251,6 +242,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         theta=4,
         window=6,
         patience=11.0,
+        kv_peak_quantile=0.95,
         hold_s=0.4,
         form=Form.POINT,
         refresh_tokens=5,

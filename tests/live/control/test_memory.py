@@ -1,0 +1,80 @@
+"""The memory of the ranks, as the settings and as the engines' metrics tell it."""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from balanceroute.proxy.live.control.memory import RankMemory
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
+from balanceroute.proxy.live.engines.instances import Role, Target
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+RANKS = [Target(Role.DECODE, f"http://d{number}:8000") for number in range(2)]
+PREFILLER = Target(Role.PREFILL, "http://p0:8000")
+
+
+def gauges(kv_tokens: int | None) -> EngineGauges:
+    return EngineGauges(0.0, None, frozenset({"0"}), kv_tokens=kv_tokens)
+
+
+def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
+    present = [*RANKS, PREFILLER]
+    memory = RankMemory(None, used=True)
+    seen = [
+        (memory.scraped(target, gauges(tokens), present), memory.tokens)
+        for target, tokens in (
+            (PREFILLER, 5),
+            (RANKS[0], None),
+            (RANKS[0], 900),
+            (RANKS[1], 700),
+            (RANKS[1], 700),
+            (RANKS[0], 800),
+        )
+    ]
+    assert seen == [(False, None)] * 2 + [(True, 900), (True, 700)] + [(False, 700)] * 2
+    present.remove(RANKS[1])
+    assert memory.scraped(RANKS[0], gauges(900), present)
+    assert memory.tokens == 900
+
+
+def test_a_rank_with_less_than_it_should_have_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = RankMemory(800, used=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not memory.scraped(RANKS[0], gauges(900), RANKS)
+            assert not memory.scraped(RANKS[1], gauges(700), RANKS)
+    assert memory.tokens == 800
+    (record,) = caplog.records
+    assert record.__dict__["fields"] == {
+        "url": RANKS[1].url,
+        "kv_tokens": 700,
+        "rank_kv_tokens": 800,
+    }
+
+
+@pytest.mark.parametrize(("given", "known"), [(None, 640), (5_000, 5_000)])
+def test_the_quantile_of_the_peak_is_of_what_the_engines_say(
+    play: "Play", given: int | None, known: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(3.0)
+        deployment = site.world.proxy.deployment
+        assert deployment.roster.memory.tokens == known
+        assert deployment.driver.scheduler.config.rank_kv_tokens == known
+
+    flags = {"kv_peak_quantile": 0.99, "rank_kv_tokens": given}
+    play(scenario, flags=flags, rank_kv_tokens=640)
+
+
+def test_without_the_quantile_what_engines_say_limits_nothing(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(3.0)
+        assert site.world.proxy.deployment.roster.memory.tokens is None
+
+    play(scenario, rank_kv_tokens=640)
