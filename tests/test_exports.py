@@ -17,7 +17,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ cli core emulate live pictures replay service_levels sim validate wire
-proxy.cli: drain emulate engine_flags engine_parser evaluate evaluation_plots hash_key judgement_report machine_flags
+proxy.cli: drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses pace placement policies pool prediction prefill
@@ -38,7 +38,7 @@ proxy.live: announcement connectors control control_plane deployment descriptors
     engine_connections engines environment following_kv_events frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin errors live_view load_log page roster standing state view
+proxy.live.control: admin errors live_view load_log memory page roster standing state view
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
@@ -70,8 +70,8 @@ proxy.live.settings: admission aimd_options checks config configure declared dis
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot tenant_metrics
-proxy.replay: answer bodies body driver exchange faults figures fleet limits prompts recorder report
-    sample settings sharegpt target workload
+proxy.replay: answer bodies body driver exchange faults figures fleet groups limits prompts recorder
+    report sample settings sharegpt target urgency workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
     prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation

@@ -7,8 +7,9 @@ import secrets
 import signal
 import sys
 import time
+import tomllib
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
+from balanceroute.proxy.cli.goodput_flags import Goodput
 from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
-from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
+from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
@@ -59,6 +61,9 @@ class Target:
     api: Api = choice(_DEFAULTS.api, "endpoint", named(Api))
     timeout: float = seconds(_DEFAULTS.timeout_s, "seconds until a whole answer must be there")
     api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
+    tenant_keys: Path | None = file(
+        'the key of each tenant of the trace, sent instead: TOML lines NAME = "KEY"', metavar="F"
+    )
     time_scale: float = number(
         _DEFAULTS.time_scale,
         "the target runs S times faster than real time: an emulated fleet; every time and rate "
@@ -115,7 +120,7 @@ class Report:
     label: str = text("target", "what to call the target in the report", metavar="LABEL")
 
 
-SECTIONS = (Target, Pace, Replayed, Report)
+SECTIONS = (Target, Pace, Replayed, Report, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -132,12 +137,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_flags(target, Target)
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--trace", required=True, type=Path, metavar="FILE", help=TRACE_HELP)
-    add_format_flags(workload)
+    add_trace_flags(workload)
     add_flags(workload.add_mutually_exclusive_group(), Pace)
     add_flags(workload, Replayed)
     output = parser.add_argument_group("output")
-    add_flags(output, Report)
+    add_flags(output, Report, Goodput)
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument(
         "--requests-json", type=Path, metavar="OUT", help="write what happened to each request"
@@ -159,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json)
     check_output("--requests-json", arguments.requests_json)
     requests, notes = _workload(arguments, given.read(Replayed), settings)
+    groups = len({request.group for request in requests})
+    settings = replace(settings, targets=given.read(Goodput).targets(groups))
     _allow_open_files()
     result = _replay(settings, requests)
     if settings.time_scale != 1:
@@ -168,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     title = _title(arguments, settings, requests, result)
     with for_people(arguments.json):
-        print_report(label, result, title=title, notes=notes)
+        print_report(label, result, title=title, notes=notes, targets=settings.targets)
     if arguments.json is not None:
         config = _config(arguments, given, settings, requests, result)
         write_output("--json", arguments.json, as_json(config, label, result))
@@ -194,6 +200,7 @@ def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
         time_scale=target.time_scale,
         timeout_s=target.timeout,
         api_key=None if target.api_key_file is None else _api_key(target.api_key_file),
+        tenant_keys={} if target.tenant_keys is None else _tenant_keys(target.tenant_keys),
         seed=replayed.seed,
         request_ids=f"replay-{secrets.token_hex(4)}",
         emulation=target.emulation,
@@ -212,17 +219,37 @@ def _lengths(asked: Lengths | None, emulation: str | None) -> Lengths:
 
 def _api_key(path: Path) -> str:
     # The file's text is a secret: no message repeats it.
-    key = path.read_bytes().strip()
-    if not key or not key.isascii() or not key.decode().isprintable():
+    key = path.read_bytes().strip().decode("latin-1")
+    if not _is_key(key):
         raise ConfigError(f"--api-key-file: {path} does not hold one line of printable ASCII")
-    return key.decode()
+    return key
+
+
+def _tenant_keys(path: Path) -> dict[str, str]:
+    try:
+        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        # Their messages may show what the file holds.
+        raise ConfigError(f"--tenant-keys: {path} is not valid TOML") from None
+    for name, key in keys.items():
+        if not isinstance(key, str) or not _is_key(key):
+            raise ConfigError(
+                f"--tenant-keys: {path}: the key of {name} is no text of printable ASCII"
+            )
+    if not keys:
+        raise ConfigError(f"--tenant-keys: {path} has no tenant")
+    return keys
+
+
+def _is_key(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable()
 
 
 def _workload(
     arguments: argparse.Namespace, replayed: Replayed, settings: ReplaySettings
 ) -> "tuple[list[PlannedRequest], list[str]]":
     """Return the requests, and what the report must say about them."""
-    trace = read_flagged_trace(arguments)
+    trace = read_flagged_mix(arguments)
     limits = {
         "max_prompt_tokens": replayed.max_prompt_tokens,
         "max_output_tokens": replayed.max_output_tokens,
@@ -334,7 +361,7 @@ def _title(
     if settings.concurrency is not None:
         pace = f"{settings.concurrency:,} outstanding"
     return (
-        f"{arguments.trace.name}: {len(requests):,} requests, {pace}, "
+        f"{trace_path(arguments).name}: {len(requests):,} requests, {pace}, "
         f"to {result.model} at {arguments.target} ({settings.api.value})"
     )
 
@@ -347,13 +374,14 @@ def _config(
     result: "ReplayResult",
 ) -> dict[str, object]:
     chosen = options(arguments) | given.values
-    for name in ("json", "requests_json", "api_key_file"):
+    for name in ("json", "requests_json", "api_key_file", "tenant_keys"):
         del chosen[name]
     sharegpt = given.read(Replayed).sharegpt
     return chosen | {
         "api": settings.api.value,
         "lengths": settings.lengths.value,
-        "trace": str(arguments.trace),
+        "trace": str(trace_path(arguments)),
+        "mix": arguments.mix is not None,
         "sharegpt": None if sharegpt is None else str(sharegpt),
         "rate": settings.rate if settings.concurrency is None else None,
         "model": result.model,

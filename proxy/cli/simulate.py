@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from balanceroute import __version__
 from balanceroute.proxy.cli.engine_flags import EngineFlags
+from balanceroute.proxy.cli.goodput_flags import Goodput
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
 from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
@@ -100,18 +101,6 @@ class Options(PolicyOptions):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
-    """What tenants and classes are reported; one of them or a trace of several asks for it."""
-
-    ttft_target: float | None = number(
-        None, "a good request's time to the first token, at most", 1e-3, 1e6, metavar="S"
-    )
-    tpot_target: float | None = number(
-        None, "a good request's mean time between tokens, at most", 1e-6, 1e6, metavar="S"
-    )
-
-
 DEPLOYMENT = (Machines, ScoreOptions, AimdOptions, EngineFlags)
 SECTIONS = (Pace, Replayed, *DEPLOYMENT, Compared, Options, Goodput)
 
@@ -157,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments, given)
-    targets = _targets(given.read(Goodput), workloads)
+    targets = given.read(Goodput).targets(max(len(groups_of(one.requests)) for one in workloads))
     _check_outputs(arguments)
     results: list[PolicyResult] = []
     try:
@@ -250,14 +239,6 @@ def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workl
         path = trace_path(arguments)
         raise ConfigError(f"{path}: {error} ({total:,} in the file, {passed})") from None
     return workloads, len(trace) - len(requests)
-
-
-def _targets(asked: Goodput, workloads: "Sequence[Workload]") -> Targets | None:
-    """Return the targets if figures of tenants and classes are to be reported, else None."""
-    several = any(len(groups_of(workload.requests)) > 1 for workload in workloads)
-    if asked == Goodput() and not several:
-        return None
-    return Targets(asked.ttft_target or inf, asked.tpot_target or inf)
 
 
 def _simulate(

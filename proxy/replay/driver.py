@@ -7,7 +7,7 @@ request is sent whenever one ends, so that the same number is always outstanding
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -16,12 +16,15 @@ from balanceroute.proxy.replay.exchange import Exchange
 from balanceroute.proxy.replay.faults import UNREAD_FLEET, Fault, FaultCount, count_faults, shown
 from balanceroute.proxy.replay.figures import STEADY_STATE, ReplayFigures
 from balanceroute.proxy.replay.fleet import FleetClient, FleetFigures
+from balanceroute.proxy.replay.groups import group_figures
 from balanceroute.proxy.replay.prompts import PromptBuilder
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
 from balanceroute.proxy.replay.target import Target, first_model, parse_target
+from balanceroute.proxy.replay.urgency import check, headers_of
 from balanceroute.proxy.replay.workload import PlannedRequest, due_s
+from balanceroute.proxy.service_levels import ByGroup
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers
 
@@ -58,6 +61,7 @@ class ReplayResult:
         samples: What happened to each request sent, in order, in times of the clock.
         start_ns: The clock when the replay began.
         interrupted: Whether it was stopped before its end.
+        groups: The figures of each tenant and class; empty if not asked for.
     """
 
     model: str
@@ -67,6 +71,7 @@ class ReplayResult:
     samples: Sequence[Sample]
     start_ns: int
     interrupted: bool
+    groups: ByGroup = field(default_factory=dict)
 
 
 async def replay(
@@ -88,13 +93,14 @@ async def replay(
             milliseconds, and stands still while callbacks run). None for the loop's own.
 
     Raises:
-        ConfigError: A URL is malformed.
+        ConfigError: A URL is malformed, or the headers of a request cannot be written.
         TargetError: The target names no model, or the emulated fleet has no figures.
         WireError: The target or the fleet does not answer at the start.
     """
     assert requests, "nothing to replay"
     assert settings.emulation is not None or settings.lengths is not Lengths.HIDDEN
     target = parse_target("--target", settings.target)
+    check(requests, settings.tenant_keys)
     fleet_client = None if settings.emulation is None else FleetClient(settings.emulation)
     headers: Headers = []
     if settings.api_key is not None:
@@ -211,7 +217,16 @@ class _Run:
             samples=samples,
             start_ns=self._start_ns,
             interrupted=interrupted,
+            groups=self._groups(figures.window),
         )
+
+    def _groups(self, window: str) -> ByGroup:
+        settings = self._settings
+        if settings.targets is None:
+            return {}
+        span_ns = self._recorder.span_ns(steady=window == STEADY_STATE)
+        samples, scale = self._recorder.samples, settings.time_scale
+        return group_figures(samples, span_ns, settings.targets, time_scale=scale)
 
     def _begin(self) -> None:
         if self._settings.concurrency is None:
@@ -265,7 +280,7 @@ class _Run:
         exchange.start(
             self._endpoint,
             self._path,
-            [*self._headers, (b"x-request-id", _name(self._settings, request).encode())],
+            self._headers_of(request),
             body,
             timeout_s=self._settings.timeout_s / self._settings.time_scale,
         )
@@ -273,6 +288,14 @@ class _Run:
         self._note_window()
         if self._all_sent and not self._settings.drain:
             self._over.set_result(None)
+
+    def _headers_of(self, request: PlannedRequest) -> Headers:
+        settings = self._settings
+        return [
+            *self._headers,
+            *headers_of(request, settings.tenant_keys, time_scale=settings.time_scale),
+            (b"x-request-id", _name(settings, request).encode()),
+        ]
 
     def _ended(self, place: int) -> None:
         del self._running[place]

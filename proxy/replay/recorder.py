@@ -135,6 +135,13 @@ class Recorder:
             window = self._between(self.opened, self.closed, tokens)
         return derive(self.samples, whole=whole, window=window, time_scale=time_scale)
 
+    def span_ns(self, *, steady: bool) -> tuple[int, int]:
+        """Return when the window opened and closed, or the whole run began and ended."""
+        if steady and self.opened is not None and self.closed is not None:
+            return self.opened.time_ns, self.closed.time_ns
+        start_ns = self.samples[0].sent_ns if self.samples else 0
+        return start_ns, max(start_ns, self._last_end_ns)
+
     def _between(self, begin: _Mark, end: _Mark, tokens: float) -> Measured:
         return Measured(
             duration_ns=end.time_ns - begin.time_ns,

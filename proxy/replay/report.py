@@ -13,6 +13,8 @@ from balanceroute.proxy.replay.driver import ReplayResult
 from balanceroute.proxy.replay.faults import FaultCount
 from balanceroute.proxy.replay.figures import STEADY_STATE
 from balanceroute.proxy.replay.sample import Sample
+from balanceroute.proxy.service_levels import Targets, as_rows
+from balanceroute.proxy.service_levels import make_table as make_groups_table
 
 # Wide enough for the tables, for output that is no terminal.
 _PLAIN_WIDTH = 250
@@ -23,6 +25,8 @@ def as_json(config: Mapping[str, object], label: str, result: ReplayResult) -> s
     row: dict[str, object] = {"policy": label} | asdict(result.figures)
     if result.fleet is not None:
         row |= asdict(result.fleet)
+    if result.groups:
+        row["groups"] = as_rows(result.groups)
     row["faults"] = [fault._asdict() for fault in result.faults]
     report = {"config": dict(config), "results": [row]}
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
@@ -37,8 +41,18 @@ def requests_as_json(result: ReplayResult, *, time_scale: float) -> str:
     return "[\n" + ",\n".join(rows) + "\n]\n"
 
 
-def print_report(label: str, result: ReplayResult, *, title: str, notes: Sequence[str]) -> None:
-    """Print the figures, and the kinds of failure if there are any, to standard output."""
+def print_report(
+    label: str,
+    result: ReplayResult,
+    *,
+    title: str,
+    notes: Sequence[str],
+    targets: Targets | None = None,
+) -> None:
+    """Print the figures to standard output, and the kinds of failure if there are any.
+
+    With `targets` also those of each tenant and class.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
@@ -46,6 +60,11 @@ def print_report(label: str, result: ReplayResult, *, title: str, notes: Sequenc
     console.print(make_table(label, result))
     for note in (*_remarks(result), *notes):
         console.print(escape(note), highlight=False, soft_wrap=True)
+    if targets is not None:
+        groups = make_groups_table({label: result.groups}, targets)
+        # Wrapped lines still show every figure; truncated cells do not.
+        console.width = max(console.width, console.measure(groups).maximum)
+        console.print(groups)
     if result.faults:
         console.print(make_fault_table(result.faults))
 
@@ -129,6 +148,8 @@ def _row(sample: Sample, start_ns: int, time_scale: float) -> dict[str, object]:
     request = sample.request
     return {
         "number": request.number,
+        "tenant": request.tenant,
+        "class": request.level,
         "due_s": seconds(sample.due_ns - start_ns),
         "sent_s": seconds(sample.sent_ns - start_ns),
         "ttft_s": seconds(sample.ttft_ns),

@@ -1,9 +1,11 @@
 """The settings of a replay."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from balanceroute.proxy.replay.body import Api
+from balanceroute.proxy.service_levels import Targets
 
 
 class Lengths(Enum):
@@ -32,6 +34,7 @@ class ReplaySettings:
             emulated fleet that runs faster than real time.
         timeout_s: Seconds until the answer must be complete.
         api_key: Sent as a bearer token; None for none.
+        tenant_keys: The key of each tenant, sent instead; empty if all requests have one key.
         seed: Of the prompts' words.
         request_ids: The prefix of the requests' ids; clients that run at the same time need different
             ones.
@@ -39,6 +42,7 @@ class ReplaySettings:
         lengths: How the engines get the answers' lengths; HIDDEN needs `emulation`.
         drain: Whether to wait for every answer. Otherwise the replay ends when its last request is
             sent, which closes the window of the figures, and cancels what still runs.
+        targets: What a good request gets, for figures by tenant and class; None for none of these.
     """
 
     target: str
@@ -49,8 +53,10 @@ class ReplaySettings:
     time_scale: float = 1.0
     timeout_s: float = 3600.0
     api_key: str | None = None
+    tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     seed: int = 0
     request_ids: str = "replay"
     emulation: str | None = None
     lengths: Lengths = Lengths.MAX_TOKENS
     drain: bool = True
+    targets: Targets | None = None

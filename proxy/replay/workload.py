@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.service_levels import Group
 from balanceroute.traces import TraceRequest
 
 
@@ -20,6 +21,9 @@ class PlannedRequest:
         hash_ids: Ids of the prompt's blocks; empty if the trace has none.
         text: The prompt itself, where it is given; None to build it from words.
         max_tokens: The limit that the client sets, where lengths are hidden; None for none.
+        tenant: Whose it is; "" for nobody's.
+        level: Its class, of which the lowest goes first.
+        deadline_ns: How long after it is sent its first token is due; None for no deadline.
     """
 
     number: int
@@ -29,6 +33,14 @@ class PlannedRequest:
     hash_ids: tuple[int, ...] = ()
     text: str | None = None
     max_tokens: int | None = None
+    tenant: str = ""
+    level: int = 0
+    deadline_ns: int | None = None
+
+    @property
+    def group(self) -> Group:
+        """Return its tenant and class."""
+        return Group(self.tenant, self.level)
 
     @property
     def answer_tokens(self) -> int:
@@ -61,6 +73,9 @@ def plan(
             prompt_tokens=_capped(max(1, request.prompt_tokens), max_prompt_tokens),
             output_tokens=_capped(request.output_tokens, max_output_tokens),
             hash_ids=request.hash_ids,
+            tenant=request.tenant,
+            level=request.level,
+            deadline_ns=request.deadline_ns,
         )
         for number, request in chosen
         if request.output_tokens

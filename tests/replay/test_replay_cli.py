@@ -192,6 +192,70 @@ def test_a_replay_prints_its_figures_and_writes_them(
     assert numbers == [i for i in range(30) if i != 7]
 
 
+def test_tenants_and_classes_of_a_trace_have_keys_headers_and_figures(
+    serve: Callable[[Answer], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: set[tuple[bytes | None, bytes | None, bytes | None]] = set()
+
+    def answer(request: Request, reply: Reply) -> None:
+        if request.path == b"/v1/completions":
+            names = (b"authorization", b"priority", b"x-request-deadline-ms")
+            one, two, three = (request.header(name) for name in names)
+            seen.add((one, two, three))
+        whole(request, reply)
+
+    write_native(
+        TRACE,
+        [
+            TraceRequest(
+                i * 1_000_000,
+                20,
+                3,
+                tenant=("acme", "batch")[i % 2],
+                level=-(i % 2),
+                deadline_ns=None if i % 2 else 2_000_000_000,
+            )
+            for i in range(30)
+        ],
+    )
+    Path("keys.toml").write_text(f'acme = "{KEY}"\nbatch = "sk-other"\n')
+    serve(answer)
+    flags = ["--tenant-keys", "keys.toml", "--ttft-target", "30", "--json", "out.json"]
+    assert main([*NOWHERE, *flags]) == 0
+    assert seen == {
+        (f"Bearer {KEY}".encode(), None, b"2000"),
+        (b"Bearer sk-other", b"u=2", None),
+    }
+    out = capsys.readouterr().out
+    assert "Tenants and classes; good: TTFT up to 30 s" in out
+    text = Path("out.json").read_text()
+    assert KEY not in text
+    groups = json.loads(text)["results"][0]["groups"]
+    assert [(row["tenant"], row["class"], row["goodput"]) for row in groups] == [
+        ("acme", 0, 1.0),
+        ("batch", -1, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no tenant"),
+        (f"acme = {KEY}", "is not valid TOML"),
+        ("acme = 7", "the key of acme is no text of printable ASCII"),
+        ('acme = "a\\nb"', "the key of acme is no text of printable ASCII"),
+    ],
+)
+def test_keys_of_tenants_that_are_none_are_refused_without_being_shown(
+    text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("keys.toml").write_text(text)
+    line = refused([*NOWHERE, "--tenant-keys", "keys.toml"], capsys)
+    assert "--tenant-keys: keys.toml" in line
+    assert reason in line
+    assert KEY not in line
+
+
 def test_a_failed_request_is_told_and_exits_with_1(
     serve: Callable[[Answer], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,8 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
     assert json.loads(text) == [
         {
             "number": 3,
+            "tenant": "",
+            "class": 0,
             "due_s": 0.0,
             "sent_s": 0.01,
             "ttft_s": 0.1,
@@ -240,6 +242,8 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
         },
         {
             "number": 4,
+            "tenant": "",
+            "class": 0,
             "due_s": 0.0,
             "sent_s": 0.01,
             "ttft_s": None,
