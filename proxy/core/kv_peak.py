@@ -1,23 +1,22 @@
 """How many more KV tokens fit on a rank, given how its requests will grow and when they will end.
 
 The requests of a rank hold L(h) = sum of x_i = w_i + n_i h over those that still run in h steps. A
-request runs with the probability S_i(h) that the predictor gives, so L(h) has the central moments
+request runs with the probability S_i(h) that the predictor gives. So for every t > 0 (Chernoff)
 
-    M = sum of x S,    V = sum of x**2 S (1 - S),    K = sum of x**3 S (1 - S) (1 - 2 S),
+    log Pr[L(h) > C] <= K_t(h) - t C,    K_t = sum of log(1 - S + S exp(t x)),
 
-and its quantile is nearly M + z V**0.5 with z = u + (u**2 - 1) K / (6 V**1.5), u that of the normal
-distribution (Cornish and Fisher, to the third moment: on a rank of few large requests, of which most
-still run, L falls short of M by more than it exceeds it). It is never above T = sum of x.
+and surely L(h) <= T = sum of x. Few large requests that mostly still run, and many small ones of which
+few do, are both bounded well, where a normal distribution with a correction for skew is not.
 
-A newcomer **fits** if that, with it, is within the rank's memory at every h. The largest one follows
-in closed form at each point of the grid, for a newcomer that runs as long as the mean candidate. Once
-one is admitted, its own curve counts.
+A newcomer **fits** if with it T <= C, or for one t of a grid the bound is at most log(1 - q), at every
+h. The largest one follows in closed form at each point, for a newcomer that runs as long as the mean
+candidate. Once one is admitted, its own curve counts.
 
 That the expected peak of a batch decides, and not its present size, is from Past-Future (Gong et al.,
 arXiv 2507.10150); there the lengths are drawn from the past ones, and the peak is that of one draw.
 """
 
-from math import erfc, sqrt
+from math import log1p
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +40,10 @@ _FIRST_WIDTH = 32
 _MOST_STEPS = 1 << 15
 # A rank's row is as good as new for so many parts of a point's width.
 _FRESH_PARTS = 4
+# t x C. From many small requests to one that fills the rank; the bound is flat between two of them.
+_TILTS = np.array([2.0, 3.5, 6.0, 10.0, 17.0, 28.0, 48.0, 80.0, 130.0])
+# exp() of more is no number.
+_LARGEST_EXPONENT = 500.0
 
 
 class Residents:
@@ -123,7 +126,7 @@ class PeakRoom:
         residents: The bound requests.
         predictor: Asked for each candidate once.
         capacity: KV tokens that fit on a rank.
-        quantile: Of L(h), that must fit; from 0.5 to below 1.
+        quantile: q; from 0.5 to below 1.
     """
 
     def __init__(
@@ -132,10 +135,11 @@ class PeakRoom:
         self._residents = residents
         self._curves = Curves(predictor)
         self._capacity = capacity
-        self._normal = _normal_quantile(quantile)
+        self._tilts = _TILTS / capacity
+        self._log_risk = log1p(-quantile)
         self._width = _FIRST_WIDTH
-        # M, V, K and T of each rank, at each point.
-        self._moments = np.zeros((residents.ranks, 4, POINTS))
+        # K_t for each t, and T, of each rank at each point.
+        self._sums = np.zeros((residents.ranks, len(_TILTS) + 1, POINTS))
         self._made_at = np.full(residents.ranks, -1)
         self._newcomer = np.ones(POINTS)
 
@@ -158,7 +162,7 @@ class PeakRoom:
         self._newcomer = survival.mean(axis=0)
         self._project(ranks)
         room = np.zeros(len(ranks), np.int64)
-        room[ranks] = self._largest(self._moments[ranks])
+        room[ranks] = self._largest(self._sums[ranks])
         return room
 
     def admit(self, rank: int, entry: "PoolEntry") -> int:
@@ -167,9 +171,9 @@ class PeakRoom:
             [entry.request], np.array([entry.age], np.int64), self._width
         )
         grown = entry.kv_tokens + entry.slots * self._width * _POINTS
-        self._moments[rank] += _moments(grown[None], survival)[0]
+        self._sums[rank] += self._sums_of(grown[None], survival)[0]
         self._made_at[rank] = -1  # The round may be undone.
-        return int(self._largest(self._moments[rank : rank + 1])[0])
+        return int(self._largest(self._sums[rank : rank + 1])[0])
 
     def _fit_grid(self, requests: "Sequence[RequestId]") -> None:
         """Ask about the candidates, on a grid that reaches as far as their outputs do."""
@@ -196,59 +200,40 @@ class PeakRoom:
         grown = running.kv_tokens[:, None] + np.multiply.outer(
             running.sequences, self._width * _POINTS
         )
-        moments = _moments(grown, survival)
-        self._moments[stale] = 0.0
+        sums = self._sums_of(grown, survival)
+        self._sums[stale] = 0.0
         order = np.argsort(running.ranks, kind="stable")
         sorted_ranks = running.ranks[order]
         starts = np.flatnonzero(np.diff(sorted_ranks, prepend=-1))
         if len(starts):
-            self._moments[sorted_ranks[starts]] = np.add.reduceat(moments[order], starts, axis=0)
+            self._sums[sorted_ranks[starts]] = np.add.reduceat(sums[order], starts, axis=0)
         self._made_at[stale] = residents.now
         residents.changed[stale] = False
 
-    def _largest(self, moments: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return int64[n], the largest mean newcomer that fits beside float64[n, 4, POINTS] each.
+    def _sums_of(
+        self, grown: NDArray[np.int64], survival: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return float64[n, tilts + 1, POINTS], what each request adds to K_t and T."""
+        held = np.asarray(grown, np.float64)[:, None, :]
+        exponents = np.minimum(self._tilts[:, None] * held, _LARGEST_EXPONENT)
+        runs = np.clip(survival, 0.0, 1.0)[:, None, :]
+        return np.concatenate([np.log1p(runs * np.expm1(exponents)), held], axis=1)
 
-        With A = capacity - M and S the newcomer's survival, x = w + h solves
+    def _largest(self, sums: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return int64[n], the largest mean newcomer that fits beside float64[n, tilts + 1, POINTS].
 
-            A - x S = z (V + x**2 S (1 - S))**0.5,
+        With e = t C + log(1 - q) - K_t and S the newcomer's survival, x = w + h solves
 
-        which is x = (A**2 - z**2 V) / (A S + z (A**2 S (1 - S) + (S**2 - z**2 S (1 - S)) V)**0.5).
+            log(1 - S + S exp(t x)) = e.
         """
-        means, variances, thirds, totals = moments.transpose(1, 0, 2)
-        skew = np.zeros_like(means)
-        np.divide(thirds, variances**1.5, out=skew, where=variances > 0.0)
-        z = np.maximum(self._normal + (self._normal**2 - 1.0) / 6.0 * skew, 0.0)
-        left, runs = self._capacity - means, self._newcomer
-        doubt = runs * (1.0 - runs)
-        spare = left**2 - z**2 * variances
-        root = np.sqrt(np.maximum(left**2 * doubt + (runs**2 - z**2 * doubt) * variances, 0.0))
-        divisor = left * runs + z * root
-        largest = np.full_like(left, np.inf)
-        np.divide(spare, divisor, out=largest, where=divisor > 0.0)
-        largest = np.where((left > 0.0) & (spare >= 0.0), largest, 0.0)
+        spare = self._tilts[:, None] * self._capacity + self._log_risk - sums[:, :-1]
+        runs = np.maximum(self._newcomer, np.finfo(np.float64).tiny)
+        exponents = np.clip(spare, 0.0, _LARGEST_EXPONENT)
+        # As log1p(expm1(e) / S), which for a small S is no number.
+        with np.errstate(divide="ignore"):
+            largest = np.logaddexp(0.0, np.log(np.expm1(exponents)) - np.log(runs))
+        largest = (largest / self._tilts[:, None]).max(axis=1)
         # What fits even if all of them stay.
-        largest = np.maximum(largest, self._capacity - totals)
+        largest = np.maximum(largest, self._capacity - sums[:, -1])
         room = (largest - self._width * _POINTS).min(axis=1)
         return np.asarray(np.maximum(room, 0.0), np.int64)
-
-
-def _normal_quantile(probability: float) -> float:
-    """Return the quantile of the standard normal distribution at 0.5 or above, to 2**-50."""
-    # `statistics` has it, but draws random numbers as well.
-    low, high = 0.0, 16.0
-    for _ in range(54):
-        middle = (low + high) / 2.0
-        if erfc(-middle / sqrt(2.0)) / 2.0 < probability:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _moments(grown: NDArray[np.int64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return float64[n, 4, POINTS], what each request adds to M, V, K and T."""
-    means = grown * survival
-    variances = means * (grown - means)
-    thirds = variances * (grown - 2.0 * means)
-    return np.stack([means, variances, thirds, np.asarray(grown, np.float64)], axis=1)

@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import dataclass
-from statistics import NormalDist
+from itertools import product
+from math import log1p
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
@@ -132,36 +134,48 @@ def test_several_sequences_grow_by_as_many_tokens() -> None:
 
 @given(
     outputs=st.lists(st.integers(1, 2_000), min_size=8, max_size=40),
-    holds=st.lists(st.integers(1, 900), min_size=1, max_size=14),
+    holds=st.lists(st.integers(1, 6_000), min_size=1, max_size=8),
     quantile=st.sampled_from([0.5, 0.9, 0.999]),
 )
 def test_the_largest_newcomer_just_fits(
     outputs: list[int], holds: list[int], quantile: float
 ) -> None:
-    """The closed form against its own definition, on the grid."""
+    """The closed form against the bound by its definition, and the bound against all outcomes."""
     rank = Rank(Survival(outputs), quantile)
     rank.room(*range(len(holds) + 1))
     for number, kv_tokens in enumerate(holds):
         rank.run(number, kv_tokens)
-    room = rank.room(len(holds))
-    peak, normal = rank.peak, NormalDist().inv_cdf(quantile)
-    assert peak._normal == pytest.approx(normal)
+    room, peak = rank.room(len(holds)), rank.peak
     steps = peak._width * np.arange(len(peak._newcomer))
-    runs = peak._newcomer
-    means, variances, thirds, totals = peak._moments[0]
-    skew = np.where(variances > 0, thirds / np.maximum(variances, 1e-9) ** 1.5, 0.0)
-    z = np.maximum(normal + (normal**2 - 1) / 6 * skew, 0.0)
+    # None of them has emitted anything, so that all survive alike.
+    runs = np.clip(peak._newcomer, 0.0, 1.0)
 
-    def highest(kv_tokens: int) -> float:
-        grown = kv_tokens + steps
-        variance = variances + grown**2 * runs * (1 - runs)
-        quantiles = means + grown * runs + z * np.sqrt(variance)
-        return float(np.minimum(quantiles, totals + grown).max())
+    def risks(held: list[int]) -> NDArray[np.float64]:
+        """Return the least bound of log Pr[L > C] at each point, -inf where all may stay."""
+        grown = np.array(held)[:, None] + steps
+        growth = np.expm1(peak._tilts[:, None, None] * grown)
+        bounds = np.log1p(runs * growth).sum(axis=1) - 10_000 * peak._tilts[:, None]
+        least: NDArray[np.float64] = bounds.min(axis=0)
+        return np.where(grown.sum(axis=0) <= 10_000, -np.inf, least)
 
     assert room >= 0
     if room:
-        assert highest(room) <= 10_000 + 1e-6
-    assert highest(room + 1) > 10_000 - 1e-6
+        assert (risks([*holds, room]) <= log1p(-quantile) + 1e-9).all()
+        assert likeliest_overflow([*holds, room], steps, runs) <= 1.0 - quantile + 1e-9
+    assert (risks([*holds, room + 1]) > log1p(-quantile) - 1e-9).any()
+
+
+def likeliest_overflow(
+    held: list[int], steps: NDArray[np.int64], runs: NDArray[np.float64]
+) -> float:
+    """Return the largest probability at any point that those that run hold more than 10,000."""
+    grown = np.array(held)[:, None] + steps
+    overflow = np.zeros(len(steps))
+    for stay in product((False, True), repeat=len(held)):
+        chosen = np.array(stay)[:, None]
+        probability = np.where(chosen, runs, 1.0 - runs).prod(axis=0)
+        overflow += probability * ((grown * chosen).sum(axis=0) > 10_000)
+    return float(overflow.max())
 
 
 def test_no_memory_is_asked_of_a_predictor_that_expects_no_end() -> None:
