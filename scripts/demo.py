@@ -76,6 +76,7 @@ class Setup:
         simulations: Simulated runs of each policy.
         predictor: BR-H's, in the proxy and in the simulator.
         workers: The proxy's relays; 1 for a single process.
+        first_token: Whose first token clients get, the prefiller's or the rank's.
         out: Where to write.
     """
 
@@ -89,6 +90,7 @@ class Setup:
     simulations: int
     predictor: str
     workers: int
+    first_token: str
     out: Path
 
     @property
@@ -117,6 +119,7 @@ class Setup:
             "policy": policy,
             "predictor": self.predictor,
             "workers": self.workers,
+            "first_token": self.first_token,
             "port": 0,
             "admin_port": 0,
             "lease_s": lease_s,
@@ -300,6 +303,8 @@ def particulars(lives: Mapping[str, Live], time_scale: float) -> Table:
         ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
         ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
         ("TTFT ms, p99", "ttft_ms_p99", 1.0, 0),
+        ("second token ms, p50", "ttst_ms_p50", 1.0, 0),
+        ("second token ms, p99", "ttst_ms_p99", 1.0, 0),
         ("TPOT ms, p50", "tpot_ms_p50", 1.0, 1),
         ("TPOT ms, p95", "tpot_ms_p95", 1.0, 1),
         ("imbalance tokens", "mean_imbalance_tokens", 1.0, 0),
@@ -402,6 +407,9 @@ def read_flags() -> tuple[Setup, list[str]]:
         "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
     )
     parser.add_argument("--workers", type=int, default=1, help="the proxy's relay processes")
+    parser.add_argument(
+        "--first-token", choices=("prefill", "decode"), default="decode", help="as of serve"
+    )
     parser.add_argument("--simulations", type=int, default=10, help="simulated runs of each policy")
     arguments = vars(parser.parse_args())
     policies = arguments.pop("policy").split(",")

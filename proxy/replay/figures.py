@@ -20,6 +20,7 @@ class Measured:
         sent: Requests sent in it.
         ended: Requests that ended in it.
         ttft_ns: Times to first tokens that arrived in it.
+        ttst_ns: The same of second tokens.
         gaps_ns: Gaps between tokens that ended in it.
         tokens: Output tokens that arrived in it.
     """
@@ -28,6 +29,7 @@ class Measured:
     sent: int
     ended: Sequence[Sample]
     ttft_ns: NDArray[np.int64]
+    ttst_ns: NDArray[np.int64]
     gaps_ns: NDArray[np.int64]
     tokens: float
 
@@ -41,6 +43,8 @@ class ReplayFigures:
         output_tokens_per_s: Tokens that arrived, over the duration.
         tpot_ms_p50: Of requests that finished, the mean time between tokens after the first.
         ttft_ms_p50: Time from sending to the first token.
+        ttst_ms_p50: Time from sending to the second token, which a proxy that gives the first one
+            early does not shorten.
         itl_ms_p50: Each gap between two tokens that followed each other.
         e2e_s_p50: Of requests that finished, the time from sending to the end.
         requests: Requests that finished.
@@ -67,6 +71,9 @@ class ReplayFigures:
     ttft_ms_p50: float | None
     ttft_ms_p95: float | None
     ttft_ms_p99: float | None
+    ttst_ms_p50: float | None
+    ttst_ms_p95: float | None
+    ttst_ms_p99: float | None
     itl_ms_p50: float | None
     itl_ms_p95: float | None
     itl_ms_p99: float | None
@@ -108,10 +115,10 @@ def derive(
     steady = window is not None and window.duration_ns > 0 and any(s.finished for s in window.ended)
     chosen = window if steady and window is not None else whole
     finished = [sample for sample in chosen.ended if sample.finished]
-    tpot_ns = [value for sample in finished if (value := sample.tpot_ns) is not None]
     e2e_ns = [span for sample in finished if (span := sample.e2e_ns) is not None]
-    tpot = _percentiles(tpot_ns, 1e6 / time_scale)
+    tpot = _percentiles([v for s in finished if (v := s.tpot_ns) is not None], 1e6 / time_scale)
     ttft = _percentiles(chosen.ttft_ns, 1e6 / time_scale)
+    ttst = _percentiles(chosen.ttst_ns, 1e6 / time_scale)
     itl = _percentiles(chosen.gaps_ns, 1e6 / time_scale)
     e2e = _percentiles(e2e_ns, 1e9 / time_scale)
     late = _percentiles([sample.sent_ns - sample.due_ns for sample in samples], 1e6 / time_scale)
@@ -125,6 +132,9 @@ def derive(
         ttft_ms_p50=ttft[0],
         ttft_ms_p95=ttft[1],
         ttft_ms_p99=ttft[2],
+        ttst_ms_p50=ttst[0],
+        ttst_ms_p95=ttst[1],
+        ttst_ms_p99=ttst[2],
         itl_ms_p50=itl[0],
         itl_ms_p95=itl[1],
         itl_ms_p99=itl[2],

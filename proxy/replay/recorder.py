@@ -29,6 +29,7 @@ class _Mark(NamedTuple):
     time_ns: int
     sent: int
     first_tokens: int
+    second_tokens: int
     gaps: int
     ended: int
 
@@ -56,6 +57,7 @@ class Recorder:
     _ended: list[Sample] = field(default_factory=list)
     _last_end_ns: int = 0
     _ttft_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    _ttst_ns: "array[int]" = field(default_factory=lambda: array("q"))
     _gaps_ns: "array[int]" = field(default_factory=lambda: array("q"))
 
     @property
@@ -88,6 +90,9 @@ class Recorder:
         else:
             sample.first_ns = now_ns
             self._ttft_ns.append(now_ns - sample.sent_ns)
+        if sample.events < 2 <= sample.events + count:
+            sample.second_ns = now_ns
+            self._ttst_ns.append(now_ns - sample.sent_ns)
         if count > 1:
             self._gaps_ns.extend([0] * (count - 1))
         sample.last_ns = now_ns
@@ -126,7 +131,7 @@ class Recorder:
         `time_scale` is the seconds of the target's time in a second of the clock.
         """
         start_ns = self.samples[0].sent_ns if self.samples else 0
-        begin, end = _Mark(start_ns, 0, 0, 0, 0), self._mark(max(start_ns, self._last_end_ns))
+        begin, end = _Mark(start_ns, 0, 0, 0, 0, 0), self._mark(max(start_ns, self._last_end_ns))
         tokens = sum(sample.tokens_of(sample.events) for sample in self.samples)
         whole = self._between(begin, end, tokens)
         window = None
@@ -148,6 +153,7 @@ class Recorder:
             sent=end.sent - begin.sent,
             ended=self._ended[begin.ended : end.ended],
             ttft_ns=np.array(self._ttft_ns[begin.first_tokens : end.first_tokens]),
+            ttst_ns=np.array(self._ttst_ns[begin.second_tokens : end.second_tokens]),
             gaps_ns=np.array(self._gaps_ns[begin.gaps : end.gaps]),
             tokens=tokens,
         )
@@ -162,5 +168,10 @@ class Recorder:
 
     def _mark(self, now_ns: int) -> _Mark:
         return _Mark(
-            now_ns, len(self.samples), len(self._ttft_ns), len(self._gaps_ns), len(self._ended)
+            now_ns,
+            len(self.samples),
+            len(self._ttft_ns),
+            len(self._ttst_ns),
+            len(self._gaps_ns),
+            len(self._ended),
         )

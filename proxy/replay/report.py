@@ -81,6 +81,7 @@ def make_table(label: str, result: ReplayResult) -> Table:
     table.add_row("sent requests/s", _cell(figures.request_rate, 2))
     spreads = {
         "TTFT ms": (figures.ttft_ms_p50, figures.ttft_ms_p95, figures.ttft_ms_p99),
+        "second token ms": (figures.ttst_ms_p50, figures.ttst_ms_p95, figures.ttst_ms_p99),
         "TPOT ms": (figures.tpot_ms_p50, figures.tpot_ms_p95, None),
         "ITL ms": (figures.itl_ms_p50, figures.itl_ms_p95, figures.itl_ms_p99),
     }
@@ -153,6 +154,7 @@ def _row(sample: Sample, start_ns: int, time_scale: float) -> dict[str, object]:
         "due_s": seconds(sample.due_ns - start_ns),
         "sent_s": seconds(sample.sent_ns - start_ns),
         "ttft_s": seconds(sample.ttft_ns),
+        "ttst_s": seconds(sample.ttst_ns),
         "tpot_s": seconds(sample.tpot_ns),
         "e2e_s": seconds(sample.e2e_ns),
         "prompt_tokens_asked": request.prompt_tokens,

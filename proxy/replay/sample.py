@@ -12,6 +12,7 @@ class Sample:
 
     Attributes:
         first_ns: When its first token arrived.
+        second_ns: When its second token arrived.
         last_ns: When its latest token arrived.
         end_ns: When it ended; None while it runs.
         events: Token events so far.
@@ -27,6 +28,7 @@ class Sample:
     due_ns: int
     sent_ns: int
     first_ns: int = 0
+    second_ns: int = 0
     last_ns: int = 0
     end_ns: int | None = None
     events: int = 0
@@ -52,6 +54,11 @@ class Sample:
     def ttft_ns(self) -> int | None:
         """Return the time to the first token; None before it arrived."""
         return self.first_ns - self.sent_ns if self.events else None
+
+    @property
+    def ttst_ns(self) -> int | None:
+        """Return the time to the second token; None before it arrived."""
+        return self.second_ns - self.sent_ns if self.events > 1 else None
 
     @property
     def e2e_ns(self) -> int | None:

@@ -46,11 +46,12 @@ def figures(recorder: Recorder, *, time_scale: float = 1.0) -> ReplayFigures:
 def test_a_request_is_measured_by_its_tokens_times() -> None:
     recorder = Recorder(1)
     sample = answered(recorder, 5 * MS, 25 * MS, 35 * MS, 75 * MS)
-    assert sample.ttft_ns == 20 * MS
+    assert (sample.ttft_ns, sample.ttst_ns) == (20 * MS, 30 * MS)
     assert sample.tpot_ns == 25 * MS
     assert sample.e2e_ns == 70 * MS
     got = figures(recorder)
     assert (got.ttft_ms_p50, got.tpot_ms_p50, got.itl_ms_p50) == (20.0, 25.0, 25.0)
+    assert got.ttst_ms_p50 == 30.0
     assert got.e2e_s_p50 == pytest.approx(0.07)
     assert got.itl_ms_p99 == pytest.approx(10 + 0.99 * 30)
 

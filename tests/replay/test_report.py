@@ -26,6 +26,9 @@ FIGURES = ReplayFigures(
     ttft_ms_p50=501.0,
     ttft_ms_p95=502.0,
     ttft_ms_p99=503.0,
+    ttst_ms_p50=601.0,
+    ttst_ms_p95=602.0,
+    ttst_ms_p99=603.0,
     itl_ms_p50=31.0,
     itl_ms_p95=32.0,
     itl_ms_p99=33.0,
@@ -214,7 +217,8 @@ def test_the_table_fits_a_narrow_terminal(
 
 def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
     done = Sample(PlannedRequest(3, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
-    done.first_ns, done.last_ns, done.end_ns = 16 * MS, 26 * MS, 27 * MS
+    done.first_ns, done.second_ns = 16 * MS, 26 * MS
+    done.last_ns, done.end_ns = 26 * MS, 27 * MS
     done.events, done.output_tokens, done.prompt_tokens = 2, 2, 11
     failed = Sample(PlannedRequest(4, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
     failed.end_ns, failed.fault = 7 * MS, Fault("reset", "gone")
@@ -229,6 +233,7 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
             "due_s": 0.0,
             "sent_s": 0.01,
             "ttft_s": 0.1,
+            "ttst_s": 0.2,
             "tpot_s": 0.1,
             "e2e_s": 0.21,
             "prompt_tokens_asked": 10,
@@ -247,6 +252,7 @@ def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
             "due_s": 0.0,
             "sent_s": 0.01,
             "ttft_s": None,
+            "ttst_s": None,
             "tpot_s": None,
             "e2e_s": None,
             "prompt_tokens_asked": 10,
