@@ -171,7 +171,9 @@ class Run:
                     # The end of an answer by HTTP/1.0 is the end of its connection.
                     cut = received.ending is not Ending.COMPLETE or client.visit.http_1_0
                     client.left = cut
-                    verdict = await judge.judge(client, request, received, reworded=False)
+                    verdict = await judge.judge(
+                        client, request, received, reworded=False, seed=None
+                    )
                     endings[verdict.ending] += 1
                     wrong += [f"{request.request_id}: {one}" for one in verdict.wrong]
         await oracle.close()

@@ -33,6 +33,7 @@ STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
 FIRST = {COMPLETIONS: 1, CHAT: 2}
 WAIT_S = 5.0
 NULL = {"index": 0, "text": "a", "finish_reason": "length", "prompt_token_ids": [1, 2]}
+SPOILT = "an event that nobody can read"
 SAID: dict[str, Any] = NULL | {"token_ids": [7]}
 
 
@@ -47,11 +48,11 @@ def prefilled(reply: "Reply", choice: dict[str, Any] = SAID) -> None:
 def say(reply: "Reply", *texts: str, finish: str | None = None) -> None:
     """Answer a decode leg: an event for each text, then its end."""
     reply.start(200, [(b"content-type", b"text/event-stream")])
-    choices = [{"index": 0, "text": text, "finish_reason": None} for text in texts]
-    choices[-1]["finish_reason"] = finish
-    for choice in choices:
+    for number, text in enumerate(texts, start=1):
+        reason = finish if number == len(texts) else None
+        choice = {"index": 0, "text": text, "finish_reason": reason}
         data = json.dumps({"choices": [choice]}, separators=(",", ":"))
-        reply.write(b"data: " + data.encode() + b"\n\n")
+        reply.write(b"data: " + data.encode()[: 20 if text == SPOILT else None] + b"\n\n")
     if finish is not None:
         reply.write(b"data: [DONE]\n\n")
         reply.end()
@@ -323,7 +324,7 @@ def test_an_engine_that_tells_no_ids_is_served_as_before(
     play(scenario, flags=EARLY, at_rest=False)
 
 
-@pytest.mark.parametrize("said", [("b",), ("", "b"), ("",)], ids=str)
+@pytest.mark.parametrize("said", [("b",), ("", "b"), ("",), (SPOILT, "a", "b")], ids=str)
 @pytest.mark.parametrize("resume", ["off", "exact"])
 def test_a_rank_that_says_something_else_is_left_for_the_ids(
     play: "Play", said: tuple[str, ...], resume: str

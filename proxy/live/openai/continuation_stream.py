@@ -14,7 +14,7 @@ from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
-from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 _OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
 
@@ -65,12 +65,12 @@ class ContinuationStream(CompletionStream):
     def _write(self, event: bytes) -> bytes:
         message = parsed(event)
         if message is None or "choices" not in message:
-            return event  # [DONE], a comment, an error.
+            # [DONE], a comment, an error; or what nobody can read, which may have been the text.
+            self.differs = bool(self._repeated.left and event_data(event))
+            return self._stop() if self.differs else event
         choices = choices_of(message)
         if not all(map(self._leave_out, choices)):
-            self.over = True
-            self._opening.error = _OTHERWISE
-            return b""
+            return self._stop()
         if choices and not any(text_of(one) or one.get("finish_reason") for one in choices):
             return b""
         if not self._head:
@@ -83,6 +83,11 @@ class ContinuationStream(CompletionStream):
             members["usage"].setdefault("completion_tokens_details", None)
         ending = _dump({"choices": list(map(_as_delta, choices))} | members)
         return self._head + ending[1:] + b"\n\n"
+
+    def _stop(self) -> bytes:
+        self.over = True
+        self._opening.error = _OTHERWISE
+        return b""
 
     def _leave_out(self, choice: dict[str, Any]) -> bool:
         """Leave out what the client has; return whether the rest goes on with it."""

@@ -222,7 +222,7 @@ class DecodeAttempt(Attempt):
         session = self._session
         if session.answer.opened:
             record = session.record
-            before = record.early_first_token  # What came since may have been that again.
+            before = int(record.early_first_token)  # What came since may have been that again.
             record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
             record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
             if stream.second_s is not None:

@@ -24,7 +24,8 @@ class Emitted:
     Attributes:
         tokens: How many.
         early: The first token, until a rank has said more than it; None if it waits for a rank.
-        members: Of the client's body, those that change.
+        drawn: Members that no client gave: the seed.
+        members: Of the client's body, those that change, and these.
         kept: Of the client's body, what a continuation from ids needs; None if there can be none.
         continued: The request that continues from ids, in place of the client's; None if none does.
         overlap: Text that the client has behind `tokens`, and that comes again.
@@ -32,13 +33,14 @@ class Emitted:
     """
 
     __slots__ = (
-        *("_text", "continued", "early", "head", "kept", "members", "overlap"),
+        *("_text", "continued", "drawn", "early", "head", "kept", "members", "overlap"),
         "tokens",
     )
 
     def __init__(self) -> None:
         self.tokens = 0
         self.early: EarlyToken | None = None
+        self.drawn: Mapping[str, object] = {}
         self.members: Mapping[str, object] = {}
         self.kept: Mapping[str, Any] | None = None
         self.continued: RequestBody | None = None
@@ -59,7 +61,8 @@ class Emitted:
         text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
         if not text:
             return False
-        self.members = resumed_members(shape.api, body.large_values(), text, tokens)
+        members = resumed_members(shape.api, body.large_values(), text, tokens)
+        self.members = {**self.drawn, **members}
         self._text, self.tokens = text, tokens
         self.overlap = ""
         return True
@@ -110,5 +113,5 @@ class Emitted:
 
     def _continue(self, ids: bytes, shape: "Shape") -> None:
         assert self.kept is not None
-        self.early, self.members = None, {}
+        self.early, self.members = None, self.drawn
         self.continued = RequestBody(continued_body(self.kept, shape.api, ids, self.tokens))

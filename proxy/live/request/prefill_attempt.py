@@ -107,7 +107,7 @@ class PrefillAttempt(Attempt):
             return None
         if not is_greedy(kept) and kept.get("seed") is None:
             seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
-            emitted.members = {"seed": seed}
+            emitted.drawn = emitted.members = {"seed": seed}
         emitted.early = EarlyToken(kept)
         return emitted.early
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.leases import MOST_LAPSES
 from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
@@ -229,8 +230,23 @@ async def audit_answers(
         for request, received in islice(answers, client.sent):
             told = records.get(request.request_id, [])
             # Of one whose process was killed nobody tells.
-            reworded = not told or any(one.recomputes or one.resumes for one in told)
-            verdict = await judge.judge(client, request, received, reworded=reworded)
+            reworded = not told or any(
+                one.recomputes
+                or one.resumes
+                or one.first_token_differences
+                or (one.early_first_token and judge.merges)
+                for one in told
+            )
+            # Who repeats an id may have had the answer to either seed.
+            verdicts = [
+                await judge.judge(client, request, received, reworded=reworded, seed=seed)
+                for seed in dict.fromkeys(one.seed for one in told) or (None,)
+            ]
+            verdict = next((one for one in verdicts if not one.wrong), verdicts[0])
+            # Of one whose process was killed nobody tells the seed.
+            killed = all(one.outcome is Outcome.INTERNAL_ERROR for one in told)
+            if killed and judge.may_draw_seed(request):
+                verdict.wrong.clear()
             endings[verdict.ending] += 1
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
             if names[request.request_id] == 1:

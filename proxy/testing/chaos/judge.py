@@ -55,12 +55,14 @@ class Judge:
         excused: Requests whose answer is another prompt's for a reason that no proxy can see.
 
     Attributes:
+        merges: Whether engines may put several tokens into one event.
         tenants: Those of the plan.
     """
 
     def __init__(self, plan: Plan, oracle: Oracle, excused: Collection[str] = ()) -> None:
         self._plan = plan
         self.tenants = plan.tenants
+        self.merges = oracle.merges
         self._excused = excused
         self._oracle = oracle
         changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]
@@ -84,7 +86,13 @@ class Judge:
         )
 
     async def judge(
-        self, client: Client, request: ClientRequest, received: Received, *, reworded: bool
+        self,
+        client: Client,
+        request: ClientRequest,
+        received: Received,
+        *,
+        reworded: bool,
+        seed: int | None,
     ) -> Verdict:
         """Return what became of one request.
 
@@ -94,6 +102,7 @@ class Judge:
             received: What came.
             reworded: Whether an engine handed it back in the middle of its answer, whose text then
                 comes in other pieces.
+            seed: What the proxy drew for it; None if it drew none.
         """
         if received.ending is Ending.UNANSWERED:
             return self._judge_silence(client, received)
@@ -104,16 +113,29 @@ class Judge:
         if received.status == 200 and request.request_id in self._excused:
             verdict = Verdict("misread by a slow engine", [])
         elif received.status == 200:
-            verdict = await self._judge_answer(client, request, received, reworded=reworded)
+            verdict = await self._judge_answer(
+                client, request, received, reworded=reworded, seed=seed
+            )
         else:
             verdict = await self._judge_refusal(client, request, received)
         verdict.wrong += misnamed
         return verdict
 
+    def may_draw_seed(self, request: ClientRequest) -> bool:
+        """Return whether the proxy may have drawn a seed for a request."""
+        early = self._plan.world.flags.get("first_token") == "prefill"
+        return early and request.values.get("seed") is None
+
     async def _judge_answer(
-        self, client: Client, request: ClientRequest, received: Received, *, reworded: bool
+        self,
+        client: Client,
+        request: ClientRequest,
+        received: Received,
+        *,
+        reworded: bool,
+        seed: int | None,
     ) -> Verdict:
-        answer = await self._oracle.answer(request)
+        answer = await self._oracle.answer(request, seed=seed)
         expected = Expectation(
             request,
             answer,
@@ -132,7 +154,8 @@ class Judge:
             return Verdict("wrong", wrong)
         verdict = self._compare(client, request, received, expected)
         if verdict.wrong and self._eos:
-            verdict = await self._compare_with_one_token(client, request, received) or verdict
+            again = await self._compare_with_one_token(client, request, received, seed)
+            verdict = again or verdict
         verdict.wrong += wrong
         return verdict
 
@@ -224,10 +247,10 @@ class Judge:
         return Verdict("short", [one for one in wrong if one], expected)
 
     async def _compare_with_one_token(
-        self, client: Client, request: ClientRequest, received: Received
+        self, client: Client, request: ClientRequest, received: Received, seed: int | None
     ) -> Verdict | None:
         """Return what an answer is if an engine's first token ended it; None if it did not."""
-        answer = await self._oracle.answer(request, eos_first=True)
+        answer = await self._oracle.answer(request, eos_first=True, seed=seed)
         expected = Expectation(request, answer, reworded=True, cached_known=self._cached_known)
         verdict = self._compare(client, request, received, expected)
         if verdict.ending == "exact":

@@ -221,6 +221,7 @@ def _limits(rng: random.Random) -> dict[str, object]:
     if rng.random() < 0.3:
         flags["fair_queue"] = "kv-token-seconds"
     flags["resume"] = rng.choice(["off", "exact", "valid", "valid"])
+    flags["first_token"] = rng.choice(["prefill", "prefill", "decode"])
     return flags
 
 

@@ -370,6 +370,8 @@ class Trial:
             counters["recomputes"] += record.recomputes
             counters["local prefills"] += record.local_prefill
             counters["resumes"] += record.resumes
+            counters["early first tokens"] += record.early_first_token
+            counters["first token differences"] += record.first_token_differences
             counters["lease lapses"] += record.lease_lapses
             counters["cheaper lapses"] += record.cheaper_lapses
             counters["output tokens"] += record.output_tokens
