@@ -25,6 +25,7 @@ COMMANDS = (
     "train",
     "evaluate",
     "validate",
+    "audit",
     "hash-key",
 )
 

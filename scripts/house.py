@@ -97,6 +97,10 @@ MAY_IMPORT = {
         *("proxy.core.errors", "proxy.service_levels", "proxy.wire"),
         *("traces", "__version__"),
     },
+    "proxy.audit": {
+        *("proxy.core", "proxy.pictures", "proxy.sim", "proxy.validate.fit", "proxy.wire"),
+        "traces",
+    },
     "proxy.validate": {
         *("proxy.core.errors", "proxy.pictures"),
         *("engine_patch.reader", "engine_patch.records"),
@@ -114,7 +118,8 @@ MAY_IMPORT = {
     "proxy.testing": set[str](),
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
-        *("proxy.emulate", "proxy.live", "proxy.replay", "proxy.sim", "proxy.validate"),
+        *("proxy.audit", "proxy.emulate", "proxy.live", "proxy.replay", "proxy.sim"),
+        "proxy.validate",
         "proxy.service_levels",
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},

@@ -231,8 +231,12 @@ class Engine:
         call = self.exchanges.pop(exchange)
         counters = self.counters[call.rank]
         _count(exchange, counters)
+        if exchange.opened:
+            counters.prompts.add(exchange.request.prompt_tokens)
         for sequence in exchange.sequences:
             choice = sequence.choice
+            if exchange.opened:
+                counters.outputs.add(choice.emitted)
             counters.finished[choice.finish_reason or "abort"] += 1
             if choice.stop_reason == "recomputed":
                 self._hub.lengths.handed_back(call.name, choice.emitted)

@@ -1,14 +1,38 @@
 """GET /metrics of an engine: the part of vLLM 0.32's Prometheus text that shows its load."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from balanceroute.proxy.emulate.faults import MalformedScrape
 
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 _HUGE_BYTES = 20 << 20
+
+
+# Powers of ten times 1, 2 and 5, as vLLM's.
+_LENGTH_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+@dataclass(slots=True)
+class LengthCounts:
+    """How many requests had which length.
+
+    Attributes:
+        counts: By bucket, not cumulated; the last one has no upper end.
+        total: Sum of the lengths.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_LENGTH_BOUNDS) + 1))
+    total: int = 0
+
+    def add(self, tokens: int) -> None:
+        """Count one."""
+        self.counts[bisect_left(_LENGTH_BOUNDS, tokens)] += 1
+        self.total += tokens
 
 
 @dataclass(slots=True)
@@ -19,6 +43,8 @@ class RankCounters:
         prefix_queries: Prompt tokens that were looked up in the prefix cache.
         prefix_hits: Those that were found.
         finished: Sequences by their finish reason, or "abort".
+        prompts: Prompts of requests that were answered.
+        outputs: Their outputs, by sequence.
     """
 
     prompt_tokens: int = 0
@@ -28,6 +54,8 @@ class RankCounters:
     prefix_hits: int = 0
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    prompts: LengthCounts = field(default_factory=LengthCounts)
+    outputs: LengthCounts = field(default_factory=LengthCounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +116,10 @@ def render_metrics(
             for text, state in each({"finished_reason": reason})
         ),
     )
+    prompts = [(state.rank, state.counters.prompts) for state in states]
+    outputs = [(state.rank, state.counters.outputs) for state in states]
+    lines += _histogram("request_prompt_tokens", prompts, model)
+    lines += _histogram("request_generation_tokens", outputs, model)
     config = {
         "block_size": str(block_tokens),
         "kv_cache_size_tokens": str(kv_tokens),
@@ -100,6 +132,19 @@ def render_metrics(
         ((text, 1.0) for text, _ in each(config)),
     )
     return ("\n".join(lines) + "\n").encode()
+
+
+def _histogram(name: str, ranks: Sequence[tuple[int, LengthCounts]], model: str) -> list[str]:
+    lines = [f"# HELP vllm:{name} Number of tokens processed.\n# TYPE vllm:{name} histogram"]
+    for rank, lengths in ranks:
+        bounds = [*(f"{bound}.0" for bound in _LENGTH_BOUNDS), "+Inf"]
+        for bound, count in zip(bounds, accumulate(lengths.counts), strict=True):
+            labels = _labels(model, rank, {"le": bound})
+            lines.append(f"vllm:{name}_bucket{{{labels}}} {_number(float(count))}")
+        labels = _labels(model, rank, None)
+        lines.append(f"vllm:{name}_count{{{labels}}} {_number(float(sum(lengths.counts)))}")
+        lines.append(f"vllm:{name}_sum{{{labels}}} {_number(float(lengths.total))}")
+    return lines
 
 
 def malformed_metrics(kind: MalformedScrape, page: bytes) -> tuple[int, bytes]:

@@ -1,0 +1,166 @@
+"""A fleet as it was seen: loads by rank over time, and what follows from them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.audit.pages import Lengths, RankPage
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.validate.fit import Fit, fit_step_time
+
+MIN_SAMPLES = 20
+_FULL = 0.95
+"""Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at all engines: seconds, and what each rank told, by its name."""
+
+    time_s: float
+    decode: Mapping[str, RankPage]
+    prefill: Mapping[str, RankPage]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen of a fleet of G ranks.
+
+    Attributes:
+        ranks: Names, G.
+        prefillers: P.
+        seconds: From the first look to the last.
+        loads: float64[looks, G], KV tokens.
+        batch: Slots of a rank: as given, or the most requests that any rank ran.
+        idle: Share of rank time lost at the barrier, by the loads: sum (max L - L_g) / sum G max L.
+        imbalance_tokens: Mean of max L - min L.
+        output_tokens_per_s: Of all ranks.
+        running: Mean requests in the batches of all ranks.
+        waiting: Mean requests that wait in the decode engines.
+        fit: The line of the step's time over max L, in time of the wall; None if it cannot be told.
+        prefill_busy: Mean share of prefillers that have a request; None without prefillers.
+        prefill_waiting: Mean requests that wait at a prefiller.
+        prompts: Lengths of the prompts that ended meanwhile, by bucket.
+        outputs: Lengths of their outputs.
+    """
+
+    ranks: tuple[str, ...]
+    prefillers: int
+    seconds: float
+    loads: NDArray[np.float64]
+    batch: int
+    idle: float
+    imbalance_tokens: float
+    output_tokens_per_s: float
+    running: float
+    waiting: float
+    fit: Fit | None
+    prefill_busy: float | None
+    prefill_waiting: float
+    prompts: Lengths
+    outputs: Lengths
+
+    @property
+    def slots_share(self) -> float:
+        """Share of the slots in use."""
+        return self.running / (self.batch * len(self.ranks))
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the ranks were full, so that requests waited for slots."""
+        return self.slots_share >= _FULL
+
+
+def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
+    """Return what the looks say.
+
+    Raises:
+        ConfigError: They are too few, ranks do not tell their KV tokens, or nothing was decoded.
+    """
+    if len(looks) < MIN_SAMPLES:
+        raise ConfigError(f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least")
+    ranks = tuple(looks[0].decode)
+    loads = _series(looks, ranks, "kv_tokens")
+    if np.isnan(loads).any():
+        raise ConfigError(
+            "an engine tells neither its KV tokens in use nor its capacity (vllm:cache_config_info, "
+            "sglang:num_used_tokens)"
+        )
+    running, generated = _series(looks, ranks, "running"), _series(looks, ranks, "generated")
+    peaks = loads.max(axis=1)
+    if not peaks.any():
+        raise ConfigError("nothing was decoded meanwhile")
+    times = np.array([look.time_s for look in looks])
+    fit = _fit(times, peaks, running, generated)
+    # A look finds a long step more often than a short one; each step counts once.
+    steps = np.ones(len(peaks)) if fit is None else 1.0 / _step_ms(fit, peaks)
+    prefillers = tuple(looks[0].prefill)
+    queues, work = _series(looks, prefillers, "waiting"), _series(looks, prefillers, "running")
+    return Observation(
+        ranks=ranks,
+        prefillers=len(prefillers),
+        seconds=float(times[-1] - times[0]),
+        loads=loads,
+        batch=batch or max(1, round(running.max())),
+        idle=float(steps @ (peaks * len(ranks) - loads.sum(axis=1)) / (steps @ peaks * len(ranks))),
+        imbalance_tokens=float((peaks - loads.min(axis=1)).mean()),
+        output_tokens_per_s=float((generated[-1] - generated[0]).sum() / (times[-1] - times[0])),
+        running=float(running.sum(axis=1).mean()),
+        waiting=float(np.nan_to_num(_series(looks, ranks, "waiting")).sum(axis=1).mean()),
+        fit=fit,
+        prefill_busy=float((queues + work > 0).mean()) if prefillers else None,
+        prefill_waiting=float(np.nan_to_num(queues).mean()) if prefillers else 0.0,
+        prompts=_ended(looks, ranks, "prompts"),
+        outputs=_ended(looks, ranks, "outputs"),
+    )
+
+
+def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
+    """Return float64[looks, ranks]; NaN for what was not told."""
+    rows = [
+        [
+            getattr((look.decode if name in look.decode else look.prefill)[name], what)
+            for name in ranks
+        ]
+        for look in looks
+    ]
+    return np.array(rows, np.float64).reshape(len(looks), len(ranks))
+
+
+def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
+    step_ms: NDArray[np.float64] = fit.base_ms + fit.us_per_token / 1e3 * peaks
+    return step_ms
+
+
+def _fit(
+    times: NDArray[np.float64],
+    peaks: NDArray[np.float64],
+    running: NDArray[np.float64],
+    generated: NDArray[np.float64],
+) -> Fit | None:
+    """Fit the time of a step between two looks: their seconds x requests that run / tokens."""
+    seconds, tokens = np.diff(times), np.diff(generated.sum(axis=1))
+    at_work = running.sum(axis=1)
+    mean_running = (at_work[1:] + at_work[:-1]) / 2
+    known = (tokens > 0) & (mean_running > 0)
+    if not known.any():
+        return None
+    step_ns = 1e9 * seconds[known] * mean_running[known] / tokens[known]
+    between = ((peaks[1:] + peaks[:-1]) / 2)[known]
+    fit = fit_step_time(between.astype(np.int64), step_ns)
+    return None if fit is None or fit.base_ms <= 0 or fit.us_per_token <= 0 else fit
+
+
+def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
+    """Return the lengths of what ended between the first look and the last, of all ranks."""
+    result = Lengths()
+    for name in ranks:
+        before: Lengths = getattr(looks[0].decode[name], what)
+        after: Lengths = getattr(looks[-1].decode[name], what)
+        result.total += after.total - before.total
+        for bound, count in after.counts.items():
+            more = count - before.counts.get(bound, 0.0)
+            result.counts[bound] = result.counts.get(bound, 0.0) + more
+    return result

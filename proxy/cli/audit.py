@@ -1,0 +1,131 @@
+"""`balanceroute audit`: what a fleet loses at the barrier, and what other policies would recover."""
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from balanceroute.proxy.audit.looking import Engines
+from balanceroute.proxy.audit.observation import Look, observe
+from balanceroute.proxy.audit.plots import write_plots
+from balanceroute.proxy.audit.replica import recover
+from balanceroute.proxy.audit.report import Audit, as_json, lines
+from balanceroute.proxy.audit.verdict import judge
+from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.settings.reader import add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import integer, number
+from balanceroute.proxy.pictures import require_matplotlib
+from balanceroute.traces import read_trace
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.audit.observation import Observation
+    from balanceroute.proxy.audit.replica import Recovery
+    from balanceroute.proxy.audit.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How long and how closely is looked, and what the engines do not tell."""
+
+    minutes: float = number(5.0, "look for so long", 0.1, 1440.0, metavar="N")
+    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
+    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
+    batch: int | None = integer(
+        None, "slots of a rank (default: the most requests that one ran)", 1, 10**6
+    )
+    step_base_ms: float = number(30.0, "a step takes a + b x max load", 1e-6, 1e6, metavar="a")
+    step_us_per_token: float = number(0.2, "used if b is not seen", 0.0, 1e6, metavar="b")
+    seed: int = integer(0, "of the simulated load", 0, 1 << 62)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "audit",
+        help="what a fleet behind any router loses at the barrier",
+        description=f"{__doc__} It reads the engines' /metrics (vLLM, SGLang) and sends nothing to a "
+        "model, so any router may be in front.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--decode", nargs="+", required=True, metavar="URL", help="http://host:port of each engine"
+    )
+    parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="likewise")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="the requests of the same load, as an access log or a trace; without, they are drawn from the "
+        "engines' histograms of lengths",
+    )
+    add_flags(parser, Watched)
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the findings as JSON; - is standard output"
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write a picture (PNG)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: The engines cannot be read, or say too little.
+        TraceError: The trace cannot be read.
+    """
+    watched = read_flags(arguments, Watched).read(Watched)
+    check_output("--json", arguments.json)
+    if arguments.plots is not None:
+        require_matplotlib()
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+    requests = None if arguments.trace is None else read_trace(arguments.trace)
+    looks = asyncio.run(_watch(arguments.prefill, arguments.decode, watched))
+    seen = observe(looks, batch=watched.batch)
+    recovery: Recovery | None = None
+    unknown = ""
+    try:
+        recovery = recover(
+            seen,
+            requests,
+            step_base_ms=watched.step_base_ms,
+            step_us_per_token=watched.step_us_per_token,
+            seed=watched.seed,
+        )
+    except ConfigError as error:
+        unknown = str(error)
+    audit = Audit(seen, _verdict(seen), recovery, unknown)
+    with for_people(arguments.json):
+        for line in lines(audit):
+            print(line)  # noqa: T201 - the command line's answer.
+    if arguments.json is not None:
+        write_output("--json", arguments.json, json.dumps(as_json(audit), indent=2) + "\n")
+    if arguments.plots is not None:
+        write_plots(audit, arguments.plots)
+    return 0
+
+
+def _verdict(seen: "Observation") -> "Verdict":
+    return judge(
+        prefillers=seen.prefillers,
+        ranks=len(seen.ranks),
+        prefill_busy=seen.prefill_busy,
+        slots_share=seen.slots_share,
+        idle=seen.idle,
+    )
+
+
+async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
+    engines = Engines(prefill, decode, timeout_s=watched.timeout_s)
+    with Console(stderr=True).status("looking at the engines") as status:
+        try:
+            return await engines.watch(
+                seconds=60.0 * watched.minutes,
+                interval_s=watched.interval_s,
+                progress=lambda looks: status.update(f"{looks:,} looks at the engines"),
+            )
+        finally:
+            engines.close()

@@ -1,0 +1,119 @@
+"""What pages of metrics say, and what an audit makes of too little."""
+
+import pytest
+
+from balanceroute.proxy.audit.energy import lost_shares
+from balanceroute.proxy.audit.observation import Look, observe
+from balanceroute.proxy.audit.pages import Lengths, PageError, RankPage, read_page
+from balanceroute.proxy.audit.replica import requests_like
+from balanceroute.proxy.audit.verdict import Bound, judge
+from balanceroute.proxy.core.errors import ConfigError
+
+VLLM = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="4000",num_gpu_blocks="9"} 1.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 70.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 80.0
+# TYPE vllm:request_generation_tokens histogram
+vllm:request_generation_tokens_bucket{engine="0",le="1.0",model_name="m"} 2.0
+vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 5.0
+vllm:request_generation_tokens_count{engine="0",model_name="m"} 5.0
+vllm:request_generation_tokens_sum{engine="0",model_name="m"} 44.0
+"""
+SGLANG = b"""sglang:num_running_reqs{model_name="m",dp_rank="1"} 2.0
+sglang:num_queue_reqs{model_name="m",dp_rank="1"} 1.0
+sglang:num_used_tokens{model_name="m",dp_rank="1"} 1234.0
+sglang:generation_tokens_total{model_name="m",dp_rank="1"} 9.0
+"""
+
+
+def test_a_page_of_vllm_tells_each_rank() -> None:
+    ranks = read_page(VLLM)
+    assert {name: (one.running, one.kv_tokens, one.generated) for name, one in ranks.items()} == {
+        "0": (3.0, 800.0, 70.0),
+        "1": (4.0, 1000.0, 80.0),
+    }
+    assert ranks["0"].outputs == Lengths({1.0: 2.0, float("inf"): 5.0}, 44.0)
+
+
+def test_a_page_of_sglang_tells_its_tokens() -> None:
+    (rank,) = read_page(SGLANG).items()
+    assert rank[0] == "1"
+    assert (rank[1].running, rank[1].waiting, rank[1].kv_tokens) == (2.0, 1.0, 1234.0)
+
+
+@pytest.mark.parametrize(
+    "page", [b"", b"<html>", b"other_metric 1\n", b"vllm:num_requests_running x\n"]
+)
+def test_other_pages_are_refused(page: bytes) -> None:
+    with pytest.raises(PageError):
+        read_page(page)
+
+
+def looks(count: int, *, kv_tokens: float | None = 10.0) -> list[Look]:
+    return [
+        Look(float(i), {"a": RankPage(1.0, 0.0, kv_tokens, 30.0 * i)}, {}) for i in range(count)
+    ]
+
+
+def test_too_little_is_not_judged() -> None:
+    with pytest.raises(ConfigError, match="20 the least"):
+        observe(looks(19))
+    with pytest.raises(ConfigError, match="cache_config_info"):
+        observe(looks(30, kv_tokens=None))
+    with pytest.raises(ConfigError, match="nothing was decoded"):
+        observe(looks(30, kv_tokens=0.0))
+    with pytest.raises(ConfigError, match="fewer than 100 requests"):
+        requests_like(Lengths(), Lengths({1.0: 99.0}, 99.0), 10, seed=0)
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    seen = observe(looks(30))
+    assert (seen.idle, seen.imbalance_tokens, seen.output_tokens_per_s) == (0.0, 0.0, 30.0)
+    assert seen.fit is None  # The loads are all the same.
+
+
+def test_drawn_lengths_have_the_buckets_and_the_mean() -> None:
+    prompts = Lengths({10.0: 0.0, 100.0: 500.0, 1000.0: 1000.0}, 1000 * 180.0)
+    outputs = Lengths({50.0: 1000.0, float("inf"): 1000.0}, 1000 * 20.0)
+    drawn = requests_like(prompts, outputs, 4000, seed=1)
+    mean = sum(one.prompt_tokens for one in drawn) / 4000
+    assert mean == pytest.approx(180, rel=0.01)
+    assert sum(one.output_tokens for one in drawn) / 4000 == pytest.approx(20, rel=0.02)
+    assert drawn == requests_like(prompts, outputs, 4000, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("prefill_busy", "slots_share", "idle", "bound"),
+    [
+        (0.5, 0.99, 0.3, Bound.BARRIER),
+        (0.5, 0.99, 0.03, Bound.DECODE),
+        (0.95, 0.5, 0.3, Bound.PREFILL),
+        (0.5, 0.5, 0.3, Bound.NOTHING),
+        (None, 0.5, 0.3, Bound.NOTHING),
+    ],
+)
+def test_what_bounds_a_fleet(
+    prefill_busy: float | None, slots_share: float, idle: float, bound: Bound
+) -> None:
+    verdict = judge(
+        prefillers=2, ranks=8, prefill_busy=prefill_busy, slots_share=slots_share, idle=idle
+    )
+    assert verdict.bound is bound
+    if prefill_busy is not None:
+        expected = 2 * prefill_busy / (8 * slots_share)
+        assert verdict.prefillers_per_rank == pytest.approx(expected)
+
+
+def test_energy_is_lost_while_ranks_wait() -> None:
+    low, high = lost_shares(0.3, base_ms=10.0, step_ms=40.0)
+    assert high == pytest.approx(0.3 * 0.75)  # A rank that polls draws all of its power.
+    assert 0.0 < low < high
+    assert lost_shares(0.0, base_ms=10.0, step_ms=40.0) == (0.0, 0.0)
