@@ -1,0 +1,86 @@
+"""The dashboard and the alert rules ask for metrics that the proxy has, with labels that they have."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.script import ROOT, script
+
+DEPLOY = ROOT / "topologies" / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))
+RULES: list[dict[str, Any]] = yaml.safe_load(
+    (DEPLOY / "helm" / "rules.yaml").read_text(encoding="utf-8")
+)
+QUERIES = [
+    target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
+] + [rule["expr"] for rule in RULES]
+PROMTOOL = shutil.which("promtool")
+# Of the client library, and what Prometheus itself adds to every sample.
+FOREIGN = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+ADDED = {"job", "instance", "le", "process"}
+
+
+def known() -> dict[str, set[str]]:
+    """Return the labels of every series that the proxy exports, by its name."""
+    listed = script("list_metrics")
+    found: dict[str, set[str]] = {}
+    for name, (kind, _, labels) in listed.labels_by_family(listed.full_page()).items():
+        names = (
+            [f"{name}_{part}" for part in ("bucket", "sum", "count")]
+            if kind == "histogram"
+            else [name]
+        )
+        found.update(dict.fromkeys(names, labels))
+    return found
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_asks_for_what_there_is(query: str) -> None:
+    labels = known()
+    asked = re.findall(r"\b(?:balanceroute|process)_[a-z0-9_]+", query)
+    assert asked
+    allowed = set(ADDED)
+    for name in asked:
+        assert name in labels or name in FOREIGN, name
+        allowed |= labels.get(name, set())
+    selected = re.findall(r"([a-z_]+)=~?\"", query)
+    grouped = [one for part in re.findall(r"by \((.*?)\)", query) for one in part.split(", ")]
+    assert {*selected, *grouped} <= allowed
+
+
+def test_panels_have_names_and_places_of_their_own() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 20
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in panels]
+    assert len(set(places)) == len(places)
+    for panel in panels:
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        used = set(re.findall(r"{{(\w+)}}", json.dumps(panel)))
+        grouped = set(re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", json.dumps(panel)))))
+        assert used <= grouped, panel["title"]
+
+
+def test_the_page_of_operations_has_every_alert() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        assert f"`{rule['alert']}`" in page, rule["alert"]
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool here")
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    rules = [*RULES]
+    for number, query in enumerate(QUERIES):
+        expression = query.replace("$__rate_interval", "5m").replace("$job", ".*")
+        rules.append({"record": f"of_the_dashboard:{number}", "expr": expression})
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "balanceroute", "rules": rules}]}))
+    checked = subprocess.run(
+        [PROMTOOL, "check", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr + checked.stdout
