@@ -76,6 +76,7 @@ def make_table(
     columns: list[tuple[str, bool, Callable[[PolicyResult], str]]] = [
         ("imbalance\ntokens", True, lambda r: cell(r, "mean_imbalance_tokens", 0)),
         ("idle\n%", True, lambda r: cell(r, "idle_fraction", 1, 100)),
+        ("slots\nin use", False, lambda r: cell(r, "mean_running", 1)),
         ("output\ntokens/s", True, lambda r: cell(r, "output_tokens_per_s", 0)),
         (f"x\n{results[0].policy}", True, lambda r: f"{r.mean['output_tokens_per_s'] / base:.2f}"),
         ("TPOT ms\np50", False, lambda r: cell(r, "tpot_ms_p50", 1)),

@@ -108,14 +108,14 @@ def test_the_table_has_a_row_for_each_policy_in_order() -> None:
 
 def test_a_row_tells_the_figures_in_the_units_of_the_heading() -> None:
     text = printed(result("jsq"), result("br-0", scale=1.25))
-    figures = "12,346 34.6 2,000 1.00 41.2 62.5 1.50 7.12 9.8 11 / 34"
-    assert cells(text, "jsq") == ["jsq", *figures.split(maxsplit=9)]
-    assert cells(text, "br-0")[4] == "1.25"
+    figures = "12,346 34.6 50.0 2,000 1.00 41.2 62.5 1.50 7.12 9.8 11 / 34"
+    assert cells(text, "jsq") == ["jsq", *figures.split(maxsplit=10)]
+    assert cells(text, "br-0")[5] == "1.25"
 
 
 def test_several_segments_show_the_standard_error() -> None:
     row = cells(printed(result("jsq", error=0.1)), "jsq")
-    assert row[1:4] == ["12,346 ±1,235", "34.6 ±3.5", "2,000 ±200"]
+    assert row[1:5] == ["12,346 ±1,235", "34.6 ±3.5", "50.0 ±5.0", "2,000 ±200"]
 
 
 def test_one_segment_shows_none() -> None:
@@ -135,7 +135,7 @@ def test_piped_output_is_plain_and_wide_enough(
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "…" not in text
-    assert cells(text, "br-0-bypass")[3] == "246,000 ±200"
+    assert cells(text, "br-0-bypass")[4] == "246,000 ±200"
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 250])
