@@ -51,4 +51,17 @@ def _refuse_constant(name: str) -> object:
     raise MalformedLineError(f"not valid JSON: {name} is not a finite number")
 
 
-_DECODER = json.JSONDecoder(parse_float=Decimal, parse_constant=_refuse_constant)
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise MalformedLineError(f"the key {shown(twice)} is there twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(
+    parse_float=Decimal,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=_without_duplicates,
+)

@@ -76,6 +76,7 @@ ROWS = [
     (NATIVE + NATIVE.strip() + NATIVE, 2, "not valid JSON: Extra data"),
     (NATIVE + "[1]\n", 2, "not a JSON object: '[1]'"),
     (NATIVE + "null\n", 2, "not a JSON object"),
+    (NATIVE + '{"arrival_s": 1, "arrival_s": 2}\n', 2, "the key 'arrival_s' is there twice"),
     (NATIVE + '{"arrival_s": 1}\n', 2, "missing key 'prompt_tokens'"),
     ('{"prompt_tokens": 1, "output_tokens": 1}\n', 1, "missing key 'arrival_s'"),
     (MOONCAKE + NATIVE, 2, "missing key 'timestamp'"),
