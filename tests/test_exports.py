@@ -20,7 +20,7 @@ proxy: __main__ audit cli core emulate live pictures replay service_levels sim v
 proxy.cli: audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
-    intake kv_peak leases ledger lifecycle local_prefill losses pace placement policies pool prediction prefill
+    intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts ranks recount scheduler skill standing step_model subset
     time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision

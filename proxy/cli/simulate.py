@@ -18,7 +18,8 @@ from balanceroute.proxy.cli.outputs import check_output, for_people, options, wr
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import POLICIES, is_outside
+from balanceroute.proxy.core.outside import is_outside, outside_name
+from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -88,7 +89,9 @@ class Compared:
         metavar="NAME[,NAME..]",
     )
     predictor: str = text(
-        "survival", f"for br-h: {', '.join(FORECASTS)}, or what `train` wrote", metavar="NAME|FILE"
+        "survival",
+        f"for br-h: {', '.join(FORECASTS)}, what `train` wrote, or module:function of your own",
+        metavar="NAME|FILE",
     )
 
 
@@ -191,6 +194,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _policies(names: str) -> list[str]:
     policies = [name.strip() for name in names.split(",") if name.strip()]
+    policies = [
+        name if name in POLICIES else outside_name("policies", name) or name for name in policies
+    ]
     unknown = [name for name in policies if name not in POLICIES and not is_outside(name)]
     if unknown or not policies:
         meant = did_you_mean(unknown[0], POLICIES) if unknown else f"; known: {', '.join(POLICIES)}"

@@ -6,9 +6,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
@@ -59,6 +58,7 @@ from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 
 if TYPE_CHECKING:
+    from balanceroute.predictors.state import Savable
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.discovery.reconciler import Reconciler
     from balanceroute.proxy.live.environment import Environment
@@ -378,10 +378,9 @@ class Deployment:
         active = make_predictor(scheduling.predictor)
         path = scheduling.predictor_state
         if path is not None:
-            assert not isinstance(active, NoPrediction)
             self._keeper = StateKeeper(
                 path,
-                active,
+                cast("Savable", active),  # The settings were checked for it.
                 metrics=self._metrics.predictors,
                 in_thread=environment.in_thread,
                 observed=lambda: self.predictors.observed,

@@ -20,10 +20,12 @@ from balanceroute.predictors import (
     Survival,
 )
 from balanceroute.predictors.files import load
+from balanceroute.predictors.outside import outside_predictor
 from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.sim.workload import Workload
 
@@ -79,8 +81,17 @@ FORECASTS: dict[str, Forecast] = {
 }
 
 
+def _outside(name: str, workload: Workload) -> Predictor:
+    predictor = outside_predictor(name)
+    # Behind those of the run.
+    for number, past in enumerate(past_requests(workload.history), len(workload.requests)):
+        predictor.begin(RequestId(number), past.features)
+        predictor.observe(RequestId(number), past.output_tokens)
+    return predictor
+
+
 def forecast_called(word: str) -> Forecast:
-    """Return one of `FORECASTS`, or that of a trained predictor's file.
+    """Return one of `FORECASTS`, or that of a trained predictor's file or of one from outside.
 
     Raises:
         ConfigError: Neither is called so.
@@ -89,6 +100,9 @@ def forecast_called(word: str) -> Forecast:
         return FORECASTS[word]
     path = Path(word)
     if not path.is_file():
+        outside = outside_name("predictors", word)
+        if outside is not None:
+            return lambda workload, _: _outside(outside, workload)
         raise ConfigError(f"{word!r} is no file, and none of {', '.join(FORECASTS)}")
     # Read for every run: what it learns in one must not be known in the next.
     return lambda _, __: load(path)

@@ -29,6 +29,7 @@ import numpy as np
 from balanceroute.proxy.core.balance import Weights
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.fscore import discounts
+from balanceroute.proxy.core.outside import is_outside, made
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
 from balanceroute.proxy.core.policies.bypass import best_score
 from balanceroute.proxy.core.policies.dynamo_kv import decayed_blocks
@@ -37,7 +38,6 @@ from balanceroute.proxy.core.policies.jsq import shortest_queue
 from balanceroute.proxy.core.policies.least_charged import LeastCharged
 from balanceroute.proxy.core.policies.least_kv import least_kv
 from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
-from balanceroute.proxy.core.policies.outside import is_outside, outside_policy
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
 from balanceroute.proxy.core.policies.random_rank import RandomRank
@@ -269,6 +269,8 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "llmd-token-load": lambda inputs: LeastCharged(bucket_tokens, predictor=inputs.predictor),
 }
 
+# Of a policy.
+_MEMBERS = ("slots_beyond_batch", "projection", "next_decision_ns", "dispatch")
 # The policies that use the predictor.
 PREDICTING = frozenset({"br-h", "dynamo-kv", "llmd-token-load"})
 
@@ -286,9 +288,9 @@ def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     """
     if name not in POLICIES and not is_outside(name):
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    make = POLICIES.get(name) or outside_policy(name)
     settings = inputs.settings.resolved(ranks=inputs.ranks, batch_limit=inputs.batch_limit)
-    policy = make(replace(inputs, settings=settings))
+    inputs = replace(inputs, settings=settings)
+    policy = POLICIES[name](inputs) if name in POLICIES else made("policy", name, _MEMBERS, inputs)
     quantile, capacity = settings.kv_peak_quantile, inputs.rank_kv_tokens
     # What binds early ignores memory: it queues in the engine.
     if quantile is None or capacity is None or policy.slots_beyond_batch is None:

@@ -12,13 +12,16 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.capped import Capped
 from balanceroute.predictors.files import PredictorFileError, load, read_state, write_state
 from balanceroute.predictors.hinted import Hinted
+from balanceroute.predictors.outside import outside_predictor
 from balanceroute.predictors.registry import KINDS
 from balanceroute.predictors.state import StateError
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.live.prediction.predictor_set import NamedPredictor
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
+    from balanceroute.predictors.base import Predictor
     from balanceroute.predictors.state import Savable, State
     from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 
@@ -36,11 +39,11 @@ PREDICTORS: "dict[str, Callable[[], Savable | NoPrediction]]" = {
 _log = logging.getLogger(__name__)
 
 
-def make_predictor(word: str) -> "Savable | NoPrediction":
+def make_predictor(word: str) -> "Savable | NoPrediction | Predictor":
     """Return a new predictor.
 
     Args:
-        word: A name in `PREDICTORS`, or a file that `balanceroute train` made.
+        word: A name in `PREDICTORS`, a file that `balanceroute train` made, or that of one from outside.
 
     Raises:
         ConfigError: The file cannot be used; the message reads on from a flag.
@@ -49,6 +52,10 @@ def make_predictor(word: str) -> "Savable | NoPrediction":
     if made is not None:
         return made()
     if not os.path.lexists(word):
+        # What stands in a file has got that file's folder before it.
+        outside = outside_name("predictors", Path(word).name)
+        if outside is not None:
+            return _from_outside(outside)
         hint = did_you_mean(Path(word).name, PREDICTORS)
         raise ConfigError(f"is {shown(word)}, which is neither a predictor nor a file{hint}")
     try:
@@ -59,15 +66,24 @@ def make_predictor(word: str) -> "Savable | NoPrediction":
         raise ConfigError(f"is {word}: {error}") from error
 
 
+def _from_outside(name: str) -> "Predictor":
+    try:
+        return outside_predictor(name)
+    except ConfigError as error:
+        raise ConfigError(f"is not usable: {error}") from error
+
+
 def predictor_name(word: str) -> str:
     """Return what metrics call the predictor that `make_predictor` makes of a word."""
     return word if word in PREDICTORS else Path(word).name
 
 
-def named(word: str, predictor: "Savable | NoPrediction") -> NamedPredictor:
+def named(word: str, predictor: "Predictor") -> NamedPredictor:
     """Return a predictor under its name, corrected by clients' hints and limits."""
     corrected = Capped(Hinted(predictor))
-    return NamedPredictor(predictor_name(word), corrected, uses_keys=predictor.uses_keys)
+    return NamedPredictor(
+        predictor_name(word), corrected, uses_keys=getattr(predictor, "uses_keys", False)
+    )
 
 
 class StateKeeper:

@@ -323,6 +323,8 @@ def _check_predictors(given: Given, scheduling: SchedulingSettings) -> None:
     place = f"{given.where('predictor_state')} is {path}"
     if predictor == "none":
         raise ConfigError(f"{place}, but --predictor none learns nothing")
+    if not hasattr(make_predictor(predictor), "state"):
+        raise ConfigError(f"{place}, but --predictor {predictor} has no state to keep")
     if Path(predictor) == path:
         raise ConfigError(f"{place}: the trained predictor is never written to")
     _check_place(place, path)

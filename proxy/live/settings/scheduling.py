@@ -5,7 +5,8 @@ from math import inf
 from pathlib import Path
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.policies import POLICIES, is_outside
+from balanceroute.proxy.core.outside import outside_name
+from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
@@ -29,13 +30,14 @@ from balanceroute.topologies import did_you_mean
 
 
 def policy_name(name: str) -> str:
-    """Return the name of a policy.
+    """Return the name of a policy; of one from outside its `module:function`.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    if name in POLICIES or is_outside(name):
-        return name
+    known = name if name in POLICIES else outside_name("policies", name)
+    if known is not None:
+        return known
     raise ConfigError(f"is {name!r}, which is no policy{did_you_mean(name, POLICIES)}")
 
 
@@ -64,7 +66,8 @@ class SchedulingSettings:
     )
     predictor: str = file_or_word(
         "survival",
-        f"for br-h: {', '.join(PREDICTORS)}, or a file made by `balanceroute train`",
+        f"for br-h: {', '.join(PREDICTORS)}, a file made by `balanceroute train`, or "
+        "module:function of your own",
         tuple(PREDICTORS),
     )
     predictor_state: Path | None = file(

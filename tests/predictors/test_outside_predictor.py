@@ -1,0 +1,90 @@
+"""A predictor from outside the repository, simulated and served."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from balanceroute import simulate
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.prediction.predictors import make_predictor, named
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.traces import TraceRequest
+
+MODULE = """
+from balanceroute.predictors import Survival
+
+class Mine(Survival):
+    made = []
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.made.append(self)
+
+    def observe(self, request, output_tokens):
+        self.seen.append(output_tokens)
+        super().observe(request, output_tokens)
+
+class Plain:
+    def survival(self, requests, ages, steps): ...
+    def begin(self, request, features): ...
+    def observe(self, request, output_tokens): ...
+    def forget(self, request): ...
+
+def none():
+    return object()
+"""
+ENGINES: dict[str, object] = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_predictors.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield
+    sys.modules.pop("my_predictors", None)
+
+
+def test_a_simulation_tells_it_every_output() -> None:
+    requests = [TraceRequest(10**8 * i, 300 + i, 5 + i % 7) for i in range(60)]
+    ours, theirs = (
+        simulate(requests, policies=["br-h"], backlog=16, ranks=2, batch=4, predictor=name)
+        for name in ("survival", "my_predictors:Mine")
+    )
+    (mine,) = sys.modules["my_predictors"].Mine.made
+    assert sorted(mine.seen) == sorted(one.output_tokens for one in requests)
+    for figure in ("idle_fraction", "output_tokens_per_s", "pool_wait_s_p99"):
+        assert theirs[0].mean[figure] == ours[0].mean[figure]
+
+
+def test_it_is_served_and_named() -> None:
+    config = make_config(None, ENGINES | {"predictor": "my_predictors:Mine"})
+    word = config.scheduling.predictor
+    predictor = make_predictor(word)
+    assert type(predictor).__name__ == "Mine"
+    assert not isinstance(predictor, NoPrediction)
+    assert named(word, predictor).name == "my_predictors:Mine"
+    # What a file says has the file's folder before it.
+    assert type(make_predictor("/etc/balanceroute/my_predictors:Mine")).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("my_predictors:none", "--predictor is not usable: predictor 'my_predictors:none' is none"),
+        ("my_predictors:absent", "cannot be imported"),
+        ("absent", "which is neither a predictor nor a file"),
+    ],
+)
+def test_what_is_no_predictor_is_refused_at_start(word: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_config(None, ENGINES | {"predictor": word})
+
+
+def test_one_without_a_state_cannot_be_kept(tmp_path: Path) -> None:
+    flags = {"predictor": "my_predictors:Plain", "predictor_state": str(tmp_path / "state")}
+    with pytest.raises(ConfigError, match="my_predictors:Plain has no state to keep"):
+        make_config(None, ENGINES | flags)
