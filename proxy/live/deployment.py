@@ -356,6 +356,7 @@ class Deployment:
                 self.predictors,
                 self._on_stage,
                 self.roster.memory.tokens,
+                len(self.instances.serving()),
             ),
         )
         return self._environment.policy(policy)

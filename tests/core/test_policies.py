@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from balanceroute.predictors import Survival
+from balanceroute.predictors import NoPrediction, Survival
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies import (
@@ -735,3 +735,18 @@ def test_scores_draw_the_rank_that_is_better_in_everything(name: str) -> None:
     assert drawn.count(0) > 120
     # The worst in everything scores 0, except where the range of the scores is narrower.
     assert (drawn.count(1) == 0) == (name != "s2-dynamic-waiting")
+
+
+def test_parameters_are_multiples_of_the_ranks_that_are_there() -> None:
+    # Numbers of ranks that are removed are never used again: of 10 numbers 4 are left.
+    inputs = PolicyInputs(10, 8, PolicySettings(), random.Random(0), NoPrediction())
+    assert inputs.fleet_size == 10
+    assert replace(inputs, serving=4).fleet_size == 4
+    assert replace(inputs, serving=0).fleet_size == 1
+    small = PolicyInputs(4, 8, PolicySettings(), random.Random(0), NoPrediction())
+    grown, fresh = (make_policy("br-0", one) for one in (replace(inputs, serving=4), small))
+    assert isinstance(grown, TwoStage)
+    assert isinstance(fresh, TwoStage)
+    ours, theirs = grown._settings, fresh._settings
+    assert ours.weights.beta == theirs.weights.beta == 4
+    assert (ours.theta, ours.patience) == (theirs.theta, theirs.patience)

@@ -169,13 +169,14 @@ class PolicyInputs:
     """What a policy is made from.
 
     Attributes:
-        ranks: G.
+        ranks: All that have numbers.
         batch_limit: B.
         settings: The parameters.
         rng: Seeded generator for the randomised baselines.
         predictor: The predictor of the policies in `PREDICTING`.
         on_stage: Called with the name of each dispatch stage as it ends.
         rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
+        serving: The ranks that are not removed, of which parameters are multiples; None for all.
     """
 
     ranks: int
@@ -185,6 +186,12 @@ class PolicyInputs:
     predictor: "Predictor"
     on_stage: Callable[[str], None] = ignore_stage
     rank_kv_tokens: int | None = None
+    serving: int | None = None
+
+    @property
+    def fleet_size(self) -> int:
+        """G, as far as it is there: numbers of ranks that are removed are never used again."""
+        return self.ranks if self.serving is None else max(1, self.serving)
 
 
 def _two_stage(
@@ -211,7 +218,7 @@ def _two_stage(
 
 def _br_0(inputs: PolicyInputs) -> Policy:
     # With these weights F is minus the change of the total imbalance. Paper: §3.1, Eq. 1.
-    weights = Weights(np.ones(1), alpha=1.0, beta=float(inputs.ranks))
+    weights = Weights(np.ones(1), alpha=1.0, beta=float(inputs.fleet_size))
     return _two_stage(inputs, weights, None)
 
 
@@ -288,7 +295,7 @@ def make_policy(name: str, inputs: PolicyInputs) -> Policy:
     """
     if name not in POLICIES and not is_outside(name):
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    settings = inputs.settings.resolved(ranks=inputs.ranks, batch_limit=inputs.batch_limit)
+    settings = inputs.settings.resolved(ranks=inputs.fleet_size, batch_limit=inputs.batch_limit)
     inputs = replace(inputs, settings=settings)
     policy = POLICIES[name](inputs) if name in POLICIES else made("policy", name, _MEMBERS, inputs)
     quantile, capacity = settings.kv_peak_quantile, inputs.rank_kv_tokens
