@@ -1,5 +1,6 @@
 """The Compose file and the Kubernetes manifests say what their topologies say, and drain in time."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,11 @@ def test_the_proxy_of_compose_has_time_to_drain(compose: Object) -> None:
     assert seconds(proxy["stop_grace_period"]) > config.times.drain_timeout_s
     assert f"127.0.0.1:{config.listening.port}/health" in proxy["healthcheck"]["test"][-1]
     assert (DEPLOY / proxy["build"]["context"] / proxy["build"]["dockerfile"]).is_file()
+
+
+def test_alerts_are_on_metrics_that_there_are() -> None:
+    page = (DEPLOY.parents[1] / "docs" / "metrics.md").read_text()
+    rules = yaml.safe_load((DEPLOY / "helm" / "rules.yaml").read_text())
+    named = {name for rule in rules for name in re.findall(r"balanceroute_\w+", rule["expr"])}
+    assert len(named) > 5
+    assert {name for name in named if f"`{name.removesuffix('_bucket')}`" not in page} == set()

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from balanceroute import __version__
+from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
@@ -183,12 +184,15 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Take a snapshot and yield what it says."""
         state = self._snapshot()
+        # Alerts on ranks that are closed would never end for one that is removed.
+        ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
+        prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
         # The number tells apart an engine that left and one that came back under its name. One
         # label set for all metrics of a rank: the page escapes it once.
-        rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in state.ranks]
-        yield from _gauges(_RANK_GAUGES, rank_labels, state.ranks)
-        labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in state.prefillers]
-        yield from _gauges(_PREFILLER_GAUGES, labels, state.prefillers)
+        rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
+        yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
+        labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
+        yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
         labels = [{"role": one.role, "url": one.url} for one in state.engines]
         yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
         yield _family(

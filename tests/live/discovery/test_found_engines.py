@@ -142,6 +142,9 @@ def test_engines_register_by_themselves_and_requests_wait_for_them(staged: Stage
     async def scenario(scene: Scene) -> None:
         port = scene.proxy.server.port
         assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 503
+        page = scene.proxy.metrics.render().decode()
+        assert "balanceroute_rank_open{" not in page
+        assert "balanceroute_prefiller_open{" not in page
         for engine in ("prefill/0", "decode/0", "decode/1"):
             scene.show(engine)
         await scene.all_registered()
@@ -168,6 +171,9 @@ def test_an_engine_that_ends_finishes_its_streams_and_gets_nothing_new(staged: S
         url = scene.site.fleet.engine("decode/1").url
         roster = scene.proxy.deployment.roster
         await scene.site.until(lambda: all(one.url != url for one in roster.targets()))
+        # Alerts on ranks that are closed would never end.
+        page = scene.proxy.metrics.render().decode().splitlines()
+        assert not [one for one in page if one.startswith("balanceroute_rank_open{") and url in one]
 
     staged(scenario)
 
