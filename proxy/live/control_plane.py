@@ -16,7 +16,7 @@ from balanceroute.proxy.live.listeners import AdminListener
 from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
-from balanceroute.proxy.live.telemetry.process_log import redact_too
+from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 
@@ -184,6 +184,15 @@ class ControlPlane(ABC):
             ConfigError: No policy has that name.
         """
         self.deployment.set_policy(name)
+
+    def set_log_level(self, level: str) -> None:
+        """Change how much this process logs.
+
+        Raises:
+            ConfigError: No level has that name.
+        """
+        set_log_level(level)
+        self.deployment.ordered()
 
     def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
         """Read keys, certificates and tenants again and use them; return how many there are.

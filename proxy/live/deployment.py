@@ -56,6 +56,7 @@ from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
+from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
@@ -158,6 +159,8 @@ class Deployment:
         named = (self.policy, config.prefillers, config.decoders)
         standing = load(orders, Standing(*named, basis=self._basis))
         self.policy = standing.policy
+        if standing.log_level:
+            set_log_level(standing.log_level)
         for prefill in standing.prefillers:
             roster.enlist_prefiller(prefill)
         if not self.instances.prefillers:
@@ -187,7 +190,7 @@ class Deployment:
             self.scraper,
             self._metrics.engines,
             reconfigure=self._reconfigure,
-            ordered=self._ordered,
+            ordered=self.ordered,
         )
         if config.discovery.discover:
             self.discovery = make_reconciler(
@@ -253,13 +256,12 @@ class Deployment:
         except ConfigError:
             self.policy = before
             raise
-        self._ordered()
+        self.ordered()
         self.driver.grown()
 
-    def _ordered(self) -> None:
+    def ordered(self) -> None:
         """Keep what an administrator has made of the settings."""
-        keeper = self._environment.orders
-        if keeper is None:
+        if (keeper := self._environment.orders) is None:
             return
         servers = self.roster.servers.values()
         instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
@@ -272,6 +274,7 @@ class Deployment:
             () if found is None else tuple(found.owned),
             () if found is None else tuple(found.leaving),
             self._basis,
+            log_level(other_than=self.config.log.log_level),
         )
         save(keeper, standing)
 

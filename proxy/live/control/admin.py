@@ -41,7 +41,6 @@ from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.security.host_check import check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.live.telemetry.process_log import set_log_level
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 from balanceroute.proxy.wire.messages import Headers, Request
 
@@ -87,6 +86,10 @@ class Control(Protocol):
 
     def set_policy(self, name: str) -> None:
         """Decide by another policy from now on."""
+        ...
+
+    def set_log_level(self, level: str) -> None:
+        """Change how much is logged."""
         ...
 
     def reload(self) -> dict[str, object]:
@@ -338,7 +341,7 @@ class Admin:
 
     def _set_log_level(self, request: Request, reply: Reply) -> None:
         order = _order(request, required={"level"})
-        set_log_level(_text(order, "level"))
+        self._control.set_log_level(_text(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
         _send_json(reply, 200, order)
 

@@ -20,13 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 class Standing(Struct, frozen=True):
-    """The engines and the policy, as they were ordered.
+    """The engines, the policy and the log level, as they were ordered.
 
     Attributes:
         draining: The engines to which nothing new goes.
         discovered: The engines that are here because they were found; see `Reconciler`.
         leaving: Of these, those that are drained because they are found no more.
         basis: Names the settings that it was made of.
+        log_level: Empty for that of the settings.
     """
 
     policy: str
@@ -36,6 +37,7 @@ class Standing(Struct, frozen=True):
     discovered: tuple[Target, ...] = ()
     leaving: tuple[Target, ...] = ()
     basis: str = ""
+    log_level: str = ""
 
 
 class Keeper(Protocol):

@@ -128,3 +128,10 @@ def set_log_level(level: str) -> None:
     if level not in LEVELS:
         raise ConfigError(f"the log level is {level!r}: expected {', '.join(LEVELS)}")
     logging.getLogger(LOGGER).setLevel(level.upper())
+
+
+def log_level(*, other_than: str) -> str:
+    """Return the level that was set last; empty if it is `other_than`, or if none was set."""
+    level = logging.getLogger(LOGGER).level
+    name = logging.getLevelName(level).lower() if level else other_than
+    return "" if name == other_than else name

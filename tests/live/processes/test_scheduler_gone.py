@@ -1,10 +1,12 @@
 """A scheduler process that is killed: streams go on, and who waits for a decision gets one later."""
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.processes import from_relay
 from balanceroute.proxy.live.processes.uplink import MAX_KEPT, Uplink
+from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
@@ -172,6 +174,24 @@ def test_the_orders_of_administrators_outlive_it(play: "Play") -> None:
         assert [row["status"] for row in await instances(site)] == ["up"] * 4
 
     play(scenario, relays=2)
+
+
+def test_the_log_level_that_was_ordered_outlives_it(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        log = logging.getLogger(LOGGER)
+        assert (await site.admin("/admin/log-level", {"level": "loud"})).status == 400
+        assert (await site.admin("/admin/log-level", {"level": "error"})).status == 200
+        assert log.level == logging.ERROR
+        set_log_level("info")  # As the new process begins.
+        assert split(site).kill_scheduler(0.5)
+        await asyncio.sleep(3.0)
+        assert log.level == logging.ERROR
+
+    before = logging.getLogger(LOGGER).level
+    try:
+        play(scenario, relays=1)
+    finally:
+        logging.getLogger(LOGGER).setLevel(before)
 
 
 def test_a_role_whose_engines_were_all_removed_has_none_after_it(play: "Play") -> None:
