@@ -55,7 +55,7 @@ proxy.live.openai: answer answer_events api_error body completion_stream context
     usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
-    mirror orders outbox part questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
+    mirror orders outbox part patience questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
     remote_host remote_request resumption stream_counts supervisor to_relay uplink
 proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports

@@ -19,12 +19,13 @@ class Questions:
 
     def ask(
         self, answer: Callable[[Any], None], message: Callable[[int], from_relay.FromRelay]
-    ) -> None:
-        """Ask; `message` makes the question, given its number."""
+    ) -> int:
+        """Ask; `message` makes the question, given its number, which is returned."""
         self._asked += 1
         asked = message(self._asked)
         self._open[self._asked] = asked, answer
         self._send(asked)
+        return self._asked
 
     def ask_page(self, path: Any, answer: Callable[[bytes], None]) -> None:
         """Ask for a page that tells of all processes."""
@@ -34,6 +35,10 @@ class Questions:
         """Pass an answer on."""
         _, answer = self._open.pop(question)
         answer(said)
+
+    def withdraw(self, question: int) -> None:
+        """Ask no more, of a scheduler process that is gone."""
+        del self._open[question]
 
     def renumber(self, prefillers: Mapping[PrefillerId, PrefillerId]) -> None:
         """Name prefillers as another scheduler process does; see `Renumbered`."""

@@ -16,10 +16,11 @@ from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.links import Link
 from balanceroute.proxy.live.processes.orders import accept, await_anew, obey
+from balanceroute.proxy.live.processes.patience import Patience
 from balanceroute.proxy.live.processes.questions import Questions
 from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
-from balanceroute.proxy.live.processes.relay_tenancy import RelayTenancy
+from balanceroute.proxy.live.processes.relay_tenancy import NO_SCHEDULER, RelayTenancy
 from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-# So long requests wait for a scheduler process that is not there.
-_ALONE_S = 10.0
-_ALONE = Refusal(503, "the scheduler process is not there", 1)
 
 
 class RemoteHost:
@@ -88,8 +86,7 @@ class RemoteHost:
         self._arrived = 0
         self.questions = Questions(uplink.send)
         self.tenancy = RelayTenancy(self.questions, limited=limited)
-        self._waiting = waiting
-        self._alone_since_s = context.clock()
+        self._patience = Patience(context.call_later, waiting, self.tenancy.limit_waiting)
         self._empty = asyncio.Event()
         self._empty.set()
         self.isolation = Isolation(self, self._links, self.sessions, failures)
@@ -134,8 +131,8 @@ class RemoteHost:
 
     def submit(self, arrival: Arrival) -> None:
         """Take a request; the scheduler process accepts or refuses it later."""
-        if not self.uplink.connected and len(self._unanswered()) >= self._waiting:
-            arrival.refuse(_ALONE)
+        if not self.uplink.connected and len(self._unanswered()) >= self._patience.most:
+            arrival.refuse(NO_SCHEDULER)
             return
         number = RequestId(self._arrived)
         self._arrived += 1
@@ -235,13 +232,14 @@ class RemoteHost:
         """Go on without a scheduler process: engines work on, and who waits for a decision waits."""
         self.uplink.close()
         self.ready = False
-        self._alone_since_s = self.context.clock()
         self._counts.forget()
+        self._patience.begin()
         for link in self._links.values():
             link.row = -1
 
     def _resume(self) -> None:
         """Tell the scheduler process, which has told of the engines, of the requests that are here."""
+        self._patience.end()
         renumbered = self._mirror.renumbered()
         self.questions.renumber(renumbered.prefillers)
         lives = resumed(self._links, self.sessions, renumbered, self.isolation)
@@ -283,6 +281,7 @@ class RemoteHost:
         """End every timer."""
         self._sweep.stop()
         self._counts.stop()
+        self._patience.stop()
 
     # Parts.
 
@@ -297,9 +296,9 @@ class RemoteHost:
     def _tell_occupancy(self, lag_s: float) -> None:
         if self.uplink.connected:
             self.uplink.send(self._occupancy(lag_s))
-        elif self.context.clock() - self._alone_since_s > _ALONE_S:
+        elif self._patience.spent:
             for number, link in self._unanswered():
-                self._refuse(number, link, _ALONE)
+                self._refuse(number, link, NO_SCHEDULER)
 
     def _event_message(
         self, number: RequestId, link: Link, event: events.Event

@@ -77,6 +77,38 @@ def test_a_scheduler_process_counts_those_alone_that_it_let_in(
     play(scenario, flags=limits, relays=1)
 
 
+def test_nobody_waits_for_ever_for_a_scheduler_process(
+    play: "Play", limits: dict[str, object]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        split(site).kill_scheduler(15.0)
+        await asyncio.sleep(0.1)
+        begin_s = site.loop.time()
+        waiting = [site.send(PATH, BODY, headers=given("acme")) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        # As many wait as the queue may hold.
+        assert [one.status for one in waiting] == [0, 0, 503]
+        for one in waiting:
+            await one.end()
+            assert one.status == 503
+            assert one.header(b"retry-after") == b"1"
+            assert b"the scheduler process is not there" in one.body
+        assert site.loop.time() - begin_s == pytest.approx(9.9, abs=0.1)
+        assert (await site.post(PATH, BODY, given("acme"))).status == 503
+        assert site.loop.time() - begin_s == pytest.approx(9.9, abs=0.1)
+        await asyncio.sleep(6.0)
+        assert not site.received("prefill")
+        assert (await site.post(PATH, BODY, given("acme"))).status == 200
+        await free(site)
+        # Nor does it count against the next ones.
+        split(site).kill_scheduler(1.0)
+        await asyncio.sleep(0.1)
+        assert (await site.post(PATH, BODY, given("acme"))).status == 200
+        await free(site)
+
+    play(scenario, flags=limits | {"queue_limit": 2}, relays=1)
+
+
 def test_who_leaves_before_the_answer_counts_no_more(
     play: "Play", limits: dict[str, object]
 ) -> None:
