@@ -1,5 +1,6 @@
 """The listener for clients and the one for administrators, as the settings want them."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -94,6 +95,10 @@ class PublicListener:
             await self.server.start(host, port, ssl=self.tls)
         except OSError as error:
             raise not_bound("--host {} --port {}", host, port, error) from None
+
+    async def accept_too(self, one: socket.socket) -> asyncio.Server:
+        """Accept on one more socket; see `Server.accept_too`."""
+        return await self.server.accept_too(one, ssl=self.tls)
 
     def load_certificate(self) -> None:
         """Serve with the newest certificate, if with any.

@@ -67,7 +67,12 @@ async def _serve(
     logs = Logs(config, loads=is_scheduler, process=part.name)
     signals = Signals(logs.reopen)
     signals.ignore_interrupts()
-    orphan = asyncio.create_task(_end_with_supervisor(signals))
+
+    def relays_gone(gone: list[int]) -> None:
+        if isinstance(process, RelayProcess):
+            process.stand_in(gone)
+
+    orphan = asyncio.create_task(_end_with_supervisor(signals, relays_gone))
     config, _ = with_descriptors(_share(config, part.relays))
 
     def processes() -> dict[str, int]:
@@ -86,7 +91,7 @@ async def _serve(
         process = SchedulerProcess(scheduler, part.relay_listener)
     else:
         relay = RelayApp(config, environment, place=part.relay, digest=digest)
-        process = RelayProcess(relay, part.path, part.listeners)
+        process = RelayProcess(relay, part.path, part.listeners, part.others)
     watch = DescriptorWatch(process.listening)
 
     def on_hangup() -> None:
@@ -94,7 +99,12 @@ async def _serve(
         renew(process, read_credentials)
 
     try:
-        await process.start()
+        starting = asyncio.create_task(process.start())
+        await asyncio.wait((starting, orphan), return_when=asyncio.FIRST_COMPLETED)
+        if orphan.done():  # Nobody will be there to be connected to.
+            starting.cancel()
+            return 0
+        starting.result()
         signals.on_hangup(on_hangup)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, process.hand_over)
         settle_memory()
@@ -114,8 +124,10 @@ def _read_for_all(read_credentials: "Callable[[], Credentials]") -> "Credentials
     return credentials
 
 
-async def _end_with_supervisor(signals: Signals) -> None:
-    await supervisor_gone()
+async def _end_with_supervisor(
+    signals: Signals, relays_gone: "Callable[[list[int]], None]"
+) -> None:
+    await supervisor_gone(relays_gone)
     _log.error("the supervisor is gone")
     signals.stop.set()
     signals.now.set()

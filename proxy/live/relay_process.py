@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -30,15 +32,24 @@ class RelayProcess:
         app: What serves clients.
         path: The Unix socket at which the scheduler process listens.
         listeners: Descriptors of sockets that listen for clients.
+        others: Those of the other relays, by place.
     """
 
-    def __init__(self, app: "RelayApp", path: str, listeners: Sequence[int]) -> None:
+    def __init__(
+        self,
+        app: "RelayApp",
+        path: str,
+        listeners: Sequence[int],
+        others: Mapping[int, Sequence[int]],
+    ) -> None:
         self.listening = app.listening
         self.renew = app.renew
-        self.drain = app.drain
         self._app = app
         self._path = path
         self._listeners = listeners
+        self._others = others
+        self._told: asyncio.Queue[Collection[int]] = asyncio.Queue()
+        self._stand_in: asyncio.Task[None] | None = None
         self._welcome, self._left = asyncio.Event(), asyncio.Event()
         self._unwelcome = False
         self._leaving: asyncio.Task[None] | None = None
@@ -58,10 +69,24 @@ class RelayProcess:
         self._link = asyncio.create_task(self._stay_connected())
         await self._until(self._welcome)
         await self._app.start([socket.socket(fileno=number) for number in self._listeners])
+        self._stand_in = asyncio.create_task(self._stand_in_for_others())
 
     async def watch(self) -> None:
         """Return when it was handed over and has no client left. Raise if it cannot serve any more."""
         await self._until(self._left)
+
+    def stand_in(self, gone: Collection[int]) -> None:
+        """Accept connections in place of these relays, and of no others."""
+        self._told.put_nowait(gone)
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until everything that runs has ended or time is up."""
+        if self._stand_in is not None:
+            self._stand_in.cancel()
+        # As long as anybody has a socket that listens, who connects is not refused, but waits.
+        for number in chain(*self._others.values()):
+            os.close(number)
+        await self._app.drain()
 
     def hand_over(self) -> None:
         """Leave new connections to another process."""
@@ -70,9 +95,9 @@ class RelayProcess:
 
     async def close(self) -> None:
         """End what is left and close every socket."""
-        self._link.cancel()
-        if self._leaving is not None:
-            self._leaving.cancel()
+        for task in (self._link, self._leaving, self._stand_in):
+            if task is not None:
+                task.cancel()
         await self._app.close()
         await asyncio.sleep(0)  # What was said last is sent at the end of the loop's turn.
         self._channel.close("the relay ends")
@@ -80,6 +105,25 @@ class RelayProcess:
     async def _leave(self) -> None:
         await self._app.hand_over()
         self._left.set()
+
+    async def _stand_in_for_others(self) -> None:
+        accepting: dict[int, list[asyncio.Server]] = {}
+        while True:
+            gone = await self._told.get()
+            for place in accepting.keys() - gone:
+                for listener in accepting.pop(place):
+                    listener.close()
+            for place in gone:
+                if place in accepting:
+                    continue
+                accepting[place] = []
+                try:
+                    for number in self._others[place]:
+                        one = socket.socket(fileno=os.dup(number))
+                        accepting[place].append(await self._app.public.accept_too(one))
+                except OSError as error:
+                    fields = {"relay": place, "reason": str(error)}
+                    _log.error("cannot stand in for another relay", extra={"fields": fields})
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for something to happen. Raises LinkError if the scheduler process does not take it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from balanceroute.proxy.live.processes.kept_process import KeptProcess
-from balanceroute.proxy.live.processes.part import Part
+from balanceroute.proxy.live.processes.part import Part, gone_word
 
 # After the time that requests have to end.
 _END_S = 10.0
@@ -42,12 +42,12 @@ class Generation:
         self._socket = _listen_at(path)
         own, count = self._socket.fileno(), len(relays)
         parts = [Part("scheduler", str(path), _numbers(admin), count, relay_listener=own)]
-        parts += [
-            Part("relay", str(path), _numbers(sockets), count, relay=index)
-            for index, sockets in enumerate(relays)
-        ]
+        numbers = {index: _numbers(sockets) for index, sockets in enumerate(relays)}
+        for index, own_numbers in numbers.items():
+            others = {other: them for other, them in numbers.items() if other != index}
+            parts.append(Part("relay", str(path), own_numbers, count, relay=index, others=others))
         self._processes = [
-            KeptProcess(part.name, command(part), part.inherited, self._one_is_ready, hang_s=hang_s)
+            KeptProcess(part.name, command(part), part.inherited, self._changed, hang_s=hang_s)
             for part in parts
         ]
 
@@ -111,11 +111,18 @@ class Generation:
             loop = asyncio.get_running_loop()
             self._bound = loop.call_later(self._drain_s + _END_S, self._kill)
 
-    def _one_is_ready(self) -> None:
-        if self._handed_over:  # The scheduler process was started again.
-            self._processes[0].send(signal.SIGUSR2)
+    def _changed(self) -> None:
+        scheduler, *relays = self._processes
+        if self._handed_over:
+            if scheduler.ready:  # It may have been started again.
+                scheduler.send(signal.SIGUSR2)
+            return
         if all(one.ready for one in self._processes):
             self._serving.set()
+        if self._serving.is_set() and not self._ending:
+            gone = gone_word(place for place, one in enumerate(relays) if not one.ready)
+            for one in relays:
+                one.tell(gone)
 
 
 def _listen_at(path: Path) -> socket.socket:

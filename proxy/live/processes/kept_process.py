@@ -42,7 +42,7 @@ class KeptProcess:
         name: For logs.
         command: What to run.
         descriptors: Those that it inherits.
-        on_ready: Called each time it is ready.
+        on_change: Called each time it is ready, or has ended after that.
         hang_s: One that stands still for so long is killed.
 
     Attributes:
@@ -54,7 +54,7 @@ class KeptProcess:
         name: str,
         command: Sequence[str],
         descriptors: Sequence[int],
-        on_ready: Callable[[], None],
+        on_change: Callable[[], None],
         *,
         hang_s: float,
     ) -> None:
@@ -62,7 +62,7 @@ class KeptProcess:
         self.ready = False
         self._command = command
         self._descriptors = descriptors
-        self._on_ready = on_ready
+        self._on_change = on_change
         self._hang_s = hang_s
         self._process: Process | None = None
         self._served = False  # Ever.
@@ -125,6 +125,14 @@ class KeptProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
+    def tell(self, word: bytes) -> None:
+        """Write to its standard input, if it is ready."""
+        if self.ready and self._process is not None:
+            pipe = self._process.stdin
+            assert pipe is not None
+            if not pipe.is_closing():  # It may have ended just now.
+                pipe.write(word)
+
     def _is_ending(self) -> bool:
         return self._ending is not None
 
@@ -141,14 +149,17 @@ class KeptProcess:
             self._hung = not served and line != b""
             if served:
                 self.ready = self._served = True
-                self._on_ready()
+                self._on_change()
                 await self._until_silent(process)
             elif self._hung:
                 self.send(signal.SIGKILL)
             return await process.wait(), served
         finally:
             self.send(signal.SIGKILL)  # If this was cancelled.
-            self.ready, self._process = False, None
+            self._process = None
+            if self.ready:
+                self.ready = False
+                self._on_change()
 
     async def _until_silent(self, process: Process) -> None:
         """Wait until it ends, and kill it if it stands still."""

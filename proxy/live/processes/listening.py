@@ -1,8 +1,9 @@
 """Listening sockets of several processes: bound once, by the process that outlives the others.
 
 Each relay has a socket of its own at the same address (SO_REUSEPORT), and the kernel spreads
-connections over them by a hash of both addresses. The supervisor keeps all of them open: what connects
-while a relay is dead waits in the socket's queue for the next one, and nobody is refused.
+connections over them by a hash of both addresses. The supervisor keeps all of them open, and every relay
+has all of them: what connects while a relay is dead waits in the socket's queue until the others, who are
+told, accept there too. Nobody is refused.
 """
 
 import socket

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Literal
 
 from msgspec import Struct
@@ -27,6 +29,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
             scheduler process's for administrators.
         relays: How many relays there are.
         relay: Which relay it is, from 0.
+        others: A relay's inherited descriptors of the sockets of each other relay.
         relay_listener: Of the scheduler process, the inherited descriptor behind `path`.
         engines: The URLs of the engines that `up` has started, by flag.
         topology: A copy of the topology file, as it was when the first of its siblings started; empty
@@ -38,6 +41,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     listeners: tuple[int, ...]
     relays: int
     relay: int = 0
+    others: dict[int, tuple[int, ...]] = {}
     relay_listener: int = -1
     engines: dict[str, object] = {}
     topology: str = ""
@@ -51,7 +55,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     def inherited(self) -> tuple[int, ...]:
         """Every descriptor that it inherits."""
         own = () if self.relay_listener < 0 else (self.relay_listener,)
-        return (*self.listeners, *own)
+        return (*self.listeners, *own, *chain(*self.others.values()))
 
     def word(self) -> str:
         """Return it as one word of a command line."""
@@ -87,16 +91,32 @@ async def tell_alive() -> None:
         os.close(pipe)
 
 
-async def supervisor_gone() -> None:
-    """Wait until the supervisor has died: its end of this process's standard input is closed."""
-    gone = asyncio.get_running_loop().create_future()
+def gone_word(relays: Iterable[int]) -> bytes:
+    """Return what tells a relay which of the others are gone."""
+    return encode(list(relays)) + b"\n"
+
+
+async def supervisor_gone(relays_gone: Callable[[list[int]], None]) -> None:
+    """Wait until the supervisor has died: its end of this process's standard input is closed.
+
+    Args:
+        relays_gone: Called with all relays that are gone, whenever the supervisor tells of them.
+    """
     loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+    rest = b""
 
     def read() -> None:
-        if not os.read(0, 1024):
-            loop.remove_reader(0)
-            if not gone.done():
-                gone.set_result(None)
+        nonlocal rest
+        data = os.read(0, 1024)
+        if data:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                relays_gone(decode(line, type=list[int]))
+            return
+        loop.remove_reader(0)
+        if not gone.done():
+            gone.set_result(None)
 
     loop.add_reader(0, read)
     try:

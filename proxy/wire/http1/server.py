@@ -58,6 +58,7 @@ class Server:
         self._common = common
         self._service: Service | None = None
         self._listeners: list[asyncio.Server] = []
+        self._further: list[asyncio.Server] = []
         self._addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
@@ -92,30 +93,50 @@ class Server:
         self, places: list[dict[str, Any]], ssl: SSLContext | None, backlog: int
     ) -> None:
         assert self._service is None, "already started"
-        loop = asyncio.get_running_loop()
         service = Service(
-            loop,
+            asyncio.get_running_loop(),
             self._application,
             self._limits,
             refuse=self._refuse,
             admit=self._admit,
             common=self._common,
         )
-        if self._limits.connection_limit is not None:
-            backlog = min(backlog, self._limits.connection_limit)
-        # A handshake has the time of a head. asyncio measures it: the sweep sees no connection yet.
-        handshake_s = None if ssl is None else self._limits.header_timeout_s
         for place in places:
-            listener = await loop.create_server(
-                lambda: ServerConnection(service),
-                **place,
-                ssl=ssl,
-                backlog=backlog,
-                ssl_handshake_timeout=handshake_s,
-            )
+            listener = await self._listener(service, place, ssl, backlog)
             self._listeners.append(listener)
             self._addresses += [one.getsockname()[:2] for one in listener.sockets]
         self._service = service
+
+    async def _listener(
+        self, service: Service, place: dict[str, Any], ssl: SSLContext | None, backlog: int
+    ) -> asyncio.Server:
+        if self._limits.connection_limit is not None:
+            backlog = min(backlog, self._limits.connection_limit)
+        return await service.loop.create_server(
+            lambda: ServerConnection(service),
+            **place,
+            ssl=ssl,
+            backlog=backlog,
+            # A handshake has the time of a head. asyncio measures it: the sweep sees no connection yet.
+            ssl_handshake_timeout=None if ssl is None else self._limits.header_timeout_s,
+        )
+
+    async def accept_too(
+        self, one: socket.socket, *, ssl: SSLContext | None = None, backlog: int = 2048
+    ) -> asyncio.Server:
+        """Accept on one more socket, which another process listens on too, while anything is accepted.
+
+        Returns:
+            What to close to accept there no more. The connections stay.
+        """
+        service = self._service
+        assert service is not None, "not started"
+        listener = await self._listener(service, {"sock": one}, ssl, backlog)
+        if service.stopping:
+            listener.close()
+        else:
+            self._further = [*(one for one in self._further if one.is_serving()), listener]
+        return listener
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -168,9 +189,10 @@ class Server:
                 connection.end(idle_s)
 
     def _close_listeners(self) -> None:
-        for listener in self._listeners:
+        for listener in (*self._listeners, *self._further):
             listener.close()
         self._listeners.clear()
+        self._further.clear()
         if self._service is not None:
             self._service.stopping = True
 

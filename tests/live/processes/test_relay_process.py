@@ -1,6 +1,7 @@
 """A relay's connection to scheduler processes that come and go."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,7 +24,8 @@ class App:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.listening = self.renew = self.drain = None
+        self.listening = self.renew = None
+        self.public = self
 
     def connect(
         self, write: Callable[[Sequence[FromRelay]], None], behind: Callable[[], bool]
@@ -40,8 +42,26 @@ class App:
     async def start(self, sockets: Sequence[object]) -> None:
         self.seen.append("listens")
 
+    async def accept_too(self, one: socket.socket) -> "Listener":
+        self.seen.append("accepts")
+        return Listener(self.seen, one)
+
+    async def drain(self) -> None:
+        self.seen.append("drains")
+
     async def close(self) -> None:
         self.seen.append("closed")
+
+
+class Listener:
+    """Notes that it is closed."""
+
+    def __init__(self, seen: list[str], one: socket.socket) -> None:
+        self._seen, self._socket = seen, one
+
+    def close(self) -> None:
+        self._socket.close()
+        self._seen.append("accepts no more")
 
 
 def play(path: Path, answers: list[ToRelay | None], seen: list[str], error: str = "") -> None:
@@ -62,7 +82,7 @@ def play(path: Path, answers: list[ToRelay | None], seen: list[str], error: str 
             await writer.wait_closed()
 
         app = App()
-        relay = RelayProcess(cast("RelayApp", app), str(path), ())
+        relay = RelayProcess(cast("RelayApp", app), str(path), (), {})
         async with asyncio.timeout(30.0), await asyncio.start_unix_server(serve, path):
             await relay.start()
             if error:
@@ -86,3 +106,58 @@ def test_it_outlives_scheduler_processes_that_die_before_they_answer(tmp_path: P
 def test_it_ends_when_a_scheduler_process_refuses_it(tmp_path: Path) -> None:
     answers: list[ToRelay | None] = [WELCOME, Unwelcome("other settings")]
     play(tmp_path / "s", answers, ["Welcome", "listens", "gone"], error="other settings")
+
+
+def test_it_stands_in_for_relays_as_long_as_they_are_gone(tmp_path: Path) -> None:
+    path, app = tmp_path / "s", App()
+    tasks: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
+        writer.write(encode([WELCOME]))
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    async def until(seen: list[str]) -> None:
+        while app.seen != ["Welcome", "listens", *seen]:  # noqa: ASYNC110 - none tells.
+            await asyncio.sleep(0.001)
+
+    async def main(first: socket.socket, second: socket.socket) -> None:
+        others = {0: (first.fileno(), second.fileno()), 2: (second.fileno(),), 3: (-1,)}
+        relay = RelayProcess(cast("RelayApp", app), str(path), (), others)
+        async with asyncio.timeout(30.0), await asyncio.start_unix_server(serve, path):
+            await relay.start()
+            relay.stand_in([0])
+            seen = ["accepts", "accepts"]
+            await until(seen)
+            relay.stand_in([0, 2])
+            relay.stand_in([2])
+            seen += ["accepts", "accepts no more", "accepts no more"]
+            await until(seen)
+            # One that cannot be had is no reason to leave the others.
+            relay.stand_in([2, 3])
+            relay.stand_in([])
+            seen += ["accepts no more"]
+            await until(seen)
+            await relay.close()
+            await asyncio.gather(*filter(None, tasks))
+
+    with socket.socket() as first, socket.socket() as second:
+        asyncio.run(main(first, second))
+        assert min(first.fileno(), second.fileno()) > 0
+        first.getsockname()  # What is closed is a duplicate.
+
+
+def test_it_keeps_no_socket_of_others_open_while_it_drains(tmp_path: Path) -> None:
+    app = App()
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        address = one.getsockname()
+        relay = RelayProcess(
+            cast("RelayApp", app), str(tmp_path / "s"), (), {1: (one.dup().detach(),)}
+        )
+    socket.create_connection(address).close()
+    asyncio.run(relay.drain())
+    assert app.seen == ["drains"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)

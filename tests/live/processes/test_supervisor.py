@@ -69,8 +69,12 @@ while not ends:
         os.write(1, b".")
     for one in select.select([0, woken, *listeners], [], [], 0.2)[0]:
         if one == 0:
-            note("orphan")
-            ends.append(0)
+            told = os.read(0, 1024).decode()
+            for line in told.split():
+                note("gone:" + line)
+            if not told:
+                note("orphan")
+                ends.append(0)
         elif one is woken:
             woken.recv(100)
         else:
@@ -206,6 +210,25 @@ def test_a_process_that_is_killed_is_replaced_and_nobody_is_refused(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_relays_are_told_which_of_the_others_are_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FAILS_WHILE_BAD) as one:
+            before = dict(one.noted("begins"))
+            bad = tmp_path / "notes.bad"
+            bad.touch()
+            os.kill(before["relay0"], signal.SIGKILL)
+            told = await one.until_noted("gone:[0]", 1)
+            assert set(told) == {("relay1", before["relay1"])}
+            nobody = len(one.noted("gone:[]"))
+            bad.unlink()
+            # The new one is told too: another one may be gone.
+            back = await one.until_noted("gone:[]", nobody + 2)
+            assert {name for name, _ in back[nobody:]} == {"relay0", "relay1"}
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
 def test_a_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, hang_s=1.0) as one:
@@ -320,11 +343,13 @@ def test_a_process_that_does_not_start_ends_all(
 
 
 def test_a_part_is_one_word_of_a_command() -> None:
-    part = Part("relay", "at", (3, 4), 2, relay=1, engines={"prefill": ["http://p"]})
+    part = Part(
+        "relay", "at", (3, 4), 2, relay=1, others={0: (7,)}, engines={"prefill": ["http://p"]}
+    )
     assert Part.read(part.word()) == part
     assert json.loads(part.word())["role"] == "relay"
     assert part.name == "relay-1"
-    assert part.inherited == (3, 4)
+    assert part.inherited == (3, 4, 7)
     assert Part("scheduler", "x", (5,), 2, relay_listener=6).inherited == (5, 6)
     with pytest.raises(ConfigError, match=r"--process: .*role"):
         Part.read("{}")

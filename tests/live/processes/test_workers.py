@@ -142,6 +142,47 @@ def test_a_relay_that_is_killed_breaks_its_own_streams_alone(
     play(main())
 
 
+async def killed_and_stopped(served: Served) -> int:
+    """Kill a relay, and stop the one that begins in its place; return the number of that."""
+    before = processes(served)["relay0"]
+    os.kill(before, signal.SIGKILL)
+    while (after := processes(served).get("relay0", before)) == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    os.kill(after, signal.SIGSTOP)
+    return after
+
+
+def test_a_relay_that_begins_ends_with_its_supervisor(make_exchanged: "MakeExchanged") -> None:
+    async def main() -> None:
+        async with workers(make_exchanged) as served:
+            others = [pid for name, pid in processes(served).items() if name != "relay0"]
+            after = await killed_and_stopped(served)
+            served.process.kill()
+            while any(map(exists, others)):  # noqa: ASYNC110 - they are not our children.
+                await asyncio.sleep(0.01)
+            os.kill(after, signal.SIGCONT)
+            while exists(after):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    play(main())
+
+
+def test_others_accept_what_connects_to_a_relay_that_is_gone(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def main() -> None:
+        async with workers(make_exchanged) as served:
+            after = await killed_and_stopped(served)
+            # Each has a connection of its own. All on one side has a probability of 2 ** -31.
+            for one in [served.client.send(b"POST", COMPLETIONS, STREAM) for _ in range(32)]:
+                await one.end()
+                assert one.done
+            os.kill(after, signal.SIGCONT)
+            await until_free(served)
+
+    play(main())
+
+
 def test_a_process_that_is_replaced_has_the_settings_of_the_others(
     make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
@@ -164,7 +205,7 @@ def test_a_process_that_is_replaced_has_the_settings_of_the_others(
                     os.kill(before[name], signal.SIGKILL)
                 headers = [(b"authorization", b"Bearer two")]
                 late = served.client.send(b"POST", COMPLETIONS, STREAM, headers)
-                assert (await late.end()).done
+                assert (await late.end()).done, (late.status, late.body, late.error)
                 served.process.send_signal(signal.SIGTERM)
                 assert await served.exit() == (0, "")
 

@@ -328,6 +328,44 @@ def test_it_serves_on_sockets_that_are_bound_already(run: "Run", connect: "Conne
     run(main())
 
 
+def test_it_accepts_on_one_more_socket_until_that_is_closed_or_it_stops(
+    run: "Run", connect: "Connect"
+) -> None:
+    async def asks(connect_to: socket.socket) -> None:
+        async with connect(connect_to.getsockname()[1]) as client:
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await client.answer()).status == 200
+
+    async def main() -> None:
+        server = Server(echo)
+        await server.start("127.0.0.1", 0)
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            one.setblocking(False)
+            listener = await server.accept_too(one.dup())
+            # Another process may close it, which is no fault.
+            assert len(server.listening) == 1
+            await asks(one)
+            listener.close()
+            await asyncio.sleep(0.05)
+            second = socket.create_connection(one.getsockname())
+            await asyncio.sleep(0.05)
+            one.accept()[0].close()
+            second.close()
+            await server.accept_too(one.dup())
+            await asks(one)
+            server.stop_accepting()
+            # Once it stops it begins nowhere.
+            await server.accept_too(one.dup())
+            await asyncio.sleep(0.05)
+            third = socket.create_connection(one.getsockname())
+            one.accept()[0].close()
+            third.close()
+        server.close()
+        await server.drain()
+
+    run(main())
+
+
 def no_posts(head: RequestHead, peer: str) -> Rejection | None:
     assert peer.startswith("127.0.0.1:")
     return Rejection(405, "no", ((b"allow", b"GET"),)) if head.method == b"POST" else None
