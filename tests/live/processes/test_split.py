@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 20, "ignore_eos": True}
@@ -197,5 +199,25 @@ def test_a_relay_with_other_settings_is_not_welcome(play: "Play") -> None:
             "the relay speaks version 99, the scheduler 1",
             "relay 0 is connected already",
         ]
+
+    play(scenario, relays=1)
+
+
+def test_a_stream_that_breaks_before_its_first_token_is_told_of(play: "Play") -> None:
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        reply.write(b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n')
+        asyncio.get_running_loop().call_later(0.1, reply.abort)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/chat/completions"] = answer
+        # One engine answers it, without a prefill.
+        values = {"messages": [], "prompt_logprobs": 1, "n": 2, "stream": True}
+        exchange = await site.send("/v1/chat/completions", values).end()
+        assert exchange.status == 200
+        await site.until(lambda: bool(site.world.ended))
+        (record,) = site.world.ended
+        assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 0)
 
     play(scenario, relays=1)
