@@ -73,17 +73,16 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int, tenants_too: bool = True, long: bool = False) -> Plan:
+def draw_plan(seed: int, *, requests: int, long: bool = False) -> Plan:
     """Return the plan of a seed.
 
     Args:
         seed: Decides everything.
         requests: How many.
-        tenants_too: Whether there may be tenants.
         long: Whether answers take so long that streams outlive a process.
     """
     plan = _draw_plan(seed, requests, long=long)
-    tenants = draw_tenants(seed, plan.visits[-1].start_s) if tenants_too else None
+    tenants = draw_tenants(seed, plan.visits[-1].start_s)
     if tenants is None:
         return plan
     world = replace(

@@ -4,8 +4,10 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.processes import frames, from_relay, to_relay
@@ -55,6 +57,14 @@ class Wire:
     def _deliver(self, data: bytes) -> None:
         if not self._cut:
             self._take(data)
+
+
+def _refusal(renew: Callable[[], object]) -> ConfigError | None:
+    try:
+        renew()
+    except ConfigError as error:
+        return error
+    return None
 
 
 class _Kept:
@@ -116,7 +126,7 @@ class SplitWorld(World):
         assert all(relay.host.scheduler for relay in self.relays)
 
     async def _start_relay(self, place: int, config: ProxyConfig) -> RelayApp:
-        relay = RelayApp(config, self._environment, place=place, digest=_DIGEST)
+        relay = RelayApp(self._renewed(config), self._environment, place=place, digest=_DIGEST)
         await relay.start()
         if not self._alone:
             self._connect(relay, place)
@@ -173,7 +183,8 @@ class SplitWorld(World):
     async def _schedule_anew(self, killed: SchedulerApp, down_s: float) -> None:
         await killed.close()
         await asyncio.sleep(down_s)
-        app = SchedulerApp(self._config, self._environment, relays=self._number, digest=_DIGEST)
+        config = self._renewed(self._config)
+        app = SchedulerApp(config, self._environment, relays=self._number, digest=_DIGEST)
         self._doubt(app)
         self.observer.forget()
         self.app = app
@@ -182,6 +193,25 @@ class SplitWorld(World):
         for place, relay in enumerate(self.relays):
             if place not in self._down:
                 self._connect(relay, place)
+
+    def _renewed(self, config: ProxyConfig) -> ProxyConfig:
+        """Return the settings with the keys and tenants as the files have them now."""
+        assert self._environment.read_credentials is not None
+        return replace(config, credentials=self._environment.read_credentials())
+
+    def change_tenants(self, text: str) -> None:
+        """Have every process read another file of tenants. Raises ConfigError."""
+        self._write_tenants(text)
+        read = self._environment.read_credentials
+        assert read is not None
+        up = [one for place, one in enumerate(self.relays) if place not in self._down]
+        renew: list[Callable[[], object]] = [partial(one.renew, read) for one in up]
+        if not self._alone:
+            renew.append(self.app.reload)
+        refused = [error for error in map(_refusal, renew) if error is not None]
+        assert len(refused) in (0, len(renew)), "some processes take what others refuse"
+        if refused:
+            raise refused[0]
 
     @property
     def is_whole(self) -> bool:

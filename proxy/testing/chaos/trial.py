@@ -92,7 +92,7 @@ class Report:
 
 def run_seed(seed: int, *, requests: int, relays: int = 0, kills: bool = False) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    plan = draw_plan(seed, requests=requests, tenants_too=not relays, long=kills)
+    plan = draw_plan(seed, requests=requests, long=kills)
     return run_plan(plan, relays=relays, kills=kills)
 
 
@@ -274,11 +274,11 @@ class Trial:
         """Have the proxy read a bad file of tenants, and then another good one."""
         world, tenants = self._world, self._plan.tenants
         assert tenants is not None
-        before = world.proxy.gateway, world.proxy.deployment.tenancy.states()
+        before = world.plane.deployment.tenancy.states()
         with suppress(ConfigError):
             world.change_tenants("[[tenant]]")
             self._report.violations.append("tenants: a bad file was taken")
-        if before != (world.proxy.gateway, world.proxy.deployment.tenancy.states()):
+        if before != world.plane.deployment.tenancy.states():
             self._report.violations.append("tenants: a bad file changed something")
         world.change_tenants(tenants.texts()[1])
         self._report.faults["proxy: the file of tenants changes"] += 1
