@@ -262,15 +262,22 @@ Play = Callable[..., None]
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+def relays() -> int:
+    """Return how many relays there are unless a test says so; a module may have several numbers."""
+    return 0
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, relays: int) -> Play:
     """Play a scenario in virtual time, before a small fleet; then nothing may be held anywhere."""
+    usual = relays
 
     def play_with(
         scenario: Scenario,
         *,
         flags: Mapping[str, object] | None = None,
         at_rest: bool = True,
-        relays: int = 0,
+        relays: int = usual,
         tenants: str = "",
         **changes: Any,
     ) -> None:
