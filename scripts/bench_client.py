@@ -38,6 +38,7 @@ class Load:
         self.events = 0
         self.errors = 0
         self.transit_ns: list[int] = []
+        self.gap_ns: list[int] = []
         self.first_ns: list[int] = []
         self.done = asyncio.get_running_loop().create_future()
 
@@ -68,6 +69,7 @@ class Connection(asyncio.Protocol):
         self._left = 0  # Of a body with a length.
         self._seen = 0
         self._sent_ns = 0
+        self._last_ns = 0  # When the last event came.
         self._busy = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -115,6 +117,9 @@ class Connection(asyncio.Protocol):
                 self._load.errors += 1
             if self._seen == 0:
                 self._load.first_ns.append(now_ns - self._sent_ns)
+            else:
+                self._load.gap_ns.append(now_ns - self._last_ns)
+            self._last_ns = now_ns
             self._seen += 1
             self._load.events += 1
             self._load.transit_ns.append(now_ns - sent_ns)
@@ -170,6 +175,7 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         "errors": load.errors + failed,
         "first_us": _percentiles(load.first_ns),
         "transit_us": _percentiles(load.transit_ns),
+        "gap_us": _percentiles(load.gap_ns),
     }
 
 

@@ -53,7 +53,12 @@ def main() -> int:
         engine(_STEP_MS) as behind,
         on_cores(own),
         targets(
-            behind, flags, Path(logs), against=arguments.against, routers=routers
+            behind,
+            flags,
+            Path(logs),
+            against=arguments.against,
+            routers=routers,
+            workers=arguments.workers,
         ) as all_targets,
         on_cores(others),
     ):
@@ -81,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
         "than once (default: vllm-router)",
     )
     parser.add_argument("--no-router", action="store_true", help="without any other router")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="balanceroute with N relays too, 2 or more; may be given more than once",
+    )
     parser.add_argument(
         "--against",
         type=checkout,

@@ -171,12 +171,29 @@ def test_the_proxy_bench_measures_and_checks_every_event(
         assert ratio.count("to") <= (name not in ("balanceroute", "direct"))
 
 
-def test_the_bench_of_open_streams_tells_what_one_costs(
+def test_the_bench_of_isolation_tells_by_what_gaps_grow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("bench_isolation")
+    flags = ["--streams", "4", "--tokens", "5", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_isolation", *flags])
+    assert module.main() == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows if row[1].strip()}
+    assert set(cells) == {"balanceroute", "2 relays"}
+    for idle, while_busy, _, errors in cells.values():
+        assert float(idle) > 0.0
+        assert float(while_busy) > 0.0
+        assert errors == "0"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_bench_of_open_streams_tells_what_one_costs(
+    workers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = script("bench_streams")
     monkeypatch.setattr(module, "_STEP_S", 0.05)
-    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "8"])
+    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "8", "--workers", workers])
     assert module.main() == 0
     assert re.fullmatch(
         r"balanceroute: 8 streams of 4 events in \d+ s, 0 errors; "

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,7 @@ def targets(
     *,
     against: Path | None,
     routers: list[Router],
+    workers: Sequence[int] = (),
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
 
@@ -131,6 +132,7 @@ def targets(
         logs: A folder for the logs.
         against: Another checkout's package.
         routers: Other routers.
+        workers: This proxy again as several processes, with so many relays each time.
     """
     with ExitStack() as stack:
         ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
@@ -139,6 +141,11 @@ def targets(
             name = f"proxy of {against.parent.name}"
             other = balanceroute(name, engine, flags, against, logs / "other")
             found.append(stack.enter_context(other))
+        for count in workers:
+            name = f"{count} relays"
+            several = [*flags, "--workers", str(count)]
+            proxy = balanceroute(name, engine, several, ROOT / ".src", logs / name)
+            found.append(stack.enter_context(proxy))
         found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, Target(DIRECT, engine.decode, None)]
 
