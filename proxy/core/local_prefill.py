@@ -234,6 +234,7 @@ class LocalPrefill:
                 self._memory.forget(rank)
             case DecodeLost(request) if request in self._prompts:
                 self._leave_home(request)
+                self._admitted_ns.pop(request, None)
                 self._computing.end(request, now_ns)
             case PrefillLost(request, _, True):
                 self._requeue(request, now_ns)
