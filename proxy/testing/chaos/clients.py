@@ -6,6 +6,7 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
+from zlib import crc32
 
 from balanceroute.proxy.testing.chaos.answer_reader import AnswerReader, Ending, Received
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_SESSIONS = 12  # Every other one has a name.
 
 
 class Phase(Enum):
@@ -245,6 +247,10 @@ class Client(asyncio.Protocol):
             version,
         )
         head += b"x-request-id: %b\r\n" % request.request_id.encode()
+        # Some requests are turns of conversations, whatever their prompts are.
+        session = crc32(request.request_id.encode()) % _SESSIONS
+        if session % 2:
+            head += b"x-session-id: %d\r\n" % session
         if request.key:
             head += b"authorization: Bearer %b\r\n" % request.key.encode()
         if request.deadline_ms is not None:
