@@ -140,7 +140,8 @@ def test_a_hot_prefix_overloads_no_prefiller_and_may_change() -> None:
         requests.append(TraceRequest(number * SECOND // 16, BLOCK * len(blocks) + 9, 20, blocks))
     for part in (requests[:1_200], requests):
         metrics = played("prefix-aware", part)
-        assert metrics.prefiller_peak < 1.3
+        assert metrics.prefiller_peak < 1.1
+        assert metrics.ttft_s_p99 < 3.0
         # Half of the prompts have 40 of their 44 blocks in common: most tokens of the trace.
         assert metrics.prefix_hit_fraction > 0.6
 

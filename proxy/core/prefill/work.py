@@ -1,11 +1,14 @@
 """What each prefiller still has to compute, and how long it takes, as measured."""
 
 from collections import defaultdict
+from math import exp
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 
 # Prefills that the fit covers.
 _WINDOW = 256
+# Mean times of a prefill that a utilisation covers.
+_WINDOW_MEANS = 64
 # Before so many of its own, a prefiller counts as fast as all together.
 _LEAST = 16
 # How far the fit is drawn to the line through zero: as by prompts that vary by a fifth of their mean.
@@ -59,6 +62,15 @@ class _Queue:
         self.jobs: dict[RequestId, int] = {}
         self.tokens = 0
         self.since_ns = 0  # When the first one began.
+        self.busy = 0.0  # Share of the time lately, until `busy_ns`.
+        self.busy_ns = 0
+
+    def note_busy(self, now_ns: int, window_ns: float) -> float:
+        """Bring the share up to date, before what it has changes, and return it."""
+        keep = exp((self.busy_ns - now_ns) / window_ns) if window_ns else 0.0
+        self.busy = keep * self.busy + (1.0 - keep) * bool(self.jobs)
+        self.busy_ns = now_ns
+        return self.busy
 
 
 class PrefillWork:
@@ -72,6 +84,7 @@ class PrefillWork:
     def begin(self, request: RequestId, prefiller: PrefillerId, tokens: int, now_ns: int) -> None:
         """Note a prefill of `tokens` that are not cached."""
         queue = self._queues[prefiller]
+        queue.note_busy(now_ns, self._window_ns)
         if not queue.jobs:
             queue.since_ns = now_ns
         queue.jobs[request] = tokens
@@ -90,6 +103,7 @@ class PrefillWork:
         if prefiller is None:
             return
         queue = self._queues[prefiller]
+        queue.note_busy(now_ns, self._window_ns)
         first = next(iter(queue.jobs)) == request
         queue.tokens -= queue.jobs.pop(request)
         if computed_tokens is not None and first:
@@ -124,6 +138,14 @@ class PrefillWork:
             return total
         first = base + slope * next(iter(queue.jobs.values()))
         return total - min(first, now_ns - queue.since_ns)
+
+    def utilisation(self, prefiller: PrefillerId, now_ns: int) -> float:
+        """Return the share of the time that a prefiller was busy lately."""
+        return self._queues[prefiller].note_busy(now_ns, self._window_ns)
+
+    @property
+    def _window_ns(self) -> float:
+        return _WINDOW_MEANS * self._all.mean_ns
 
     def _line(self, prefiller: PrefillerId) -> tuple[float, float]:
         own = self._queues[prefiller].model

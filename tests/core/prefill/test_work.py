@@ -77,3 +77,19 @@ def test_a_slow_prefiller_is_known_by_its_own_times() -> None:
         work.begin(RequestId(number), P1, 100 + number, 0)
         work.end(RequestId(number), 100 + number, 400 * (100 + number))
     assert work.service_ns(P1, 1_000) > 3.5 * work.service_ns(P0, 1_000)
+
+
+def test_a_prefiller_is_as_busy_as_it_was_lately() -> None:
+    work = PrefillWork()
+    assert work.utilisation(P0, 5) == 0.0
+    now_ns = 10
+    for number in range(2_000):  # Busy for a quarter of the time, then for all of it.
+        idle_ns = 3_000 if number < 1_000 else 0
+        now_ns += idle_ns
+        work.begin(RequestId(number), P0, 100, now_ns)
+        now_ns += 1_000
+        work.end(RequestId(number), 100, now_ns)
+        if number == 999:
+            assert work.utilisation(P0, now_ns) == pytest.approx(0.25, abs=0.02)
+    assert work.utilisation(P0, now_ns) > 0.99
+    assert work.utilisation(P0, now_ns + 64_000 * 10) < 0.01
