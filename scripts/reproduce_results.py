@@ -62,10 +62,14 @@ AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backl
 # would not have: at the trace's own speed that is the work of 1.40 of them.
 PREFILL_RULES = ("random", "fewest-tokens", "sticky", "cache-aware", "lmetric", "prefix-aware")
 PREFILL_WORK = 1.40
-PREFIXES = (
-    f"{MOONCAKE} --segments 2 --policy br-0 --ranks 16 --batch 64 --step-base-ms 10 "
-    "--step-us-per-token 0.02 --probe-limit none"
-)
+PREFILL_BASE_MS, PREFILL_TOKEN_US = 20, 50
+FLEET = "--policy br-0 --ranks 16 --batch 64 --step-base-ms 10 --step-us-per-token 0.02"
+PREFIXES = f"{MOONCAKE} --segments 2 {FLEET} --probe-limit none"
+# Conversations of many turns: once they have begun, at rate 1 that is the work of 4.8 prefillers.
+TURNS = f"--trace {DERIVED}/conversations.jsonl {FLEET} --probe-limit none"
+TURNS_WORK = 4.8
+CONVERSATIONS = 1_500
+BLOCK_TOKENS = 512
 # Of the prefillers, the load, and the tokens that each can cache.
 PREFIX_CASES = (
     *((prefillers, load, 10**9) for prefillers in (2, 4, 8) for load in (0.7, 0.9, 1.1)),
@@ -81,6 +85,22 @@ def prefixes(prefillers: int, load: float, cache: int) -> dict[str, str]:
         f"--prefill-servers {prefillers} --prefix-cache {cache} --prefill-choice {rule}"
         for rule in PREFILL_RULES
     }
+
+
+def turns(prefillers: int, load: float, cache: int) -> dict[str, str]:
+    """Return the commands of conversations, by name; the last is one fast prefiller with all caches."""
+    command = f"{TURNS} --rate {round(load * prefillers / TURNS_WORK, 3)}"
+    rules = {
+        f"turns_{rule}": f"{command} --prefill-servers {prefillers} --prefix-cache {cache} "
+        f"--prefill-choice {rule}"
+        for rule in PREFILL_RULES
+    }
+    one = f"--prefill-servers 1 --prefix-cache {10**9} --prefill-choice fewest-tokens"
+    times = (
+        f"--prefill-base-ms {PREFILL_BASE_MS / prefillers:g} "
+        f"--prefill-us-per-token {PREFILL_TOKEN_US / prefillers:g}"
+    )
+    return rules | {"turns_one": f"{command} {one} {times}"}
 
 
 EXPERIMENTS = (
@@ -187,6 +207,7 @@ EXPERIMENTS = (
         for ranks, slots in SIZES
     }
     | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
+    | turns(4, 0.9, 2_000_000)
     | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)
@@ -209,10 +230,13 @@ TABLES = {
         prefixes(prefillers, load, cache)
     )
     for prefillers, load, cache in PREFIX_CASES
-}
+} | {"turns": list(turns(4, 0.9, 2_000_000))}
 
 # Names that stand for many experiments.
-FAMILIES = {"prefixes": [name for members in TABLES.values() for name in members]}
+FAMILIES = {
+    "prefixes": [one for name, members in TABLES.items() if name != "turns" for one in members],
+    "turns": TABLES["turns"],
+}
 
 # Heading, figure, digits, scale.
 PREFIX_COLUMNS = (
@@ -269,6 +293,12 @@ def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"results": rows}
 
 
+def choice_label(config: Mapping[str, Any]) -> str:
+    """Return what a row of prefill choices is called."""
+    one = config["prefill_servers"] == 1
+    return "one fast prefiller" if one else str(config["prefill_choice"])
+
+
 def repaired(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Return the requests with each other's outputs: the larger a prompt, the shorter.
 
@@ -301,11 +331,37 @@ def bootstrapped(requests: Sequence[TraceRequest], size: int) -> list[TraceReque
     ]
 
 
+def conversations(number: int) -> list[TraceRequest]:
+    """Return the turns of conversations: nine begin each second, and have 6.6 turns on average.
+
+    Each begins with one of eight system prompts of four blocks. A turn adds 50 to 2,000 tokens and
+    the answer before it, ten seconds after that.
+    """
+    rng, ids = random.Random(2), count()
+    systems = [[next(ids) for _ in range(4)] for _ in range(8)]
+    requests: list[TraceRequest] = []
+    start_s = 0.0
+    for _ in range(number):
+        start_s += rng.expovariate(9.0)
+        at_s, blocks = start_s, list(rng.choice(systems))
+        tokens, goes_on = BLOCK_TOKENS * len(blocks), True
+        while goes_on:
+            tokens += rng.randint(50, 2_000)
+            output = 1 + min(1_500, int(rng.expovariate(1 / 300)))
+            blocks += [next(ids) for _ in range(tokens // BLOCK_TOKENS - len(blocks))]
+            requests.append(TraceRequest(round(1e9 * at_s), tokens, output, tuple(blocks)))
+            tokens += output
+            at_s += rng.expovariate(1 / 10) + 0.02 * output
+            goes_on = rng.random() < 0.85 and tokens < 100_000
+    return sorted(requests, key=lambda request: request.arrival_ns)
+
+
 def derive(folder: Path) -> None:
-    """Write the traces that are made from the public one."""
+    """Write the traces that are not public."""
     folder.mkdir(exist_ok=True)
     requests = playable(read_trace(TRACES / "mooncake_conversation.jsonl.gz"))
     write_native(folder / "repaired.jsonl", repaired(requests))
+    write_native(folder / "conversations.jsonl", conversations(CONVERSATIONS))
     for ranks, slots in SIZES:
         drawn = bootstrapped(requests, 12 * ranks * slots)
         write_native(folder / f"bootstrapped_{ranks}x{slots}.jsonl", drawn)
@@ -342,7 +398,7 @@ def main() -> int:
         if reports.keys() >= set(members):
             rows = [
                 reports[member]["results"][0]
-                | {"prefill choice": reports[member]["config"]["prefill_choice"]}
+                | {"prefill choice": choice_label(reports[member]["config"])}
                 for member in members
             ]
             table = markdown(rows, PREFIX_COLUMNS, "prefill choice")
