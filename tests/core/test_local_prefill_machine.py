@@ -142,7 +142,9 @@ class LocalPrefillMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(index=INDEX, how=st.sampled_from(ENDS))
-    def end(self, index: int, how: type[RequestFailed]) -> None:
+    def end(
+        self, index: int, how: type[RequestFinished | RequestFailed | RequestCancelled]
+    ) -> None:
         requests = list(self.scheduler.requests)
         request = requests[index % len(requests)]
         if how is RequestFinished and self.scheduler.requests[request].state is not State.DECODING:
