@@ -1,6 +1,7 @@
 """One run: the plan of a seed carried out, and everything looked at afterwards."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from contextlib import suppress
@@ -104,6 +105,7 @@ def run_plan(plan: Plan, *, relays: int = 0, kills: bool = False) -> Report:
         relays: How many, see `SplitWorld`; 0 for one process.
         kills: Whether processes are killed.
     """
+    gc.collect()  # The world of the seed before: it has cycles, and this run collects none of its own.
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
         lambda log: run(
