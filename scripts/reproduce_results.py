@@ -172,7 +172,7 @@ EXPERIMENTS = (
         f"engines_{name}": f"{SATURATED} --policy jsq,fifo,br-0 {options}"
         for name, options in {
             "speeds": "--rank-speeds 1,0.6667",
-            "speeds_unknown": "--rank-speeds 1,0.6667 --speeds-unknown",
+            "speeds_learned": "--rank-speeds 1,0.6667 --learn-speeds",
             "batches": "--rank-batches 16,8",
             "speculative": "--tokens-per-step 3",
             "pausing": "--pause-above 0.1",

@@ -21,8 +21,8 @@ proxy.cli: audit drain emulate engine_flags engine_parser evaluate evaluation_pl
     online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
-    prefill_queue projection queueing rank_memory rank_prompts ranks recount scheduler skill standing step_model subset
-    time_limits timers trajectories turnover
+    prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
+    step_model subset time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings

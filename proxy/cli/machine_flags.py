@@ -134,6 +134,7 @@ class Machines:
         5.0, "how long before the end of its lease a KV cache counts as lost", 0, 1e6, metavar="S"
     )
     speeds_unknown: bool = flag("do not tell the scheduler the --rank-speeds")
+    learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
 
 def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
@@ -178,7 +179,8 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
         lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
         lease_margin_ns=round(1e9 * machines.lease_margin_s),
         engines=given.read(EngineFlags).options,
-        speeds_known=not machines.speeds_unknown,
+        speeds_known=not (machines.speeds_unknown or machines.learn_speeds),
+        learn_speeds=machines.learn_speeds,
     )
 
 

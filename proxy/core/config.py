@@ -15,7 +15,8 @@ class SchedulerConfig:
         batch_limit: B, slots of a rank's batch.
         rank_batch_limits: The slots of each rank; None if all have `batch_limit`.
         rank_speeds: How fast each rank reads its KV cache, relative to the others; None if all are
-            equally fast.
+            equally fast, or if that is to be learned.
+        learn_speeds: Whether it is learned from the times of steps, unless `rank_speeds` tells it.
         rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
         probe_limit: Prefills that run on one prefiller at a time; None for no limit.
@@ -50,6 +51,7 @@ class SchedulerConfig:
     queue_ttl_ns: int | None = None
     rank_batch_limits: tuple[int, ...] | None = None
     rank_speeds: tuple[float, ...] | None = None
+    learn_speeds: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -9,6 +9,7 @@ from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
+from balanceroute.proxy.core.rank_speeds import LearnedSpeeds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
 class Ranks:
     """G ranks; all are open at first.
 
+    Args:
+        config: Their number, and whether their speeds are to be learned.
+
     Attributes:
         is_open: bool[G], whether each takes new requests.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.is_open: NDArray[np.bool_] = np.ones(ranks, np.bool_)
-        self._unlimited: NDArray[np.int64] = np.full(ranks, UNLIMITED)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
+        self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
+        self._learned = _learned(config)
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
         """Let a rank take new requests, or none; those that are bound to it continue.
@@ -35,11 +40,32 @@ class Ranks:
             raise LifecycleError(f"rank {rank} is unknown: there are {len(self.is_open)}")
         self.is_open[rank] = is_open
 
-    def grow(self, ranks: int) -> None:
-        """Grow to `ranks`; the new ones are open."""
-        new = np.ones(ranks - len(self.is_open), np.bool_)
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Follow another configuration, with as many ranks or more; the new ones are open."""
+        new = np.ones(config.ranks - len(self.is_open), np.bool_)
         self.is_open = np.concatenate([self.is_open, new])
-        self._unlimited = np.full(ranks, UNLIMITED)
+        self._unlimited = np.full(config.ranks, UNLIMITED)
+        learned = _learned(config)
+        # What was learned of the same ranks stays.
+        if len(new) or learned is None or self._learned is None:
+            self._learned = learned
+
+    def step(self, duration_ns: int | None, ledger: Ledger) -> None:
+        """Note a step of all ranks."""
+        if self._learned is not None and duration_ns is not None:
+            self._learned.observe(ledger.loads, duration_ns)
+
+    def speeds(self, config: SchedulerConfig) -> "NDArray[np.float64] | None":
+        """Return float64[G], the ranks' speeds, 1 on average; None if all are equally fast."""
+        if config.rank_speeds is None:
+            return None if self._learned is None else self._learned.speeds
+        speeds = np.array(config.rank_speeds)
+        return np.asarray(speeds / speeds.mean())
+
+    def loads_at_mean_speed(self, ledger: Ledger, config: SchedulerConfig) -> "NDArray[np.int64]":
+        """Return int64[G], the KV tokens that a rank of mean speed would read in each rank's time."""
+        speeds = self.speeds(config)
+        return ledger.loads if speeds is None else np.rint(ledger.loads / speeds).astype(np.int64)
 
     @property
     def open(self) -> int:
@@ -73,7 +99,7 @@ class Ranks:
             free_kv_tokens,
             ledger.requests,
             ledger.turnover,
-            speeds_of(config),
+            self.speeds(config),
         )
 
 
@@ -82,18 +108,10 @@ def repeated(speeds: tuple[float, ...], ranks: int) -> tuple[float, ...]:
     return tuple(speeds[rank % len(speeds)] for rank in range(ranks)) if speeds else ()
 
 
-def speeds_of(config: SchedulerConfig) -> "NDArray[np.float64] | None":
-    """Return float64[G], the ranks' speeds, 1 on average; None if all are equally fast."""
-    if config.rank_speeds is None:
-        return None
-    speeds = np.array(config.rank_speeds)
-    return np.asarray(speeds / speeds.mean())
-
-
-def loads_at_mean_speed(ledger: Ledger, config: SchedulerConfig) -> "NDArray[np.int64]":
-    """Return int64[G], the KV tokens that a rank of mean speed would read in each rank's time."""
-    speeds = speeds_of(config)
-    return ledger.loads if speeds is None else np.rint(ledger.loads / speeds).astype(np.int64)
+def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:
+    """Return what learns the speeds; None if nobody asks, or if there is nothing to compare."""
+    asked = config.learn_speeds and config.rank_speeds is None
+    return LearnedSpeeds(config.ranks) if asked and config.ranks > 1 else None
 
 
 def free_slots_of(

@@ -126,7 +126,7 @@ class Scheduler:
         self._holdings = Holdings(
             self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=intake.meter
         )
-        self.ranks = Ranks(config.ranks)
+        self.ranks = Ranks(config)
 
     @property
     def ledger(self) -> Ledger:
@@ -171,6 +171,7 @@ class Scheduler:
                 return self._emit(self._get(number), tokens)
             case StepCompleted():
                 self.ledger.step()
+                self.ranks.step(event.duration_ns, self.ledger)
                 self.intake.step(event.duration_ns, self.ledger.loads, now_ns)
                 return []
             case Tick():
@@ -234,7 +235,7 @@ class Scheduler:
         self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
         self.leases.reconfigure(config)
-        self.ranks.grow(config.ranks)
+        self.ranks.reconfigure(config)
         self.prefillers.reconfigure(
             config.prefillers,
             probe_limit=config.probe_limit,

@@ -103,6 +103,7 @@ class Deployment:
         lease_margin_ns: See `SchedulerConfig`.
         engines: How the decode ranks differ from plain ones.
         speeds_known: Whether the scheduler is told the speeds of the ranks.
+        learn_speeds: Whether it learns them, unless it is told.
     """
 
     ranks: int
@@ -134,6 +135,7 @@ class Deployment:
     lease_margin_ns: int = 5_000_000_000
     engines: EngineOptions = field(default_factory=EngineOptions)
     speeds_known: bool = True
+    learn_speeds: bool = False
 
     def intake(self) -> Intake:
         """Return what limits and measures the starts of one run."""
@@ -485,4 +487,5 @@ def _scheduler_config(deployment: Deployment) -> SchedulerConfig:
         queue_ttl_ns=deployment.queue_ttl_ns,
         rank_batch_limits=deployment.rank_batch_limits,
         rank_speeds=deployment.told_speeds,
+        learn_speeds=deployment.learn_speeds,
     )

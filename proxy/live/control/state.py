@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.request_log import fields_of
@@ -53,7 +52,7 @@ def take_snapshot(
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
     serving = driver.instances.serving()
-    loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)
+    loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
     now_s = driver.context.clock()
     progress = driver.decisions.progress
     return Snapshot(
@@ -141,7 +140,9 @@ def request_rows(
 
 
 def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
-    ledger, free_slots = driver.scheduler.ledger, driver.scheduler.free_slots()
+    scheduler = driver.scheduler
+    ledger, free_slots = scheduler.ledger, scheduler.free_slots()
+    speeds = scheduler.ranks.speeds(scheduler.config)
     return [
         RankState(
             rank=rank.id,
@@ -152,6 +153,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
             free_slots=int(free_slots[rank.id]),
+            speed=1.0 if speeds is None else float(speeds[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
             url=rank.target.url,
         )

@@ -15,7 +15,6 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     TokensEmitted,
 )
-from balanceroute.proxy.core.ranks import loads_at_mean_speed
 from balanceroute.proxy.live.scheduling.barrier_idle import BarrierIdle
 from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
@@ -135,8 +134,8 @@ class Progress:
             step = StepCompleted(None if step_s is None else round(1e9 * step_s))
             for _ in range(advance.steps):
                 self._tell(step)
-            loads = loads_at_mean_speed(scheduler.ledger, scheduler.config)[serving]
-            self.barrier.add(advance.steps, loads, now_s)
+            loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
+            self.barrier.add(advance.steps, loads[serving], now_s)
         for session, rounds in advance.corrections:
             self._tell(TokensEmitted(session.number, rounds * session.shape.sequences))
 

@@ -98,6 +98,9 @@ class SchedulingSettings:
         1e3,
         metavar="X[,X..]",
     )
+    learn_speeds: bool = switch(
+        False, "learn the --rank-speeds from the times of decode steps, unless they are told"
+    )
     probe_limit: int | None = integer(
         None, "prefills at a time on one prefiller", 1, 10**6, word="none"
     )

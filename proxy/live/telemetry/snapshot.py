@@ -19,6 +19,7 @@ class RankState:
     bound: int
     started: int
     free_slots: int
+    speed: float = 1.0  # Relative to the mean rank, as told or learned.
     quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
     url: str = ""  # Of its server.
 

@@ -34,6 +34,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "batch": 16,
     "rank_kv_tokens": 100_000,
     "rank_speeds": "1,1.5",
+    "learn_speeds": True,
     "prefill_choice": "least-conn",
     "local_prefill_tokens": 512,
     "prefill_waiting_limit": 3,
@@ -264,6 +265,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         lease_margin_ns=4_750_000_000,
         queue_ttl_ns=1_500_000_000,
         rank_speeds=(1.0, 1.5, 1.0),
+        learn_speeds=True,
     )
     assert config.legs == LegSettings(
         prefill_timeout_s=5.5,

@@ -62,7 +62,7 @@ SNAPSHOT = Snapshot(
     predictor="survival",
     ranks=[
         RankState(0, "http://d:8000@0", True, "up", 4000, 3, 2, 13),
-        RankState(1, "http://d:8000@1", False, "quarantined", 1000, 1, 1, 15),
+        RankState(1, "http://d:8000@1", False, "quarantined", 1000, 1, 1, 15, 0.75),
     ],
     prefillers=[PrefillerState(0, "http://p:8000", True, "up", 2, 1, 3000, 0.25)],
     queued=5,
@@ -391,6 +391,8 @@ def test_state_is_read_from_the_snapshot() -> None:
     assert value(subject, "rank_bound_requests", **rank) == 3
     assert value(subject, "rank_started_requests", **rank) == 2
     assert value(subject, "rank_free_slots", **rank) == 13
+    assert value(subject, "rank_speed_ratio", **rank) == 1
+    assert value(subject, "rank_speed_ratio", rank="1", name="http://d:8000@1") == 0.75
     assert value(subject, "rank_open", **rank) == 1
     assert value(subject, "rank_open", rank="1", name="http://d:8000@1") == 0
     prefiller = {"prefiller": "0", "name": "http://p:8000"}
