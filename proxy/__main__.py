@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -24,6 +25,7 @@ COMMANDS = (
     "emulate",
     "train",
     "evaluate",
+    "model-router",
     "validate",
     "audit",
     "hash-key",
@@ -49,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that knows no ± gets a question mark, not a traceback.
             stream.reconfigure(errors="replace")
+    # Every matrix here is small: with threads, which numpy's library starts when it is imported, a
+    # product takes longer, and far longer where the cores are busy.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     words = sys.argv[1:] if arguments is None else arguments
     # Only what the command needs is imported: the proxy starts without the emulator.
     wanted = words[:1] if words and words[0] in COMMANDS else COMMANDS

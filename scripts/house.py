@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
     "proxy.service_levels": set[str](),
+    "proxy.model_choice": {"proxy.core.errors", "proxy.pictures"},
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.live.connectors": {"proxy.core", "topologies"},
@@ -118,7 +119,8 @@ MAY_IMPORT = {
     "proxy.testing": set[str](),
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
-        *("proxy.audit", "proxy.emulate", "proxy.live", "proxy.replay", "proxy.sim"),
+        *("proxy.audit", "proxy.emulate", "proxy.live", "proxy.model_choice", "proxy.replay"),
+        "proxy.sim",
         "proxy.validate",
         "proxy.service_levels",
     },

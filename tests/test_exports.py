@@ -16,9 +16,9 @@ engine_patch: hooks identity plugin reader records writer
 predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
-proxy: __main__ audit cli core emulate live pictures replay service_levels sim validate wire
+proxy: __main__ audit cli core emulate live model_choice pictures replay service_levels sim validate wire
 proxy.cli: audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
-    online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
+    model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
@@ -70,6 +70,8 @@ proxy.live.settings: admission aimd_options checks config configure declared dis
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot tenant_metrics
+proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network scenario
+    scenario_file static training workload
 proxy.replay: answer bodies body driver exchange faults figures fleet groups limits prompts recorder
     report sample settings sharegpt target urgency workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
