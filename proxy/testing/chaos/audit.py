@@ -229,8 +229,9 @@ async def audit_answers(
         answers = zip(client.visit.requests, client.answers, strict=True)
         for request, received in islice(answers, client.sent):
             told = records.get(request.request_id, [])
-            # Of one whose process was killed nobody tells.
-            reworded = not told or any(
+            # Of one whose process was killed nobody tells what came in between, or which seed it had.
+            killed = all(one.outcome is Outcome.INTERNAL_ERROR for one in told)
+            reworded = killed or any(
                 one.recomputes
                 or one.resumes
                 or one.first_token_differences
@@ -243,8 +244,6 @@ async def audit_answers(
                 for seed in dict.fromkeys(one.seed for one in told) or (None,)
             ]
             verdict = next((one for one in verdicts if not one.wrong), verdicts[0])
-            # Of one whose process was killed nobody tells the seed.
-            killed = all(one.outcome is Outcome.INTERNAL_ERROR for one in told)
             if killed and judge.may_draw_seed(request):
                 verdict.wrong.clear()
             endings[verdict.ending] += 1
