@@ -25,7 +25,10 @@ def processes(served: Served) -> dict[str, int]:
     pid = served.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for child in children:
-        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except FileNotFoundError:  # It has ended since.
+            continue
         part = b"".join(word for word in words if word.startswith(b"--process="))
         if not part:  # It has not begun, or has ended.
             continue
