@@ -71,8 +71,11 @@ class DoubleDqn:
         try:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 weights = {name: file[name].astype(np.float32) for name in _LAYERS}
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise ConfigError(f"{path} holds no weights of a model router: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        except (ValueError, KeyError, EOFError, TypeError, BadZipFile) as error:
+            # numpy's own words advise to unpickle the file, which runs what is in it.
+            raise ConfigError(f"{path} holds no weights of a model router") from error
         shapes = [weights[name].shape for name in _LAYERS]
         if not _fit(shapes) or not all(np.isfinite(one).all() for one in weights.values()):
             raise ConfigError(f"{path} holds no weights of a model router: shapes {shapes}")

@@ -1,6 +1,7 @@
 """The choices: which group each takes, and that a group without engines is never taken."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +72,18 @@ def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert again.choose(1, rate, outlooks) == choice.choose(1, rate, outlooks)
 
 
+_ONE_ARRAY = BytesIO()
+np.save(_ONE_ARRAY, np.zeros(3))
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "no weights"),
         (b"PK\x03\x04 and nothing", "no weights"),
+        # A pickle, which numpy's own words advise to load.
+        (b"# A page", "no weights of a model router$"),
+        (_ONE_ARRAY.getvalue(), "no weights of a model router$"),
         (None, "No such file"),
     ],
 )
