@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "proxy.model_choice": {"proxy.core.errors", "proxy.pictures"},
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
+    "proxy.wire.http3": {"proxy.core.errors", "proxy.wire"},
+    "proxy.wire.quic": {"proxy.core.errors", "proxy.wire"},
     "proxy.live.connectors": {"proxy.core", "topologies"},
     "proxy.live.openai": {"proxy.core", "proxy.wire"},
     "proxy.live.security": {"proxy.core", "proxy.wire"},

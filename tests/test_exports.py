@@ -35,7 +35,7 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: announcement connectors control control_plane deployment descriptors discovery
-    engine_connections engines environment following_kv_events frontend listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
+    engine_connections engines environment following_kv_events frontend http3_listener listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin errors live_view load_log memory page roster standing state view
@@ -64,7 +64,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
 proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission aimd_options checks config configure declared discovery engines
+proxy.live.settings: admission aimd_options checks config configure declared discovery engines http3
     policy_options reader scheduling score_options
     setting tenant_file
 proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
@@ -78,10 +78,12 @@ proxy.sim: api decode_fleet driver engine_options entrance experiment forecast h
     prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.audit: energy looking observation pages plots replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
-proxy.wire: addresses body_budget connection_limit http1 messages reply sse tcp_timeout
+proxy.wire: addresses body_budget connection_limit http1 http3 messages quic reply sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
     incoming_request reply server server_connection service
+proxy.wire.http3: control_frames framing heads leaky_bucket reply server_connection server_stream
+proxy.wire.quic: carrier connection endpoint stream_orders
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding KvFlow MAX_RANKS

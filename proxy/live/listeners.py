@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.http1.service import Common
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
 _ADMIN_CONNECTIONS = 16
+# How long a client may believe that HTTP/3 is spoken.
+_ALTERNATIVE_S = 86_400
 
 
 class PublicListener:
@@ -37,6 +40,7 @@ class PublicListener:
 
     Attributes:
         tls: What it serves https with; None for http.
+        http3: Serves the same over HTTP/3; None if that is off.
     """
 
     def __init__(
@@ -68,6 +72,16 @@ class PublicListener:
             tenancy=tenancy,
             unix_s=unix_s,
         )
+        self.http3 = None
+        commons: list[Common] = []
+        if config.http3.http3:
+            # Here, so that nothing of it is loaded where it is off: an extra.
+            from balanceroute.proxy.live.http3_listener import Http3Listener  # noqa: PLC0415
+
+            assert listening.tls_cert is not None
+            assert listening.tls_key is not None
+            self.http3 = Http3Listener(config.http3, listening.tls_cert, listening.tls_key)
+            commons.append(self._alternative)
         origins = listening.cors_origin
         cors = Cors(origins, gateway, gateway.admit) if origins else None
         self.server = Server(
@@ -75,7 +89,7 @@ class PublicListener:
             limits=config.server_limits,
             refuse=gateway.refusals.render,
             admit=gateway.admit if cors is None else cors.admit,
-            common=None if cors is None else cors.fields,
+            common=_joined([*commons, *([] if cors is None else [cors.fields])]),
         )
         self.tls = None
         if listening.tls_cert is not None and listening.tls_key is not None:
@@ -95,6 +109,19 @@ class PublicListener:
             await self.server.start(host, port, ssl=self.tls)
         except OSError as error:
             raise not_bound("--host {} --port {}", host, port, error) from None
+        if self.http3 is not None:
+            try:
+                await self.http3.start(self.server.service, self.server.addresses)
+            except OSError as error:
+                self.close()
+                self.server.close()
+                place = "--http3: UDP at --host {} --port {}"
+                raise not_bound(place, host, self.server.port, error) from None
+
+    def close(self) -> None:
+        """Close the sockets of HTTP/3, behind the server's."""
+        if self.http3 is not None:
+            self.http3.close()
 
     async def accept_too(self, one: socket.socket) -> asyncio.Server:
         """Accept on one more socket; see `Server.accept_too`."""
@@ -110,7 +137,14 @@ class PublicListener:
             listening = self._config.listening
             assert listening.tls_cert is not None
             assert listening.tls_key is not None
+            if self.http3 is not None:
+                self.http3.load_certificate()
             load_certificate(self.tls, listening.tls_cert, listening.tls_key)
+
+    def _alternative(self, head: "RequestHead") -> "Headers":
+        """Return where HTTP/3 is spoken (RFC 7838)."""
+        del head
+        return [(b"alt-svc", b'h3=":%d"; ma=%d' % (self.server.port, _ALTERNATIVE_S))]
 
     def use(self, credentials: "Credentials") -> None:
         """Take newer keys from the next request on."""
@@ -155,6 +189,13 @@ class AdminListener:
             await self.server.start(host, port)
         except OSError as error:
             raise not_bound("--admin-host {} --admin-port {}", host, port, error) from None
+
+
+def _joined(commons: "Sequence[Common]") -> "Common | None":
+    """Return what returns the headers of all of them; None if there are none."""
+    if len(commons) < 2:
+        return commons[0] if commons else None
+    return lambda head: [field for common in commons for field in common(head)]
 
 
 def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:

@@ -58,6 +58,7 @@ class Proxy(ControlPlane):
         self.gateway.refusals.log.report()
         self.server.close()
         await self.server.drain()
+        self._public.close()
 
     def listening(self) -> list[int]:
         """Return the descriptors of the listening sockets."""

@@ -7,7 +7,7 @@ come from the page itself.
 
 from collections.abc import Collection
 
-from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Admit
 from balanceroute.proxy.wire.messages import Headers, Rejection, Request, first_value
 from balanceroute.proxy.wire.reply import Application, Reply
@@ -54,15 +54,15 @@ class Cors:
             headers.append((b"access-control-allow-headers", asked))
         reply.send(200, headers, b"OK")
 
-    def fields(self, head: RequestHead) -> bytes:
-        """Return the header lines of every answer, errors too, that let a page read it."""
+    def fields(self, head: RequestHead) -> Headers:
+        """Return the headers of every answer, errors too, that let a page read it."""
         origin = first_value(head.headers, b"origin")
         if not self._allows(origin):
-            return b""
+            return []
         assert origin is not None
         if self._allows_all:
-            return encode_fields([(b"access-control-allow-origin", b"*")])
-        return encode_fields([(b"access-control-allow-origin", origin), (b"vary", b"Origin")])
+            return [(b"access-control-allow-origin", b"*")]
+        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
 
     def _allows(self, origin: bytes | None) -> bool:
         return origin is not None and (self._allows_all or origin in self._origins)

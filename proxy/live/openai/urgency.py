@@ -80,9 +80,18 @@ def read_deadline_ns(headers: "Headers", arrived_ns: int) -> int | None:
     values = [value for name, value in headers if name == b"x-request-deadline-ms"]
     if not values:
         return None
-    if len(values) == 1 and _DEADLINE.fullmatch(values[0]) and 1 <= int(values[0]) <= _MOST_MS:
-        return arrived_ns + int(values[0]) * 1_000_000
+    ms = deadline_ms(headers)
+    if ms is not None:
+        return arrived_ns + ms * 1_000_000
     raise BodyError(
         f"{DEADLINE_HEADER} must be given once, as an integer from 1 to {_MOST_MS}",
         DEADLINE_HEADER,
     )
+
+
+def deadline_ms(headers: "Headers") -> int | None:
+    """Return the milliseconds of the deadline; None if there is none that can be read."""
+    values = [value for name, value in headers if name == b"x-request-deadline-ms"]
+    if len(values) == 1 and _DEADLINE.fullmatch(values[0]) and 1 <= int(values[0]) <= _MOST_MS:
+        return int(values[0])
+    return None

@@ -29,6 +29,7 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import part
@@ -58,6 +59,7 @@ class ProxyConfig:
     engines: EngineSettings
     discovery: DiscoverySettings
     listening: ListeningSettings
+    http3: Http3Settings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
     scores: ScoreOptions

@@ -6,6 +6,7 @@ key, and the reason; none shows a key, a token or a password.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +44,7 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
+from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
@@ -105,6 +107,7 @@ def make_config(
         engines=engines,
         discovery=discovery,
         listening=listening,
+        http3=_http3(given, listening),
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scores=given.read(ScoreOptions),
@@ -269,6 +272,23 @@ def _check_certificate(given: Given, listening: ListeningSettings) -> None:
         raise ConfigError(f"{given.where('tls_cert')}: needs --tls-key too")
     elif key is not None:
         raise ConfigError(f"{given.where('tls_key')}: needs --tls-cert too")
+
+
+def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
+    http3 = given.read(Http3Settings)
+    if not http3.http3:
+        return http3
+    if http3.http3_hard_deadlines and http3.http3_order != "edf":
+        raise ConfigError(f"{given.where('http3_hard_deadlines')}: needs --http3-order edf")
+    place = given.where("http3")
+    if listening.workers != 1:
+        reason = "is served by one process: the kernel would give a client that moves to another"
+        raise ConfigError(f"{place}: {reason}, so it needs --workers 1")
+    if listening.tls_cert is None:
+        raise ConfigError(f"{place}: needs --tls-cert and --tls-key, as HTTP/3 is always encrypted")
+    if find_spec("aioquic") is None:
+        raise ConfigError(f"{place}: needs aioquic: pip install 'balanceroute[h3]'")
+    return http3
 
 
 def _check_admin(given: Given, listening: ListeningSettings, token: Secret | None) -> None:

@@ -22,6 +22,7 @@ from balanceroute.proxy.live.settings.checks import (
     web_origin,
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
+from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
@@ -300,7 +301,7 @@ class LogSettings:
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "discovery": (DiscoverySettings,),
-    "listening": (ListeningSettings,),
+    "listening": (ListeningSettings, Http3Settings),
     "admission": (AdmissionSettings, AimdOptions),
     "scheduling": (SchedulingSettings, ScoreOptions),
     "policies": (PolicyOptions,),

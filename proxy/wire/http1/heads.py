@@ -34,7 +34,7 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # Interpreted while parsing; all other headers are left to the application.
 _READ = frozenset({b"connection", b"content-length", b"expect", b"host", b"transfer-encoding"})
 # Set by the writer of a message, as they frame it or concern its connection.
-_OWN = frozenset(
+OWN_FIELDS = frozenset(
     {b"connection", b"content-length", b"keep-alive", b"transfer-encoding", b"upgrade"}
 )
 # These usually have a body, so an empty one is declared (RFC 9110 §8.6).
@@ -88,9 +88,7 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     method, target, minor, fields = match.groups()
     if len(target) > max_target_bytes:
         raise MalformedError("the request target is too long", 414)
-    if method not in _METHODS:
-        status = 405 if method in (b"CONNECT", b"TRACE") else 501
-        raise MalformedError(f"the method {method[:32].decode()} is not served", status)
+    check_method(method)
     authority = None
     if target[0] != 0x2F and (target, method) != (b"*", b"OPTIONS"):
         authority, target = _origin_form(method, target)
@@ -101,8 +99,8 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     hosts = read.get(b"host", ())
     if len(hosts) > 1 or (not hosts and not http_1_0):
         raise MalformedError("the request needs exactly one Host header")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        raise MalformedError("the Host header is malformed")
+    if hosts:
+        check_host(hosts[0])
     if authority is not None:  # It takes precedence over Host (RFC 9112 §3.2.2).
         headers = [field for field in headers if field[0] != b"host"]
         headers.append((b"host", authority))
@@ -124,6 +122,26 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
         _keeps_alive(read, http_1_0=http_1_0),
         expects_continue,
     )
+
+
+def check_method(method: bytes) -> None:
+    """Raise MalformedError (405 or 501) for a method that is not served."""
+    if method not in _METHODS:
+        status = 405 if method in (b"CONNECT", b"TRACE") else 501
+        raise MalformedError(f"the method {method[:32].decode('latin-1')} is not served", status)
+
+
+def check_host(value: bytes) -> None:
+    """Raise MalformedError for a Host that is none."""
+    if not _HOST.fullmatch(value):
+        raise MalformedError("the Host header is malformed")
+
+
+def length_of(values: list[bytes]) -> int:
+    """Return the length in a message's Content-Length headers. Raises MalformedError."""
+    if len(values) != 1 or not _DIGITS.fullmatch(values[0]):
+        raise MalformedError("the Content-Length header is malformed or repeated")
+    return int(values[0])
 
 
 @lru_cache(maxsize=128)
@@ -174,7 +192,7 @@ def encode_fields(headers: Headers) -> bytes:
     Raises:
         UnsafeHeaderError: A name is no token, or a value has a control byte.
     """
-    lines = [b"%b: %b\r\n" % field for field in headers if field[0] not in _OWN]
+    lines = [b"%b: %b\r\n" % field for field in headers if field[0] not in OWN_FIELDS]
     block = b"".join(lines)
     # A value with a line end matches too, as two lines: hence the count.
     if not _SAFE_FIELDS.fullmatch(block) or block.count(b"\n") != len(lines):
@@ -252,11 +270,7 @@ def _framing(read: dict[bytes, list[bytes]], *, http_1_0: bool) -> tuple[int | N
         if len(codings) != 1 or codings[0].lower() != b"chunked":
             raise MalformedError("the only transfer coding served is chunked")
         return None, True
-    if lengths is None:
-        return None, False
-    if len(lengths) != 1 or not _DIGITS.fullmatch(lengths[0]):
-        raise MalformedError("the Content-Length header is malformed or repeated")
-    return int(lengths[0]), False
+    return (None if lengths is None else length_of(lengths)), False
 
 
 def _keeps_alive(read: dict[bytes, list[bytes]], *, http_1_0: bool) -> bool:

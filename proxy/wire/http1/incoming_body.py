@@ -60,6 +60,15 @@ class IncomingBody:
         self._keep(payload)
         return decoder.rest if decoder.finished else None
 
+    def add(self, data: bytes) -> None:
+        """Add the next bytes of a body that the transport frames.
+
+        Raises:
+            MalformedError: The body is too large.
+        """
+        self._check_limit(self.size + len(data))
+        self._keep(data)
+
     def take(self) -> bytes:
         """Return the whole body and drop it here."""
         buffer, self._buffer, self._decoder = self._buffer, BytesIO(), None

@@ -39,7 +39,7 @@ class Server:
             or one that `admit` rejects.
         admit: Checks each head before its body is read, and before a 100 (Continue); None to admit
             everything. A rejected request is answered at once and its body dropped.
-        common: Returns header lines for every answer, in addition to the application's.
+        common: Returns headers for every answer, in addition to the application's.
     """
 
     def __init__(
@@ -137,6 +137,12 @@ class Server:
         else:
             self._further = [*(one for one in self._further if one.is_serving()), listener]
         return listener
+
+    @property
+    def service(self) -> Service:
+        """What its connections share, for those of another transport too."""
+        assert self._service is not None, "not started"
+        return self._service
 
     @property
     def addresses(self) -> list[tuple[str, int]]:

@@ -18,8 +18,8 @@ Refuse = Callable[[Rejection, RequestHead | None, str], tuple[Headers, bytes]]
 
 Called with the rejection, the head if it could be parsed, and the client's address.
 """
-Common = Callable[[RequestHead], bytes]
-"""Returns header lines for every answer to a request, in addition to the application's."""
+Common = Callable[[RequestHead], Headers]
+"""Returns headers for every answer to a request, in addition to the application's."""
 
 
 class SweptConnection(Evictable, Protocol):
@@ -113,9 +113,13 @@ class Service:
         if self.on_empty is not None:
             self.on_empty()
 
+    def common_headers(self, head: RequestHead | None) -> Headers:
+        """Return the common headers of an answer; none if the head could not be parsed."""
+        return [] if self._common is None or head is None else self._common(head)
+
     def common_fields(self, head: RequestHead | None) -> bytes:
-        """Return the common header lines of an answer; empty if the head could not be parsed."""
-        return b"" if self._common is None or head is None else self._common(head)
+        """Return them as lines."""
+        return b"" if self._common is None else encode_fields(self.common_headers(head))
 
     def last_answer(self, rejection: Rejection, head: RequestHead | None, peer: str) -> bytes:
         """Return the whole answer to a request that is not served, after which the connection ends.

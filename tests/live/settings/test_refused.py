@@ -63,6 +63,18 @@ from balanceroute.proxy.core.errors import ConfigError
             "--workers",
             "mooncake-layerwise calls one process back, and not any of several",
         ),
+        ({"http3": True}, "--http3", "needs --tls-cert and --tls-key"),
+        ({"http3_order": "lifo"}, "--http3-order", "must be one of rr, fcfs, edf, abs, ml"),
+        (
+            {"http3": True, "workers": 2},
+            "--http3",
+            "is served by one process",
+        ),
+        (
+            {"http3": True, "http3_hard_deadlines": True},
+            "--http3-hard-deadlines",
+            "needs --http3-order edf",
+        ),
         ({"port": -1}, "--port", "is -1, must be from 0 to 65535"),
         ({"port": 65_536}, "--port", "is 65536, must be from 0 to 65535"),
         ({"port": "x"}, "--port", "is 'x', must be an integer"),

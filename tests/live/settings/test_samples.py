@@ -28,6 +28,10 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "admin_host": "127.0.0.2",
     "admin_port": 9001,
     "workers": 2,
+    "http3_order": "ml",
+    "http3_hard_deadlines": True,
+    "http3_streams": 20,
+    "http3_handshakes": 5,
     "policy": "br-0",
     "predictor": "none",
     "seed": 1,
@@ -151,10 +155,13 @@ AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector
 LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
 WITH_DISCOVERY = {"kubernetes_api"}
+WITH_CERTIFICATE = {"http3"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_DISCOVERY
+    assert SETTINGS.keys() == (
+        SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE
+    )
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 

@@ -1,0 +1,86 @@
+"""The heads of HTTP/3's messages, as the heads of HTTP/1.1's that mean the same (RFC 9114 section 4)."""
+
+import re
+
+from balanceroute.proxy.wire.http1.heads import (
+    OWN_FIELDS,
+    RequestHead,
+    check_host,
+    check_method,
+    encode_fields,
+    length_of,
+)
+from balanceroute.proxy.wire.messages import (
+    Headers,
+    MalformedError,
+    ServerLimits,
+    UnsafeHeaderError,
+)
+
+# What each field counts for beside its bytes (RFC 9114 section 4.2.2).
+_FIELD_BYTES = 32
+_TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
+_OPTIONAL = frozenset({b":protocol"})
+
+
+def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
+    """Return the head that a field section is.
+
+    Args:
+        fields: With the pseudo-header fields, which aioquic has checked: each once, and first.
+        limits: What is accepted.
+
+    Raises:
+        MalformedError: It is no request, or beyond a limit; the error has the status to answer.
+    """
+    pseudo = {name: value for name, value in fields if name.startswith(b":")}
+    headers = [field for field in fields if not field[0].startswith(b":")]
+    method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    authority = pseudo.get(b":authority", b"")
+    if len(target) > limits.target_limit_bytes:
+        raise MalformedError("the request target is too long", 414)
+    size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
+    if size > limits.header_limit_bytes:
+        raise MalformedError("the request's head is too long", 431)
+    if len(headers) > limits.header_limit:
+        raise MalformedError("the request has too many headers", 431)
+    check_method(method)
+    if _OPTIONAL & pseudo.keys():
+        raise MalformedError("no other protocol is spoken over a request")
+    if not _TARGET.fullmatch(target) and (target, method) != (b"*", b"OPTIONS"):
+        raise MalformedError("the request target is no absolute path")
+    try:
+        encode_fields(headers)
+    except UnsafeHeaderError:
+        raise MalformedError("a header is malformed") from None
+    check_host(authority)
+    if any(value != authority for name, value in headers if name == b"host"):
+        raise MalformedError("Host and :authority differ")
+    headers = [field for field in headers if field[0] != b"host"]
+    headers.append((b"host", authority))
+    lengths = [value for name, value in headers if name == b"content-length"]
+    expectations = [value.lower() for name, value in headers if name == b"expect"]
+    if expectations not in ([], [b"100-continue"]):
+        raise MalformedError("the only expectation served is 100-continue", 417)
+    path, _, query = target.partition(b"?")
+    return RequestHead(
+        method,
+        path,
+        query,
+        http_1_0=False,
+        headers=headers,
+        content_length=length_of(lengths) if lengths else None,
+        chunked=False,
+        keep_alive=True,
+        expects_continue=bool(expectations),
+    )
+
+
+def sent_fields(headers: Headers) -> Headers:
+    """Return headers to send, without those that frame a message of HTTP/1.1.
+
+    Raises:
+        UnsafeHeaderError: A name is no token, or a value has a control byte.
+    """
+    encode_fields(headers)
+    return [(name, value.strip()) for name, value in headers if name not in OWN_FIELDS]

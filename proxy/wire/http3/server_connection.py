@@ -1,0 +1,341 @@
+"""One client connection of HTTP/3: a stream for each request, as many at a time as the limit allows.
+
+It is one of the connections of an HTTP/1.1 server's `Service`: limits, deadlines, keys, the body budget
+and the drain are the same, and so is the application.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from aioquic.h3.connection import ErrorCode
+from aioquic.h3.events import DataReceived, H3Event, HeadersReceived, WebTransportStreamDataReceived
+from aioquic.quic.connection import stream_is_unidirectional
+from aioquic.quic.events import (
+    ConnectionTerminated,
+    HandshakeCompleted,
+    QuicEvent,
+    StopSendingReceived,
+    StreamDataReceived,
+    StreamReset,
+)
+
+from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http3.control_frames import ControlError, ControlFrames
+from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
+from balanceroute.proxy.wire.http3.leaky_bucket import LeakyBucket
+from balanceroute.proxy.wire.http3.server_stream import ServerStream
+from balanceroute.proxy.wire.messages import Headers, Rejection
+from balanceroute.proxy.wire.quic.carrier import Carrier, NetworkAddress
+from balanceroute.proxy.wire.quic.stream_orders import Standing
+
+if TYPE_CHECKING:
+    import asyncio
+
+# A connection that is not served is told so for so long at most.
+_LINGER_S = 2.0
+# Of the shorter idle timeout: how long both sides are silent while an answer is awaited.
+_SILENT_SHARE = 3
+# Requests that a client may give up at once, and for ever a second.
+_CANCELLED_BURST, _CANCELLED_PER_S = 400, 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """What streams are sent by.
+
+    Attributes:
+        standing: Returns the standing of a request by its headers and the present time.
+        level: Returns the level in the value of a Priority field.
+        hard: A stream whose deadline passes before its answer has been sent is reset.
+    """
+
+    standing: Callable[[Headers, float], Standing]
+    level: Callable[[bytes], int]
+    hard: bool = False
+
+
+class Http3ServerConnection:
+    """One connection of a client; see `SweptConnection`, `StreamOwner` and `Carried`."""
+
+    def __init__(
+        self, service: Service, carrier: Carrier, address: NetworkAddress, priorities: Priorities
+    ) -> None:
+        self.service = service
+        self.peer = f"{bracketed(address[0])}:{address[1]}"
+        self.rejection: Rejection | None = None
+        self.deadline_s = inf
+        self._host: str = address[0]
+        self._carrier = carrier
+        self._quic = carrier.quic
+        self._priorities = priorities
+        self._framing: Framing
+        self._control = ControlFrames()
+        self._streams: dict[int, ServerStream] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._early_levels: dict[int, int] = {}
+        self._cancelled = LeakyBucket(_CANCELLED_BURST, _CANCELLED_PER_S, service.loop.time)
+        self._next = 0  # The number of the first stream that was not opened yet.
+        self._turned_away: int | None = None  # Streams from here on, as the client was told.
+        self._is_counted = self._is_served = False
+        self._idle_since_s = service.loop.time()
+
+    # What happens.
+
+    def on_event(self, event: QuicEvent) -> None:
+        """See `Carried`."""
+        match event:
+            case HandshakeCompleted():
+                self._begin()
+            case ConnectionTerminated():
+                self._gone()
+            case StreamDataReceived():
+                self._on_data(event)
+            case StreamReset() | StopSendingReceived():
+                self._framing.handle_event(event)
+                self._on_cancel(event.stream_id)
+            case _:
+                pass
+
+    def on_progress(self) -> None:
+        """See `Carried`."""
+        for stream in [one for one in self._streams.values() if one.paused or one.has_left]:
+            stream.resume()
+            if stream.has_left:
+                self._settle(stream)
+        if self._turned_away is not None and not self._streams and self._is_counted:
+            self._close(ErrorCode.H3_NO_ERROR, "")
+
+    def _begin(self) -> None:
+        service = self.service
+        self._framing = Framing(self._quic, head_limit_bytes=service.limits.header_limit_bytes)
+        self._idle_since_s = service.loop.time()
+        self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
+        self._is_counted = True
+        self._is_served = service.add(self, self._host)
+        if not self._is_served:
+            self.rejection = service.limit.rejection(self)
+            self.deadline_s = self._idle_since_s + _LINGER_S
+            if self.rejection is None:
+                self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+        elif service.stopping:
+            self.end(0.0)
+
+    def _on_data(self, event: StreamDataReceived) -> None:
+        if not self._is_counted:
+            return
+        number = event.stream_id
+        if stream_is_unidirectional(number):
+            self._on_control(event)
+            self._framing.handle_event(event)
+            return
+        stream = self._streams.get(number)
+        if stream is None:
+            if number < self._next:
+                return  # What was left of a stream that is over.
+            stream = self._open(number)
+        if stream is None or not stream.reads:
+            return
+        for one in self._framing.handle_event(event):
+            self._on_message(stream, one)
+        stream.check_head(len(event.data))
+        if event.end_stream and stream.reads:
+            stream.lose()  # It ended before it was a request.
+
+    def _on_message(self, stream: ServerStream, event: H3Event) -> None:
+        match event:
+            case HeadersReceived():
+                stream.on_head(event.headers, ended=event.stream_ended)
+            case DataReceived():
+                stream.on_data(event.data, ended=event.stream_ended)
+            case MalformedMessage():
+                if stream.reads:
+                    stream.refuse(Rejection(400, f"the request is malformed: {event.reason}"))
+            case WebTransportStreamDataReceived():
+                self._close(ErrorCode.H3_FRAME_UNEXPECTED, "no WebTransport is spoken")
+            case _:
+                pass
+
+    def _on_control(self, event: StreamDataReceived) -> None:
+        try:
+            for number, value in self._control.feed(event):
+                self._prioritise(number, self._priorities.level(value))
+        except ControlError as error:
+            self._close(error.code, str(error))
+
+    def _prioritise(self, number: int, level: int) -> None:
+        if number // 4 >= self._quic.stream_limit:
+            raise ControlError(ErrorCode.H3_ID_ERROR, "a PRIORITY_UPDATE is for no request")
+        if number in self._streams:
+            self._quic.stand(number, self._quic.standing(number)._replace(level=level))
+        elif number >= self._next:  # The request may be behind it.
+            self._early_levels[number] = level
+
+    def _open(self, number: int) -> ServerStream | None:
+        for passed in range(self._next, number, 4):
+            self._early_levels.pop(passed, None)
+        self._next = number + 4
+        if self._turned_away is not None:
+            self.refuse_rest(number)
+            self._quic.reset_stream(number, ErrorCode.H3_REQUEST_REJECTED)
+            return None
+        stream = self._streams[number] = ServerStream(self, number)
+        self.deadline_s = min(self.deadline_s, stream.deadline_s)
+        return stream
+
+    def _on_cancel(self, number: int) -> None:
+        stream = self._streams.get(number)
+        if stream is None:
+            return
+        if not stream.has_left and not self._cancelled.take():
+            self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many requests were given up")
+            return
+        self._quic.reset_stream(number, ErrorCode.H3_REQUEST_CANCELLED)
+        stream.lose()
+
+    # Called by the streams.
+
+    def began(self, stream: ServerStream, head: RequestHead) -> None:
+        """See `StreamOwner`."""
+        number, now_s = stream.number, self.service.loop.time()
+        standing = self._priorities.standing(head.headers, now_s)
+        level = self._early_levels.pop(number, None)
+        if level is not None:
+            standing = standing._replace(level=level)
+        self._quic.stand(number, standing)
+        if self._priorities.hard and standing.deadline_s < inf:
+            call_at = self.service.loop.call_at
+            self._timers[number] = call_at(standing.deadline_s, self._run_out, stream)
+
+    def send_head(self, stream_id: int, fields: Headers, *, end: bool) -> None:
+        """See `StreamOwner`."""
+        self._framing.send_headers(stream_id, fields, end_stream=end)
+        self._carrier.send_soon()
+
+    def send_data(self, stream_id: int, data: bytes, *, end: bool) -> None:
+        """See `StreamOwner`."""
+        self._framing.send_data(stream_id, data, end_stream=end)
+        self._carrier.send_soon()
+
+    def refuse_rest(self, stream_id: int) -> None:
+        """See `StreamOwner`."""
+        self._framing.abandon(stream_id)
+        self._quic.refuse_data(stream_id, ErrorCode.H3_NO_ERROR)
+        self._carrier.send_soon()
+
+    def reset(self, stream_id: int) -> None:
+        """See `StreamOwner`."""
+        self._quic.reset_stream(stream_id, ErrorCode.H3_INTERNAL_ERROR)
+        self._carrier.send_soon()
+
+    def unsent(self, stream_id: int) -> int:
+        """See `StreamOwner`."""
+        return self._quic.unsent(stream_id)
+
+    def unacknowledged(self, stream_id: int) -> int:
+        """See `StreamOwner`."""
+        return self._quic.unacknowledged(stream_id)
+
+    def left(self, stream: ServerStream) -> None:
+        """See `StreamOwner`."""
+        self._carrier.send_soon()
+
+    # Called by the server.
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """See `Evictable`."""
+        return None if self._streams else self._idle_since_s
+
+    def evict(self) -> bool:
+        """Close if idle; return whether it was closed."""
+        if self._streams or not self._is_counted:
+            return False
+        self._close(ErrorCode.H3_NO_ERROR, "")
+        return True
+
+    def end(self, idle_s: float) -> None:
+        """See `SweptConnection`."""
+        if self._turned_away is None:
+            self._turned_away = self._next
+            self._framing.send_goaway(self._next)
+        if self._streams:
+            self._carrier.send_soon()
+        elif idle_s:
+            self.deadline_s = min(self.deadline_s, self.service.loop.time() + idle_s)
+        else:
+            self._close(ErrorCode.H3_NO_ERROR, "")
+
+    def drop(self) -> None:
+        """Abort now; the replies are closed."""
+        self._close(ErrorCode.H3_INTERNAL_ERROR, "the server ends")
+
+    def expire(self, now_s: float) -> None:
+        """Act on a deadline that has passed."""
+        for stream in list(self._streams.values()):
+            if stream.deadline_s <= now_s and stream.expire(now_s):
+                self._quic.reset_stream(stream.number, ErrorCode.H3_REQUEST_CANCELLED)
+                stream.lose()
+        if not self._is_counted:
+            return
+        if not self._streams:
+            limit_s = self.service.limits.keep_alive_timeout_s
+            if not self._next:
+                limit_s = min(limit_s, self.service.limits.header_timeout_s)
+            self.deadline_s = self._idle_since_s + (limit_s if self._is_served else _LINGER_S)
+            if self.deadline_s <= now_s or self._turned_away is not None:
+                self._close(ErrorCode.H3_NO_ERROR, "")
+            return
+        silent_s = self._quic.idle_timeout_s / _SILENT_SHARE
+        if now_s - self._carrier.heard_s >= silent_s:
+            self._quic.send_ping(0)
+        self.deadline_s = min(now_s + silent_s, *(one.deadline_s for one in self._streams.values()))
+        self._carrier.send_soon()
+
+    # Ends.
+
+    def _run_out(self, stream: ServerStream) -> None:
+        """End a stream whose deadline has passed, unless all of its answer was sent."""
+        if stream.has_left and not self._quic.unsent(stream.number):
+            return
+        self._quic.reset_stream(stream.number, ErrorCode.H3_REQUEST_CANCELLED)
+        self.refuse_rest(stream.number)
+        stream.lose()
+
+    def _settle(self, stream: ServerStream) -> None:
+        """Forget a stream that nobody works on once all of it has arrived."""
+        number = stream.number
+        if stream.cut_when_sent and not self._quic.unacknowledged(number):
+            stream.cut_when_sent = False
+            self.reset(number)
+        if not self._quic.is_sent(number):
+            return
+        del self._streams[number]
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
+        self._quic.leave(number)
+        self._framing.release(number)
+        if not self._streams:
+            self._idle_since_s = self.service.loop.time()
+            self.deadline_s = self._idle_since_s + self.service.limits.keep_alive_timeout_s
+
+    def _close(self, code: ErrorCode, reason: str) -> None:
+        self._quic.close(error_code=code, reason_phrase=reason)
+        self._carrier.send_soon()
+        self._gone()
+
+    def _gone(self) -> None:
+        if not self._is_counted:
+            return
+        self._is_counted = False
+        for stream in list(self._streams.values()):
+            stream.lose()
+        self._streams.clear()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self.service.remove(self, served=self._is_served)

@@ -1,0 +1,1 @@
+"""QUIC: streams in a chosen order, datagrams to connections, a link to try them on. Needs the extra `h3`."""

@@ -1,0 +1,226 @@
+"""The HTTP/3 server over real sockets, before aioquic's client: what it serves, and what it refuses."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("aioquic", reason="needs the extra h3")
+
+from tests.wire.http3.conftest import http3_site
+
+from balanceroute.proxy.wire.messages import Rejection, ServerLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.wire.conftest import Run
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.reply import Reply
+
+
+def echo(request: "Request", reply: "Reply") -> None:
+    """Answer with what was understood."""
+    head = b"%b %b?%b " % (request.method, request.path, request.query)
+    reply.send(200, [(b"content-type", b"text/plain")], head + request.body)
+
+
+class Recorder:
+    """An application that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.replies: list[Reply] = []
+        self.more = asyncio.Event()
+
+    def __call__(self, request: "Request", reply: "Reply") -> None:
+        self.requests.append(request)
+        self.replies.append(reply)
+        self.more.set()
+
+    async def next(self) -> "Reply":
+        while not self.replies:
+            self.more.clear()
+            await self.more.wait()
+        return self.replies.pop(0)
+
+
+def test_a_request_is_answered_whole(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            answer = await client.ask(b"POST", b"/v1/x?a=1", [(b"x-one", b"1")], b"hello")
+            assert answer.status == 200
+            assert bytes(answer.body) == b"POST /v1/x?a=1 hello"
+            assert (b"content-length", b"20") in answer.headers
+            assert site.server.connections == 1
+            head = await client.ask(b"HEAD", b"/")
+            assert not head.body
+            assert (b"content-length", b"8") in head.headers
+
+    run(main())
+
+
+def test_a_large_body_and_a_large_answer_pass(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        body = bytes(range(256)) * 3_072  # 768 KiB: several windows.
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            answer = await client.ask(b"POST", b"/", None, body)
+            assert bytes(answer.body) == b"POST /? " + body
+            assert site.server.bodies.used == 0
+
+    run(main())
+
+
+def test_an_answer_is_streamed_piece_by_piece(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with http3_site(recorder, tmp_path) as site, site.client() as client:
+            number = client.begin(b"GET", b"/")
+            reply = await recorder.next()
+            reply.start(200, [(b"content-type", b"text/event-stream")])
+            for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+                seen = len(client.streams[number].body)
+                reply.write(piece)
+                while len(client.streams[number].body) == seen:  # noqa: ASYNC110 (no event)
+                    await asyncio.sleep(0)
+            reply.end()
+            answer = await client.answer(number)
+            assert bytes(answer.body) == b"data: 1\n\ndata: 2\n\n"
+            assert answer.reset is None
+
+    run(main())
+
+
+def test_many_requests_share_a_connection(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            bodies = [b"%d" % n * 1_000 for n in range(130)]  # More than may be open at a time.
+            numbers = []
+            for body in bodies:
+                numbers.append(client.begin(b"POST", b"/", end=False))
+                client.more(numbers[-1], body)
+            for body, number in zip(bodies, numbers, strict=True):
+                assert bytes((await client.answer(number)).body).endswith(body)
+
+    run(main())
+
+
+def test_what_the_head_rules_out_is_answered_before_the_body(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        def refuse(head: object, peer: str) -> Rejection:
+            del head, peer
+            return Rejection(401, "no")
+
+        async with http3_site(echo, tmp_path, admit=refuse) as site, site.client() as client:
+            number = client.begin(b"POST", b"/", end=False)
+            answer = await client.answer(number)
+            assert answer.status == 401
+            assert b"no" in answer.body
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        (b"no-slash", [], 400),
+        (b"/" + b"a" * 9_000, [], 414),
+        (b"/", [(b"x-%d" % n, b"1") for n in range(101)], 431),
+        (b"/", [(b"x-long", b"a" * 40_000)], 431),
+        (b"/", [(b"content-length", b"99999999999")], 413),
+        (b"/", [(b"host", b"elsewhere")], 400),
+        (b"/", [(b"connection", b"close")], 400),
+        (b"/", [(b"x-bad", b"a\x01b")], 400),
+        (b"/", [(b"expect", b"miracles")], 417),
+    ],
+)
+def test_a_bad_head_is_answered_alone(
+    run: "Run", tmp_path: "Path", path: bytes, headers: list[tuple[bytes, bytes]], status: int
+) -> None:
+    async def main() -> None:
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            number = client.begin(b"POST", path, headers, end=False)
+            answer = await client.answer(number)
+            assert answer.status == status
+            # The connection goes on.
+            assert (await client.ask(b"GET", b"/")).status == 200
+
+    run(main())
+
+
+def test_a_body_that_is_too_large_is_refused(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        limits = ServerLimits(body_limit_bytes=100)
+        async with http3_site(echo, tmp_path, limits=limits) as site, site.client() as client:
+            answer = await client.ask(b"POST", b"/", None, b"a" * 101)
+            assert answer.status == 413
+            assert site.server.bodies.used == 0
+
+    run(main())
+
+
+def test_a_request_that_a_client_gives_up_is_ended(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        recorder, left = Recorder(), asyncio.Event()
+        async with http3_site(recorder, tmp_path) as site, site.client() as client:
+            number = client.begin(b"GET", b"/")
+            reply = await recorder.next()
+            reply.on_closed = left.set
+            reply.start(200, [])
+            client.quic.stop_stream(number, 0x10C)
+            client.transmit()
+            await left.wait()
+            assert reply.closed
+
+    run(main())
+
+
+def test_an_aborted_answer_arrives_as_far_as_it_was_written(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with http3_site(recorder, tmp_path) as site, site.client() as client:
+            number = client.begin(b"GET", b"/")
+            reply = await recorder.next()
+            reply.start(200, [])
+            reply.write(b"half")
+            reply.abort()
+            answer = await client.answer(number)
+            assert answer.reset == 0x102
+            assert bytes(answer.body) == b"half"
+
+    run(main())
+
+
+def test_a_drain_lets_present_answers_end(run: "Run", tmp_path: "Path") -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with http3_site(recorder, tmp_path) as site, site.client() as client:
+            number = client.begin(b"GET", b"/")
+            reply = await recorder.next()
+            site.server.stop_accepting()
+            await asyncio.sleep(0.05)
+            late = client.begin(b"GET", b"/late")
+            assert (await client.answer(late)).reset == 0x10B
+            reply.send(200, [], b"done")
+            assert bytes((await client.answer(number)).body) == b"done"
+            await site.server.drain()
+            await client.wait_closed()
+            assert client.ended is not None
+            assert client.ended.error_code == 0x100
+
+    run(main())
+
+
+def test_an_application_that_fails_is_a_500(
+    run: "Run", tmp_path: "Path", caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: "Request", reply: "Reply") -> None:
+        raise RuntimeError("on purpose")
+
+    async def main() -> None:
+        async with http3_site(fail, tmp_path) as site, site.client() as client:
+            assert (await client.ask(b"GET", b"/")).status == 500
+
+    run(main())
+    assert "the application failed" in caplog.text

@@ -1,0 +1,193 @@
+"""Streams in the chosen order, windows that do not grow, and the names of aioquic that this rests on."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aioquic", reason="needs the extra h3")
+
+from aioquic.h3.connection import H3Connection
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.events import ConnectionTerminated, StreamDataReceived
+from aioquic.quic.stream import QuicStreamReceiver, QuicStreamSender
+from tests.wire.quic.conftest import Pair
+
+from balanceroute.proxy.wire.quic.connection import OrderedConnection
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, Standing
+
+PIECE = 3_000  # More than two packets.
+STANDINGS = {
+    0: Standing(0, 9.0),
+    4: Standing(2, 7.0),
+    8: Standing(0, 5.0),
+    12: Standing(1, 6.0),
+}
+
+
+def ends(pair: Pair) -> list[int]:
+    """Return the streams in the order in which the server's answers end at the client."""
+    ended = []
+    for _ in range(100):
+        pair.to_client()
+        ended += [
+            event.stream_id
+            for event in pair.events(pair.client)
+            if isinstance(event, StreamDataReceived) and event.end_stream
+        ]
+        pair.to_server()
+        if len(ended) == len(STANDINGS):
+            return ended
+    raise AssertionError(ended)
+
+
+def opened(pair: Pair) -> None:
+    """Let the client open the streams, one after the other."""
+    for number in STANDINGS:
+        pair.client.send_stream_data(number, b"?", end_stream=True)
+    pair.exchange()
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fcfs", [0, 4, 8, 12]),
+        ("edf", [8, 12, 4, 0]),
+        ("abs", [4, 12, 0, 8]),
+        ("ml", [12, 4, 0, 8]),
+    ],
+)
+def test_streams_are_sent_in_the_order(pair_of: Any, order: str, expected: list[int]) -> None:
+    pair = pair_of(order)
+    opened(pair)
+    for number, standing in STANDINGS.items():
+        pair.server.stand(number, standing)
+        pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
+    assert ends(pair) == expected
+
+
+def test_every_order_is_tested() -> None:
+    assert set(STREAM_ORDERS) == {"rr", "fcfs", "edf", "abs", "ml"}
+
+
+@pytest.mark.parametrize("order", ["rr", "ml"])
+def test_turns_are_a_packet_each(pair_of: Any, order: str) -> None:
+    pair = pair_of(order)
+    opened(pair)
+    for number in STANDINGS:
+        pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
+    pair.to_client()
+    got = dict.fromkeys(STANDINGS, 0)
+    for event in pair.events(pair.client):
+        if isinstance(event, StreamDataReceived):
+            got[event.stream_id] += len(event.data)
+    assert max(got.values()) - min(got.values()) <= 1_200
+
+
+def test_a_stream_that_rises_overtakes(pair_of: Any) -> None:
+    pair = pair_of("abs")
+    opened(pair)
+    for number in STANDINGS:
+        pair.server.send_stream_data(number, bytes(20_000), end_stream=True)
+    pair.to_client()
+    pair.server.stand(12, Standing(level=1))
+    pair.to_server()
+    assert ends(pair)[0] == 12
+
+
+def test_what_waits_is_told(pair_of: Any) -> None:
+    pair = pair_of()
+    opened(pair)
+    pair.server.send_stream_data(0, bytes(100_000), end_stream=True)
+    assert pair.server.unsent(0) == pair.server.unacknowledged(0) == 100_000
+    pair.to_client()
+    assert 0 < pair.server.unsent(0) < 100_000
+    assert pair.server.unacknowledged(0) == 100_000
+    pair.exchange()
+    assert pair.server.unsent(0) == pair.server.unacknowledged(0) == 0
+    assert pair.server.is_sent(0)
+
+
+def test_a_window_does_not_grow_with_what_nobody_took(pair_of: Any) -> None:
+    """A gap at the beginning, then as far ahead as allowed, again and again."""
+    pair = pair_of(window=65_536)
+    stream = pair.client._get_or_create_stream_for_send(0)
+    stream.sender.write(bytes(1 << 20))
+    stream.sender._pending.subtract(0, 1)  # Never sent.
+    for _ in range(50):
+        pair.exchange()
+    receiver = pair.server._streams[0].receiver
+    assert receiver.highest_offset == 65_536
+    assert len(receiver._buffer) <= 65_536
+    assert pair.server._local_max_data.value == 2 * 65_536
+    assert not [e for e in pair.events(pair.server) if isinstance(e, ConnectionTerminated)]
+    stream.sender._pending.add(0, 1)
+    stream.sender.buffer_is_empty = False
+    pair.exchange()
+    assert sum(len(e.data) for e in pair.events(pair.server)) == 1 << 20
+
+
+def test_a_window_moves_with_what_was_taken(pair_of: Any) -> None:
+    pair = pair_of(window=65_536)
+    for number in (0, 4, 8):
+        pair.client.send_stream_data(number, bytes(1 << 20), end_stream=True)
+    for _ in range(50):
+        pair.exchange()
+    assert sum(len(event.data) for event in pair.events(pair.server)) == 3 << 20
+
+
+def test_no_more_streams_than_allowed(pair_of: Any) -> None:
+    pair = pair_of(streams=3)
+    for number in range(0, 40, 4):
+        pair.client.send_stream_data(number, b"?", end_stream=True)
+    pair.exchange()
+    assert len({event.stream_id for event in pair.events(pair.server)}) == 3
+    for number in (0, 4, 8):
+        pair.server.send_stream_data(number, b"!", end_stream=True)
+    pair.exchange()
+    assert len({event.stream_id for event in pair.events(pair.server)}) == 3
+
+
+# The canary: each of these names is used, and is not public.
+
+
+def test_aioquic_still_has_the_names_that_are_used() -> None:
+    pair_methods = {
+        QuicConnection: {
+            "_write_application": {"builder", "network_path", "now"},
+            "_write_stream_frame": {"builder", "space", "stream", "max_offset"},
+            "_write_stream_limits": {"builder", "space", "stream"},
+            "_write_connection_limits": {"builder", "space"},
+            "_idle_timeout": set(),
+        },
+        H3Connection: {
+            "_init_connection": set(),
+            "_get_local_settings": set(),
+            "_validate_settings": {"settings"},
+            "_receive_request_or_push_data": {"stream", "data", "stream_ended"},
+        },
+    }
+    for owner, methods in pair_methods.items():
+        for name, parameters in methods.items():
+            found = set(inspect.signature(getattr(owner, name)).parameters) - {"self"}
+            assert found == parameters, f"{owner.__name__}.{name}"
+
+
+def test_aioquic_still_sends_from_its_queue(pair_of: Any) -> None:
+    source = inspect.getsource(QuicConnection._write_application)
+    assert "for stream in self._streams_queue" in source
+    assert "self._write_stream_frame" in source
+    assert isinstance(vars(OrderedConnection)["_streams_queue"], property)
+    pair = pair_of()
+    assert {
+        "_streams",
+        "_local_max_data",
+        "_local_max_streams_bidi",
+        "_local_max_streams_uni",
+    } <= set(vars(pair.server))
+    assert {"_buffer", "_buffer_stop", "_reset_error_code", "highest_offset", "is_finished"} <= set(
+        vars(QuicStreamSender(0, writable=True))
+    )
+    assert {"_stop_error_code", "highest_offset", "is_finished"} <= set(
+        vars(QuicStreamReceiver(0, readable=True))
+    )
