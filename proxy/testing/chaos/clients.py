@@ -191,7 +191,9 @@ class Client(asyncio.Protocol):
         match how:
             case Leaving.RESET:
                 raw = self._transport.get_extra_info("socket")
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+                # uvloop has none any more once the peer or the loop has closed it.
+                if raw is not None:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                 self._transport.abort()
             case Leaving.CLOSE:
                 self._transport.close()
