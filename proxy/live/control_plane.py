@@ -128,6 +128,12 @@ class ControlPlane(ABC):
             if not task.cancelled():
                 task.result()
 
+    def hand_over(self) -> None:
+        """Leave administrators, and what is kept of their orders, to another process."""
+        self.deployment.orders = None
+        if self.admin is not None:
+            self.admin.stop_accepting()
+
     async def close(self) -> None:
         """End what is left and close every socket."""
         for task in self._tasks:

@@ -74,6 +74,8 @@ _log = logging.getLogger(__name__)
 _PAGE_BYTES = 4 << 20
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
 _NOBODY = EngineUrl("http", "127.0.0.1", 9)
+# Between two looks at the limit on requests in flight, which moves every 5 s at most.
+_KEEP_LIMIT_S = 1.0
 _PULLED_LATE = (
     "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
     "were pulled after their lease, and answers may be wrong (then --lease-s is too long)"
@@ -88,6 +90,7 @@ class Deployment:
         tenancy: The limits of its tenants.
         models: The models of its engines.
         discovery: Registers engines that are found; None if nothing finds any.
+        orders: Keeps what was ordered and found for the process that is started next; None for nothing.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -102,6 +105,7 @@ class Deployment:
     ) -> None:
         self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
+        self.orders = environment.orders
         self._metrics, self._failures, self._counts = metrics, failures, counts
         connect = EngineConnections(config)
         key = config.credentials.engine_key
@@ -155,9 +159,9 @@ class Deployment:
         """
         if self.instances.engine_blocks is not None:
             subscribed(self._environment)
-        config, orders, roster = self.config, self._environment.orders, self.roster
+        config, roster = self.config, self.roster
         named = (self.policy, config.prefillers, config.decoders)
-        standing = load(orders, Standing(*named, basis=self._basis))
+        standing = load(self.orders, Standing(*named, basis=self._basis))
         self.policy = standing.policy
         if standing.log_level:
             set_log_level(standing.log_level)
@@ -172,7 +176,7 @@ class Deployment:
             _log.warning(
                 "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
             )
-        self.driver = self._make_driver()
+        self.driver = self._make_driver(standing.inflight_limit)
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
@@ -227,6 +231,8 @@ class Deployment:
             yield "discovery of engines", self.discovery.run
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
+        if self.config.aimd.settings is not None:
+            yield "limit", self._keep_limit
 
     async def close(self) -> None:
         """End what is left and close every connection."""
@@ -261,7 +267,7 @@ class Deployment:
 
     def ordered(self) -> None:
         """Keep what an administrator has made of the settings."""
-        if (keeper := self._environment.orders) is None:
+        if (keeper := self.orders) is None:
             return
         servers = self.roster.servers.values()
         instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
@@ -275,8 +281,20 @@ class Deployment:
             () if found is None else tuple(found.leaving),
             self._basis,
             log_level(other_than=self.config.log.log_level),
+            None if (budget := self.driver.scheduler.intake.budget) is None else budget.cap,
         )
         save(keeper, standing)
+
+    async def _keep_limit(self) -> None:
+        """Keep the limit on requests in flight whenever it has moved."""
+        budget = self.driver.scheduler.intake.budget
+        assert budget is not None
+        kept = budget.cap
+        while True:
+            await asyncio.sleep(_KEEP_LIMIT_S)
+            if budget.cap != kept:
+                kept = budget.cap
+                self.ordered()
 
     @property
     def _basis(self) -> str:
@@ -288,11 +306,13 @@ class Deployment:
 
     # Parts.
 
-    def _make_driver(self) -> Driver:
+    def _make_driver(self, inflight_limit: int | None) -> Driver:
         config, environment = self.config, self._environment
         admission = config.admission
         order, cost = QUEUE_ORDERS[admission.queue_order], admission.fair_queue
         limit, local = config.aimd.settings, config.scheduling.local_prefill_tokens
+        if limit is not None and inflight_limit is not None:
+            limit = limit.beginning_at(inflight_limit)
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         return Driver(
             # The policy times its stages through the driver, which is not there yet.

@@ -55,8 +55,7 @@ class SchedulerProcess:
 
     def hand_over(self) -> None:
         """Leave administrators to another process, and serve relays until they are gone."""
-        if self._app.admin is not None:
-            self._app.admin.stop_accepting()
+        self._app.hand_over()
 
     async def drain(self) -> None:
         """Drain, and serve relays until they are gone: their clients may still be reading."""

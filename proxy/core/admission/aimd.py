@@ -15,7 +15,7 @@ Source: the second version of the gateway of github.com/Nicolas-Richard/vllm-on-
 its values as defaults; `POST_4` has those of the first one (2dca487).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
@@ -74,6 +74,10 @@ class AimdSettings:
         ):
             if not least <= value <= most:
                 raise ConfigError(f"{name} is {value}, must be from {least} to {most}")
+
+    def beginning_at(self, cap: int) -> "AimdSettings":
+        """Return these with a limit to begin with, or the nearest that they allow."""
+        return replace(self, cap_initial=min(max(cap, self.cap_min), self.cap_max))
 
 
 POST_5 = AimdSettings()

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Standing(Struct, frozen=True):
-    """The engines, the policy and the log level, as they were ordered.
+    """The engines, the policy and the log level, as they were ordered, and a limit that was found.
 
     Attributes:
         draining: The engines to which nothing new goes.
@@ -28,6 +28,7 @@ class Standing(Struct, frozen=True):
         leaving: Of these, those that are drained because they are found no more.
         basis: Names the settings that it was made of.
         log_level: Empty for that of the settings.
+        inflight_limit: What `--aimd` had come to, per rank; None to begin anew.
     """
 
     policy: str
@@ -38,6 +39,7 @@ class Standing(Struct, frozen=True):
     leaving: tuple[Target, ...] = ()
     basis: str = ""
     log_level: str = ""
+    inflight_limit: int | None = None
 
 
 class Keeper(Protocol):

@@ -112,6 +112,10 @@ def test_the_limit_stays_in_its_bounds_and_decreases_are_apart(
     assert all(later - tick > cooldown for tick, later in pairwise(decreases))
 
 
+def test_a_limit_of_another_controller_begins_within_the_bounds() -> None:
+    assert [POST_5.beginning_at(cap).cap_initial for cap in (1, 40, 999)] == [32, 40, 256]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -208,3 +208,22 @@ def test_a_role_whose_engines_were_all_removed_has_none_after_it(play: "Play") -
         assert (await site.post(COMPLETIONS, BODY)).status == 200
 
     play(scenario, relays=1)
+
+
+def test_the_limit_that_was_found_outlives_it(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        async def limit() -> int:
+            return int((await site.state())["budget"]["limit_per_rank"])
+
+        assert await limit() == 64
+        # First tokens that come in time let it grow.
+        exchanges = [site.send(COMPLETIONS, STREAM | {"max_tokens": 400}) for _ in range(12)]
+        await asyncio.gather(*(one.end() for one in exchanges))
+        grown = await limit()
+        assert 64 < grown <= 70
+        assert split(site).kill_scheduler(0.5)
+        await asyncio.sleep(2.0)
+        assert await limit() == grown
+
+    flags = {"aimd": "post5", "aimd_min": 4, "aimd_max": 70, "aimd_ttft_s": 5.0}
+    play(scenario, relays=1, flags=flags, **SLOW)
