@@ -30,6 +30,7 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import RankMemory
+from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.control.standing import Standing, basis_of, load, save
 from balanceroute.proxy.live.discovery.sources import make_reconciler
@@ -127,6 +128,7 @@ class Deployment:
             ),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
         )
+        self._rank_slots = RankSlots(config.scheduling.batch)
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -439,6 +441,7 @@ class Deployment:
 
     def _scraped(self, target: Target, gauges: EngineGauges) -> None:
         self.roster.memory_scraped(target, gauges)
+        self._rank_slots.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             self.roster.loads_scraped(target, gauges)
 
