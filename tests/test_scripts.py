@@ -341,6 +341,18 @@ def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
     assert good["none"] < 0.7 * good["srpt"]
 
 
+def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
+    module = script("admission_idle")
+    workloads = module.segments_of(400, 1)
+    limit = module.fixed(10)
+    (limited,) = module.figures_of(module.replace(module.PLAIN, aimd=limit), workloads)
+    in_flight = module.in_flight_of(limit, [limited])
+    assert in_flight == 80
+    (beside,) = module.figures_of(module.PLAIN, workloads, in_flight)
+    assert limited.idle_fraction == pytest.approx(beside.idle_fraction, abs=0.02)
+    assert limited.mean_running == pytest.approx(beside.mean_running, rel=0.03)
+
+
 def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("bench_grants")
     monkeypatch.setattr(module, "GRANTS", 50)
