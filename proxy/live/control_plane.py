@@ -130,7 +130,7 @@ class ControlPlane(ABC):
 
     def hand_over(self) -> None:
         """Leave administrators, and what is kept of their orders, to another process."""
-        self.deployment.orders = None
+        self.deployment.orders.hand_over()
         if self.admin is not None:
             self.admin.stop_accepting()
 

@@ -32,7 +32,6 @@ from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.control.roster import Roster
-from balanceroute.proxy.live.control.standing import Standing, basis_of, load, save
 from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
@@ -45,7 +44,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
@@ -53,11 +52,12 @@ from balanceroute.proxy.live.following_kv_events import follow_kv_events, subscr
 from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.kept_orders import KeptOrders
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
-from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
-from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
+from balanceroute.proxy.live.settings.engines import DecodeServer, prefill_server
+from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
@@ -75,8 +75,6 @@ _log = logging.getLogger(__name__)
 _PAGE_BYTES = 4 << 20
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
 _NOBODY = EngineUrl("http", "127.0.0.1", 9)
-# Between two looks at the limit on requests in flight, which moves every 5 s at most.
-_KEEP_LIMIT_S = 1.0
 _PULLED_LATE = (
     "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
     "were pulled after their lease, and answers may be wrong (then --lease-s is too long)"
@@ -91,7 +89,7 @@ class Deployment:
         tenancy: The limits of its tenants.
         models: The models of its engines.
         discovery: Registers engines that are found; None if nothing finds any.
-        orders: Keeps what was ordered and found for the process that is started next; None for nothing.
+        orders: What was ordered and found.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -106,7 +104,7 @@ class Deployment:
     ) -> None:
         self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
-        self.orders = environment.orders
+        self.orders = KeptOrders(environment.orders, config)
         self._metrics, self._failures, self._counts = metrics, failures, counts
         connect = EngineConnections(config)
         key = config.credentials.engine_key
@@ -161,9 +159,7 @@ class Deployment:
         """
         if self.instances.engine_blocks is not None:
             subscribed(self._environment)
-        config, roster = self.config, self.roster
-        named = (self.policy, config.prefillers, config.decoders)
-        standing = load(self.orders, Standing(*named, basis=self._basis))
+        config, roster, standing = self.config, self.roster, self.orders.load()
         self.policy = standing.policy
         if standing.log_level:
             set_log_level(standing.log_level)
@@ -233,8 +229,8 @@ class Deployment:
             yield "discovery of engines", self.discovery.run
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
-        if self.config.aimd.settings is not None:
-            yield "limit", self._keep_limit
+        if (budget := self.driver.scheduler.intake.budget) is not None:
+            yield "limit", partial(self.orders.follow, budget, self.ordered)
 
     async def close(self) -> None:
         """End what is left and close every connection."""
@@ -269,42 +265,8 @@ class Deployment:
 
     def ordered(self) -> None:
         """Keep what an administrator has made of the settings."""
-        if (keeper := self.orders) is None:
-            return
-        servers = self.roster.servers.values()
-        instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
-        found = self.discovery
-        standing = Standing(
-            self.policy,
-            tuple(one for one in servers if isinstance(one, PrefillServer)),
-            tuple(one for one in servers if isinstance(one, DecodeServer)),
-            tuple({one.target for one in instances if one.status is Status.DRAINING}),
-            () if found is None else tuple(found.owned),
-            () if found is None else tuple(found.leaving),
-            self._basis,
-            log_level(other_than=self.config.log.log_level),
-            None if (budget := self.driver.scheduler.intake.budget) is None else budget.cap,
-        )
-        save(keeper, standing)
-
-    async def _keep_limit(self) -> None:
-        """Keep the limit on requests in flight whenever it has moved."""
         budget = self.driver.scheduler.intake.budget
-        assert budget is not None
-        kept = budget.cap
-        while True:
-            await asyncio.sleep(_KEEP_LIMIT_S)
-            if budget.cap != kept:
-                kept = budget.cap
-                self.ordered()
-
-    @property
-    def _basis(self) -> str:
-        """The name of the settings that orders and findings change."""
-        config = self.config
-        return basis_of(
-            config.scheduling.policy, config.prefillers, config.decoders, config.discovery.discover
-        )
+        self.orders.keep(self.policy, self.roster, self.discovery, budget)
 
     # Parts.
 
