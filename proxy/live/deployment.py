@@ -124,9 +124,9 @@ class Deployment:
                 config.scheduling.rank_kv_tokens,
                 used=config.policies.kv_peak_quantile is not None,
             ),
+            slots=RankSlots(config.scheduling.batch),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
         )
-        self._rank_slots = RankSlots(config.scheduling.batch)
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -146,7 +146,6 @@ class Deployment:
             config.credentials.tenants,
             lambda: round(clock() * 1e9),
         )
-        self._silent: list[DecodeServer] = []  # Their ranks are not known yet.
         self.discovery: Reconciler | None = None
         self.driver: Driver
         self.pass_through: PassThrough
@@ -167,7 +166,8 @@ class Deployment:
             roster.enlist_prefiller(prefill)
         if not self.instances.prefillers:
             roster.reserve_prefiller(prefill_server(_NOBODY, None, config.engines.connector))
-        self._silent = [one for one in standing.decoders if not await roster.enlist_decoder(one)]
+        for decode in standing.decoders:
+            await roster.enlist_decoder(decode)
         if not self.instances.ranks:
             roster.reserve_rank(DecodeServer(_NOBODY))
         if (reason := self.config.too_long_waits) is not None:
@@ -223,7 +223,7 @@ class Deployment:
             )
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
-        for server in self._silent:
+        for server in self.roster.silent:
             yield "discovery", partial(self.roster.await_decoder, server)
         if self.discovery is not None:
             yield "discovery of engines", self.discovery.run
@@ -402,8 +402,7 @@ class Deployment:
             self.pass_through.lost(target)
 
     def _scraped(self, target: Target, gauges: EngineGauges) -> None:
-        self.roster.memory_scraped(target, gauges)
-        self._rank_slots.scraped(target, gauges)
+        self.roster.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             self.roster.loads_scraped(target, gauges)
 

@@ -13,6 +13,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import EngineLoad, PrefillerId, PrefillerScraped, RankId
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.memory import RankMemory
+from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
@@ -49,10 +50,12 @@ class Roster:
         connect: Makes the connections to an engine.
         discover: Asks a decode server how many data-parallel ranks it has. Raises FetchError.
         memory: How many KV tokens fit on a rank.
+        slots: Warns where a rank has fewer than it should have.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
 
     Attributes:
         servers: What was said of each engine that is not removed.
+        silent: The decode servers that have not told their ranks yet.
     """
 
     def __init__(
@@ -63,12 +66,15 @@ class Roster:
         connect: "Callable[[EngineUrl], Endpoint]",
         discover: Callable[[EngineUrl], Awaitable[int]],
         memory: RankMemory,
+        slots: RankSlots,
         utilisation_limit: float,
     ) -> None:
         self.instances = instances
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
+        self.silent: list[DecodeServer] = []
+        self._slots = slots
         self._connector = connector
         self._connect = connect
         self._discover = discover
@@ -120,11 +126,10 @@ class Roster:
         )
         return target
 
-    async def enlist_decoder(self, server: DecodeServer) -> bool:
+    async def enlist_decoder(self, server: DecodeServer) -> None:
         """Add the ranks of a decode server to the list, asking it for them if need be.
 
-        Returns:
-            Whether it is there; else it was asked and did not answer.
+        One that is asked and does not answer is one of `silent`.
 
         Raises:
             ConfigError: It answers, but does not tell.
@@ -138,10 +143,10 @@ class Roster:
                     raise _untold(server.url, error) from None
                 fields = {"url": server.url.base, "reason": str(error)}
                 _log.warning("its ranks are asked for until it answers", extra={"fields": fields})
-                return False
+                self.silent.append(server)
+                return
             server = DecodeServer(server.url, tuple(range(count)))
         self._enlist_ranks(server)
-        return True
 
     def reserve_rank(self, server: DecodeServer) -> None:
         """Put a removed rank on the list, as the scheduler needs one, until there is another."""
@@ -287,8 +292,9 @@ class Roster:
                 instance.crowded = utilisation > self._utilisation_limit
         self._driver.reopen()
 
-    def memory_scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Take what an engine says of its memory."""
+    def scraped(self, target: Target, gauges: "EngineGauges") -> None:
+        """Take what an engine says of its memory and its slots."""
+        self._slots.scraped(target, gauges)
         if self.memory.scraped(target, gauges, self.targets()):
             self._reconfigure()
 
