@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors import scores
 from balanceroute.predictors.base import Predictor
 from balanceroute.predictors.capped import Capped
+from balanceroute.predictors.hinted import Hinted
 from balanceroute.predictors.questions import Answers, Replay, Rows
 
 
@@ -142,7 +143,7 @@ def judge(
     learn: bool = True,
     progress: Callable[[str, float], None] = lambda _name, _share: None,
 ) -> dict[str, Judgement]:
-    """Ask several predictors the same and compare them, each capped as it is in a proxy.
+    """Ask several predictors the same and compare them, each corrected as in a proxy.
 
     Args:
         replay: The questions.
@@ -156,7 +157,8 @@ def judge(
     """
     answers: dict[str, Answers] = {}
     for name, predictor in predictors.items():
-        answers[name] = replay.ask(Capped(predictor), learn=learn, progress=partial(progress, name))
+        corrected = Capped(Hinted(predictor))
+        answers[name] = replay.ask(corrected, learn=learn, progress=partial(progress, name))
     block = replay.blocks()
     return {
         name: Judgement(

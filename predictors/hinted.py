@@ -1,18 +1,24 @@
 """What clients expect of their own requests, set against what such requests emitted.
 
-A hint is a number of tokens that the client states. It need not be right: it only has to tell requests
-apart. Requests with hints of about one size are taken to be alike, drawn towards what another predictor
-says, and how far they are believed is measured (`LengthBuckets`). So classes (100 for short, 5,000 for
-long) do as well as estimates, and hints that tell nothing leave the other predictor to speak.
+A **hint** is a number of tokens that the client states. It need not be right: it only has to tell
+requests apart. Requests with hints of about one size are taken to be alike, drawn towards what another
+predictor says, and how far they are believed is measured (`LengthBuckets`). So classes (100 for short,
+5,000 for long) do as well as estimates, and hints that tell nothing leave the other predictor to speak.
+
+Without one, a request's `max_tokens` is its hint where answers alike habitually reach it
+(`LimitHabits`). Those are judged apart, among themselves: what clients state is of another kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.predictors.base import Predictor, RequestFeatures
+from balanceroute.predictors.base import PastRequest, Predictor, RequestFeatures
 from balanceroute.predictors.length_buckets import LengthBuckets
+from balanceroute.predictors.limit_habits import LimitHabits
 from balanceroute.proxy.core.events import RequestId
 
 # As of `ExactMatch` for the lengths of prompts.
@@ -22,25 +28,54 @@ _HALF_LIFE = 3_000.0
 _HISTORY = 20_000
 
 
+class HintSource(Enum):
+    """Where a hint comes from."""
+
+    CLIENT = "client"
+    LIMIT = "limit"
+
+
+class Hint(NamedTuple):
+    """A number of tokens that tells requests apart."""
+
+    tokens: int
+    source: HintSource
+
+
 class Hinted:
-    """Corrects another predictor by `expected_tokens`; without any hint it only passes on.
+    """Corrects another predictor by hints; without any it only passes on.
 
     What it learned is not part of a predictor's file.
+
+    Args:
+        predictor: The other one; knows `past` already.
+        past: Requests known beforehand; learned in their order.
     """
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, past: Iterable[PastRequest] = ()) -> None:
         self._predictor = predictor
-        # Of the active requests with a hint.
-        self._hints: dict[RequestId, int] = {}
-        self._outputs: LengthBuckets | None = None
+        self._habits = LimitHabits()
+        # Of the active requests with a limit, and of those with a hint.
+        self._limited: dict[RequestId, RequestFeatures] = {}
+        self._hints: dict[RequestId, Hint] = {}
+        self._outputs: dict[HintSource, LengthBuckets] = {}
+        for request in past:
+            features = request.features
+            self._learn(features, self._hint(features), request.output_tokens)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note the hint, and pass on what is known of a request."""
         self._predictor.begin(request, features)
-        if features.expected_tokens is None:
-            self._hints.pop(request, None)
-        else:
-            self._hints[request] = features.expected_tokens
+        self._drop(request)
+        if features.max_tokens is not None:
+            self._limited[request] = features
+        hint = self._hint(features)
+        if hint is not None:
+            self._hints[request] = hint
+
+    def hint_of(self, request: RequestId) -> Hint | None:
+        """Return the hint of an active request, if it has any."""
+        return self._hints.get(request)
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
@@ -48,30 +83,62 @@ class Hinted:
         """Return the other's answer, corrected for the requests with a hint."""
         survival = self._predictor.survival(requests, ages, steps)
         hints = self._hints
-        if self._outputs is None or not hints:
+        if not hints:
             return survival
-        rows = [row for row, request in enumerate(requests) if request in hints]
-        if rows:
-            stated = np.array([hints[requests[row]] for row in rows], np.int64)
-            survival[rows] = self._outputs.survival(stated, ages[rows], steps, survival[rows])
+        for source, outputs in self._outputs.items():
+            rows = [
+                row
+                for row, request in enumerate(requests)
+                if request in hints and hints[request].source is source
+            ]
+            if rows:
+                stated = np.array([hints[requests[row]].tokens for row in rows], np.int64)
+                survival[rows] = outputs.survival(stated, ages[rows], steps, survival[rows])
         return survival
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
         """Learn what a hint came to, and let the other learn."""
         self._predictor.observe(request, output_tokens)
-        hint = self._hints.pop(request, None)
-        if hint is not None:
-            self.learn(hint, output_tokens)
-
-    def learn(self, expected_tokens: int, output_tokens: int) -> None:
-        """Learn of a request that ended by itself."""
-        if self._outputs is None:
-            self._outputs = LengthBuckets(
-                buckets=_BUCKETS, weight=_BUCKET_WEIGHT, capacity=_HISTORY, half_life=_HALF_LIFE
-            )
-        self._outputs.add(expected_tokens, output_tokens)
+        features, hint = self._limited.get(request), self._hints.get(request)
+        self._drop(request)
+        self._learn(features, hint, output_tokens)
 
     def forget(self, request: RequestId) -> None:
         """Pass on that a request ended otherwise."""
         self._predictor.forget(request)
+        self._drop(request)
+
+    def learn(self, hint: Hint, output_tokens: int) -> None:
+        """Learn what came of a hint, of a request that ended by itself."""
+        outputs = self._outputs.get(hint.source)
+        if outputs is None:
+            outputs = self._outputs[hint.source] = LengthBuckets(
+                buckets=_BUCKETS,
+                weight=_BUCKET_WEIGHT,
+                capacity=_HISTORY,
+                half_life=_HALF_LIFE,
+                # That a limit tells something is known from how often it was reached. Usually there
+                # is but one, which has nothing to be told apart from.
+                judged=hint.source is HintSource.CLIENT,
+            )
+        outputs.add(hint.tokens, output_tokens)
+
+    def _hint(self, features: RequestFeatures) -> Hint | None:
+        if features.expected_tokens is not None:
+            return Hint(features.expected_tokens, HintSource.CLIENT)
+        limit = features.max_tokens
+        if limit is not None and self._habits.is_habit(limit, features.keys):
+            return Hint(limit, HintSource.LIMIT)
+        return None
+
+    def _learn(
+        self, features: RequestFeatures | None, hint: Hint | None, output_tokens: int
+    ) -> None:
+        if features is not None and features.max_tokens is not None:
+            self._habits.learn(features.max_tokens, features.keys, output_tokens)
+        if hint is not None:
+            self.learn(hint, output_tokens)
+
+    def _drop(self, request: RequestId) -> None:
+        self._limited.pop(request, None)
         self._hints.pop(request, None)

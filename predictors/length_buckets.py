@@ -34,16 +34,26 @@ class LengthBuckets:
             `shrunk`; the more of them, the less alike they are.
         capacity: Bound of the history.
         half_life: Every so many requests a pair's weight halves.
+        judged: Whether it is measured how much alike they are; else they are taken to be.
 
     Attributes:
         fallback_weight: How many outputs the fallback stands for now.
     """
 
-    def __init__(self, *, buckets: int, weight: float, capacity: int, half_life: float) -> None:
+    def __init__(
+        self,
+        *,
+        buckets: int,
+        weight: float,
+        capacity: int,
+        half_life: float,
+        judged: bool = True,
+    ) -> None:
         self._buckets = buckets
         self._weight = weight
         self._capacity = capacity
         self._half_life = half_life
+        self._judged = judged
         # A ring of (prompt, output); `_added` in all.
         self._pairs = np.zeros((min(_FIRST_PAIRS, capacity), 2), np.int64)
         self._added = 0
@@ -118,8 +128,9 @@ class LengthBuckets:
             minlength=self._buckets * width,
         )
         self._counts = RunningCounts(lengths.reshape(-1, width).astype(np.float64, copy=False))
-        alike = _likeness(buckets[-_JUDGED:], outputs[-_JUDGED:])
-        self.fallback_weight = self._weight / max(alike, _LEAST_LIKENESS)
+        if self._judged:
+            alike = _likeness(buckets[-_JUDGED:], outputs[-_JUDGED:])
+            self.fallback_weight = self._weight / max(alike, _LEAST_LIKENESS)
 
 
 def _likeness(buckets: NDArray[np.int64], outputs: NDArray[np.int64]) -> float:

@@ -2,7 +2,7 @@
 
 The log is described in `balanceroute.proxy.live.telemetry.request_log`. What is read here is what the predictor
 was told while the proxy served: the prompt's length as the engine counted it, or as it was estimated
-if no engine did; the limit; the keys.
+if no engine did; the limit; the keys; what the client expected.
 """
 
 import re
@@ -73,12 +73,21 @@ def _request(line: str) -> PastRequest | None:
         counted or estimate,
         None if limit is None else tokens_from_json("max_tokens", limit),
         _keys(entry.get("keys", [])),
+        _expected(entry),
     )
     arrival_s = _seconds(entry, "arrival_s")
     finished_s = arrival_s + _seconds(entry, "duration_s")
     if not emitted or output_tokens > MAX_OUTPUT_TOKENS or not features.prompt_tokens:
         return None
     return PastRequest(float(arrival_s), float(finished_s), features, output_tokens)
+
+
+def _expected(entry: dict[str, object]) -> int | None:
+    """Return what the client expected; whether a limit counts is for each predictor to find out."""
+    hint = entry.get("hint")
+    if hint is None or entry.get("hint_source") != "client":
+        return None
+    return tokens_from_json("hint", hint)
 
 
 def _seconds(entry: dict[str, object], name: str) -> Decimal:

@@ -26,7 +26,7 @@ proxy.core: admission adoption avoidance balance config curves decision deposits
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
-    is_outside make_policy predicts
+    is_outside make_policy predicts skill_share
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
     PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from statistics import fmean, stdev
 
-from balanceroute.predictors import NoPrediction
-from balanceroute.predictors.capped import Capped
+from balanceroute.predictors import Capped, Hinted, NoPrediction
+from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import PolicyError
 from balanceroute.proxy.core.policies import (
     PolicyInputs,
@@ -135,7 +135,9 @@ def make_simulation(
     predicting = predicts(policy) or deployment.expects_output
     predicting |= settings.kv_peak_quantile is not None
     asked = forecast(workload, settings) if predicting else NoPrediction()
-    predictor = Capped(asked)  # As in the proxy.
+    # As in the proxy.
+    limited = [request for request in workload.history if request.max_tokens is not None]
+    predictor = Capped(Hinted(asked, past_requests(limited)))
     parts = PolicyInputs(
         deployment.ranks,
         deployment.batch_limit,

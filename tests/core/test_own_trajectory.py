@@ -15,6 +15,7 @@ from balanceroute.proxy.core.policies import (
     PolicyInputs,
     PolicySettings,
     make_policy,
+    skill_share,
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.pool import Pool, PoolEntry
@@ -70,6 +71,7 @@ def test_the_two_stage_rule_decides_while_prompts_are_long() -> None:
     policy._rule.dispatch = rule  # type: ignore[method-assign]
     assert policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2), 0) == []
     rule.assert_called_once()
+    assert skill_share(policy) is None
 
 
 def test_without_skill_the_oldest_goes_first() -> None:
@@ -176,6 +178,7 @@ def test_a_prediction_is_compared_with_what_the_request_did() -> None:
         policy._leave(RequestId(number), PROMPT, (100, 3_000)[number - 1])
         policy._leave(RequestId(3 - number), PROMPT, (3_000, 100)[number - 1])
     assert policy.skill.share > 0.8
+    assert skill_share(policy) == policy.skill.share
 
 
 @pytest.fixture(scope="module")

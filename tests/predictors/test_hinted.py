@@ -5,7 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from balanceroute.predictors import Hinted, RequestFeatures, Survival
+from balanceroute.predictors import ExactMatch, Hinted, PastRequest, RequestFeatures, Survival
+from balanceroute.predictors.hinted import Hint, HintSource
+from balanceroute.predictors.limit_habits import LEAST_ANSWERS
 from balanceroute.proxy.core.events import RequestId
 
 OTHER = Survival([10] * 50 + [1_000] * 50)
@@ -24,7 +26,7 @@ def taught(outputs: dict[int, int]) -> Hinted:
     predictor = Hinted(OTHER)
     for _ in range(200):
         for expected, output in outputs.items():
-            predictor.learn(expected, output)
+            predictor.learn(Hint(expected, HintSource.CLIENT), output)
     return predictor
 
 
@@ -45,7 +47,8 @@ def test_a_hint_need_not_be_right() -> None:
 def test_a_hint_that_tells_nothing_leaves_the_other_to_speak() -> None:
     predictor, rng = Hinted(OTHER), random.Random(4)
     for _ in range(2_000):
-        predictor.learn(rng.choice([1, 2]), rng.choice([10, 1_000]))
+        told = Hint(rng.choice([1, 2]), HintSource.CLIENT)
+        predictor.learn(told, rng.choice([10, 1_000]))
     predictor.begin(FIRST, hint(1))
     assert running(predictor, FIRST) == pytest.approx(0.5, abs=0.1)
 
@@ -77,4 +80,105 @@ def test_it_learns_from_requests_that_end_by_themselves_alone() -> None:
             predictor.forget(RequestId(number))
     predictor.begin(FIRST, hint(1))
     assert running(predictor, FIRST) < 0.1
-    assert predictor._hints == {FIRST: 1}
+    assert predictor._hints == {FIRST: Hint(1, HintSource.CLIENT)}
+    assert predictor._limited == {}
+
+
+# A limit where it is habitually reached.
+
+
+def limited(tokens: int | None, *keys: int, expected: int | None = None) -> RequestFeatures:
+    return RequestFeatures(100, tokens, keys, expected)
+
+
+def served(outputs: list[tuple[RequestFeatures, int]]) -> Hinted:
+    """Return a predictor that requests went through."""
+    predictor = Hinted(Survival([10] * 50 + [1_000] * 50))
+    for number, (features, output) in enumerate(outputs):
+        predictor.begin(RequestId(number), features)
+        predictor.observe(RequestId(number), output)
+    return predictor
+
+
+def hint_of(predictor: Hinted, features: RequestFeatures) -> Hint | None:
+    predictor.begin(FIRST, features)
+    return predictor.hint_of(FIRST)
+
+
+def test_a_limit_counts_once_enough_answers_reached_it() -> None:
+    for answers in range(12):
+        predictor = served([(limited(600), 600)] * answers)
+        hint = Hint(600, HintSource.LIMIT) if answers >= LEAST_ANSWERS else None
+        assert hint_of(predictor, limited(600)) == hint
+        assert hint_of(predictor, limited(601)) is None
+        assert hint_of(predictor, limited(None)) is None
+
+
+@pytest.mark.parametrize(("reaching", "counts"), [(3, False), (5, True)])
+def test_a_limit_counts_if_half_of_the_answers_reached_it(reaching: int, counts: bool) -> None:
+    outputs = [600 if number % 8 < reaching else 20 for number in range(160)]
+    predictor = served([(limited(600), output) for output in outputs])
+    assert (hint_of(predictor, limited(600)) is not None) == counts
+
+
+def test_what_reached_its_limit_is_expected_to_reach_it_again() -> None:
+    predictor = served([(limited(600), 600), (limited(None), 10)] * 60)
+    predictor.begin(FIRST, limited(600))
+    predictor.begin(SECOND, limited(None))
+    assert running(predictor, FIRST) > 0.95
+    assert running(predictor, SECOND) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_habit_is_forgotten_when_answers_end_before() -> None:
+    habit, none = [(limited(600), 600)] * 200, [(limited(600), 30)] * 100
+    assert hint_of(served(habit), limited(600)) is not None
+    assert hint_of(served(habit + none), limited(600)) is None
+
+
+def test_requests_alike_by_key_have_their_own_habits() -> None:
+    reached, not_reached = (limited(600, 7, 1), 600), (limited(600, 8, 1), 20)
+    predictor = served([reached, not_reached, reached] * 20)
+    assert hint_of(predictor, limited(600, 7, 1)) == Hint(600, HintSource.LIMIT)
+    assert hint_of(predictor, limited(600, 8, 1)) is None
+    # A prompt that is not known yet: most of those that begin so reached it.
+    assert hint_of(predictor, limited(600, 9, 1)) == Hint(600, HintSource.LIMIT)
+    assert hint_of(predictor, limited(600)) == Hint(600, HintSource.LIMIT)
+
+
+def test_what_the_client_says_goes_first_and_is_judged_apart() -> None:
+    predictor = served([(limited(600), 600)] * 60)
+    assert hint_of(predictor, limited(600, expected=40)) == Hint(40, HintSource.CLIENT)
+    # Nothing is known of such hints yet.
+    predictor.begin(SECOND, limited(None))
+    assert running(predictor, FIRST) == running(predictor, SECOND)
+
+
+def test_a_limit_that_is_rarely_reached_changes_nothing() -> None:
+    rng = random.Random(3)
+    past = [(limited(600), min(600, round(rng.expovariate(1 / 200)) + 1)) for _ in range(800)]
+    predictor, other = served(past), Survival([10] * 50 + [1_000] * 50)
+    for number, (features, output) in enumerate(past):
+        other.begin(RequestId(number), features)
+        other.observe(RequestId(number), output)
+    predictor.begin(FIRST, limited(600))
+    ask = [FIRST], np.array([0]), 500
+    assert predictor.survival(*ask).tolist() == other.survival(*ask).tolist()
+
+
+def test_a_predictor_that_knows_the_prompt_is_not_overruled() -> None:
+    # Half of all reach the limit, and the prompt tells which.
+    predictor = Hinted(ExactMatch())
+    for number in range(400):
+        features, output = limited(600, number % 2), (40, 600)[number % 2]
+        predictor.begin(RequestId(number), features)
+        predictor.observe(RequestId(number), output)
+    predictor.begin(FIRST, limited(600, 0))
+    assert running(predictor, FIRST, steps=100) < 0.05
+
+
+def test_the_past_is_known() -> None:
+    past = [PastRequest(float(n), n + 1.0, limited(600), 600) for n in range(40)]
+    predictor = Hinted(OTHER, past)
+    predictor.begin(FIRST, limited(600))
+    assert predictor.hint_of(FIRST) == Hint(600, HintSource.LIMIT)
+    assert running(predictor, FIRST) > 0.9

@@ -102,8 +102,21 @@ def test_an_uncounted_prompt_is_as_long_as_it_was_estimated(tmp_path: Path) -> N
 
 
 def test_logs_of_before_there_were_keys_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path, entry(keys=..., max_tokens=..., prompt_estimate=...))
+    path = write(
+        tmp_path, entry(keys=..., max_tokens=..., prompt_estimate=..., hint=..., hint_source=...)
+    )
     assert read_log(path) == [replace(REQUEST, features=RequestFeatures(100))]
+
+
+@pytest.mark.parametrize(
+    ("hint", "source", "expected"), [(70, "client", 70), (50, "limit", None), (None, "", None)]
+)
+def test_what_the_client_expected_is_read_back(
+    tmp_path: Path, hint: int | None, source: str, expected: int | None
+) -> None:
+    record = replace(RECORD, hint=hint, hint_source=source)
+    (request,) = read_log(write(tmp_path, line_of(record)))
+    assert request.features.expected_tokens == expected
 
 
 def test_the_process_log_in_between_is_passed_over(tmp_path: Path) -> None:
@@ -137,6 +150,7 @@ def test_the_process_log_in_between_is_passed_over(tmp_path: Path) -> None:
         (entry(keys=None), "keys is not a list"),
         (entry(keys=["7"]), "keys holds '7', not 16 hexadecimal digits"),
         (entry(keys=[7]), "keys holds 7, not 16 hexadecimal digits"),
+        (entry(hint=0.5, hint_source="client"), "hint is not an integer: 0.5"),
     ],
 )
 def test_a_malformed_line_is_named(

@@ -71,6 +71,7 @@ __all__ = [
     "is_outside",
     "make_policy",
     "predicts",
+    "skill_share",
 ]
 
 
@@ -285,6 +286,11 @@ PREDICTING = frozenset({"br-h", "dynamo-kv", "llmd-token-load"})
 def predicts(name: str) -> bool:
     """Return whether a policy uses the predictor, or may use it."""
     return name in PREDICTING or is_outside(name)
+
+
+def skill_share(policy: Policy) -> float | None:
+    """Return how much of a prediction counts, 0 to 1; None if the policy does not weigh it."""
+    return policy.skill_share if isinstance(policy, OwnTrajectory | WithinPeak) else None
 
 
 def make_policy(name: str, inputs: PolicyInputs) -> Policy:

@@ -73,6 +73,11 @@ class OwnTrajectory:
         projection.on_leave = self._leave
 
     @property
+    def skill_share(self) -> float | None:
+        """How much of a prediction counts; None while the two-stage rule decides."""
+        return self.skill.share if self._in_use else None
+
+    @property
     def next_decision_ns(self) -> int | None:
         """See `Policy`."""
         return None if self._in_use else self._rule.next_decision_ns

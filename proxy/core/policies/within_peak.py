@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.proxy.core.kv_peak import PeakRoom, Residents
+from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
@@ -43,6 +44,11 @@ class WithinPeak:
         self.slots_beyond_batch = rule.slots_beyond_batch
         self.projection = Residents(ranks, rule.projection)
         self._room = PeakRoom(self.projection, predictor, capacity=capacity, quantile=quantile)
+
+    @property
+    def skill_share(self) -> float | None:
+        """See `OwnTrajectory`; None for other rules."""
+        return self._rule.skill_share if isinstance(self._rule, OwnTrajectory) else None
 
     @property
     def next_decision_ns(self) -> int | None:

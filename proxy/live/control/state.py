@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.request_log import fields_of
@@ -86,6 +87,7 @@ def take_snapshot(
         tenants=tenants,
         engines=_engines(gauges),
         limits=limits,
+        skill_share=skill_share(scheduler.policy),
         requests=_requests(driver, now_s) if requests else [],
     )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.predictors import Predictor
+    from balanceroute.predictors.hinted import Hint
     from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
 
@@ -45,12 +46,14 @@ class NamedPredictor:
     Attributes:
         uses_keys: Whether it learns by the keys of requests.
         failed: Whether it raised an exception; of the one in use, at its last question.
+        hint_of: Returns what corrects it for a request; see `Hinted`.
     """
 
     name: str
     predictor: "Predictor"
     uses_keys: bool
     failed: bool = False
+    hint_of: "Callable[[RequestId], Hint | None]" = lambda _: None
 
 
 class PredictorSet:
@@ -88,6 +91,10 @@ class PredictorSet:
     def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
         """Tell all predictors what is known of a request."""
         self._tell(lambda predictor: predictor.begin(request, features))
+
+    def hint_of(self, request: "RequestId") -> "Hint | None":
+        """Return what corrects the active predictor for a request that has begun."""
+        return self.active.hint_of(request)
 
     def survival(
         self, requests: "Sequence[RequestId]", ages: "NDArray[np.int64]", steps: int

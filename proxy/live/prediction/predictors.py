@@ -80,9 +80,12 @@ def predictor_name(word: str) -> str:
 
 def named(word: str, predictor: "Predictor") -> NamedPredictor:
     """Return a predictor under its name, corrected by clients' hints and limits."""
-    corrected = Capped(Hinted(predictor))
+    hinted = Hinted(predictor)
     return NamedPredictor(
-        predictor_name(word), corrected, uses_keys=getattr(predictor, "uses_keys", False)
+        predictor_name(word),
+        Capped(hinted),
+        uses_keys=getattr(predictor, "uses_keys", False),
+        hint_of=hinted.hint_of,
     )
 
 

@@ -232,7 +232,9 @@ class RelayDesk:
             self._hub.take_record(from_relay.Recorded(message.record, "refused"))
             self._hub.take_record(from_relay.Recorded(message.record, "line"))
         else:
-            message.record.expected_ttft_ns = request.record.expected_ttft_ns
+            ours = request.record
+            message.record.expected_ttft_ns = ours.expected_ttft_ns
+            message.record.hint, message.record.hint_source = ours.hint, ours.hint_source
             self._end(request, message.record)
 
     def _end(self, request: RemoteRequest, record: "RequestRecord") -> None:

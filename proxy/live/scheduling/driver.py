@@ -304,6 +304,7 @@ class Driver:
         """Have its output predicted from now on."""
         number, ticket = session.number, session.ticket
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
+        session.record.hinted(self._predictors.hint_of(number))
         if self._settings.expects_output:
             tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
             session.ticket = structs.replace(ticket, predicted_tokens=tokens)

@@ -130,6 +130,7 @@ class Feedback:
         session = self._table.live[report.request]
         features = ticket_features(session.ticket, report.prompt_tokens)
         self._predictors.begin(report.request, features)
+        session.record.hinted(self._predictors.hint_of(report.request))
         self.estimate.learn(session.shape, report.prompt_tokens)
 
     def _kv_abandoned(self, report: KvAbandoned) -> None:

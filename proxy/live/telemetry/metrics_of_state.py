@@ -217,6 +217,12 @@ class StateCollector(Collector):
             [{}],
             [state.pool_limit],
         )
+        yield _known(
+            "predictor_skill_ratio",
+            "Share of a prediction that counts, by those that came true; absent while none does.",
+            [{}],
+            [state.skill_share],
+        )
         if state.limits is not None:
             for name, documentation, limit in _LIMIT_GAUGES:
                 yield _known(name, documentation, [{}], [limit(state.limits)])

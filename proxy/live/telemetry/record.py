@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from balanceroute.predictors.hinted import Hint
 
 
 class Outcome(Enum):
@@ -68,6 +71,8 @@ class RequestRecord:
         refused_for: See `Refusal.cause`; empty unless admission refused it.
         expected_ttft_ns: The time to first token that was expected when it came; None if none was.
         local_prefill: Whether it was left to its rank to compute the prompt.
+        hint: What told predictors how long its answer may be, in tokens; None if nothing did.
+        hint_source: "client", or "limit" (its `max_tokens`); empty without a hint.
     """
 
     request_id: str
@@ -111,6 +116,8 @@ class RequestRecord:
     refused_for: str = ""
     expected_ttft_ns: int | None = None
     local_prefill: bool = False
+    hint: int | None = None
+    hint_source: str = ""
 
     @property
     def begun_ns(self) -> int | None:
@@ -145,6 +152,11 @@ class RequestRecord:
         self.second_token_ns = at_ns
         if self.early_first_token and self.first_token_ns is not None:
             self.itl_max_ns = max(self.itl_max_ns, at_ns - self.first_token_ns)
+
+    def hinted(self, hint: "Hint | None") -> None:
+        """Note what predictors were told last."""
+        self.hint = None if hint is None else hint.tokens
+        self.hint_source = "" if hint is None else hint.source.value
 
     def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
         """Note how the request ended now."""

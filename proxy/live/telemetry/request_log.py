@@ -45,6 +45,8 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     early_first_token        Whether the first token came from the prefiller.
     first_token_differences  Times a rank said something else than that token.
     seed                     Drawn for both legs to have the same first token, or null.
+    hint            Tokens that told predictors how long the answer may be, or null.
+    hint_source     client (X-Expected-Output-Tokens), limit (max_tokens), or empty.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -140,6 +142,8 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
         "early_first_token": record.early_first_token,
         "first_token_differences": record.first_token_differences,
         "seed": record.seed,
+        "hint": record.hint,
+        "hint_source": record.hint_source,
     }
 
 

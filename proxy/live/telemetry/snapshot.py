@@ -146,3 +146,4 @@ class Snapshot:
     idle_ratios: list[float | None] = field(default_factory=list)  # By 5 s of them, oldest first.
     engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.
     limits: LimitsState | None = None
+    skill_share: float | None = None  # None where the policy does not weigh predictions by it.

@@ -11,6 +11,7 @@ import pytest
 from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, Survival
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save
+from balanceroute.predictors.limit_habits import LEAST_ANSWERS
 from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.registry import train
 from balanceroute.proxy.core.errors import ConfigError
@@ -194,6 +195,42 @@ def test_predictors_are_told_what_the_client_expects(play: "Play") -> None:
         assert all(one.header(b"x-expected-output-tokens") is None for one in site.seen)
 
     play(scenario, flags={"predictor": "survival"})
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_the_log_tells_the_hints_that_were_used(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        hint = [(b"x-expected-output-tokens", b"1200")]
+        limited = STREAM | {"max_tokens": 30, "ignore_eos": True}
+        for number in range(LEAST_ANSWERS + 1):
+            await site.post(COMPLETIONS, limited | {"prompt": f"t{number}"})
+        await site.post(COMPLETIONS, limited | {"prompt": "t98"}, hint)
+        await site.post(COMPLETIONS, STREAM | {"prompt": "t99"})
+        await site.rest()
+        told = [(record.hint, record.hint_source) for record in site.world.ended]
+        assert told == [(None, "")] * LEAST_ANSWERS + [(30, "limit"), (1200, "client"), (None, "")]
+
+    play(scenario, flags={"predictor": "survival"}, relays=relays)
+
+
+def test_a_limit_that_answers_reach_is_expected_to_be_reached(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for number in range(60):
+            values = {"max_tokens": 80, "ignore_eos": True} if number % 2 else {}
+            await site.post(COMPLETIONS, STREAM | {"prompt": f"t{number}"} | values)
+        exchanges = [
+            site.send(COMPLETIONS, STREAM | {"prompt": "t50"} | values)
+            for values in ({"max_tokens": 80}, {})
+        ]
+        for exchange in exchanges:
+            await exchange.until_events(1)
+        limited, other = sorted(site.world.proxy.deployment.driver.sessions)
+        assert expected_tokens(site, limited) > 72
+        assert expected_tokens(site, other) < 60
+        for exchange in exchanges:
+            await exchange.end()
+
+    play(scenario, flags={"predictor": "survival"}, mean_output_tokens=20.0)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ SNAPSHOT = Snapshot(
     idle_ratio=0.125,
     engines=[EngineState("decode", "http://d:8000", 1.5, 12.0, 0.75)],
     limits=LimitsState(batch=16, queue=4096, connections=None, body_bytes=1 << 29),
+    skill_share=0.6,
 )
 RECORD = RequestRecord(
     request_id="r1",
@@ -405,6 +406,7 @@ def test_state_is_read_from_the_snapshot() -> None:
         assert value(subject, "live_requests", state=state) == count
     assert value(subject, "oldest_pooled_seconds") == 0.5
     assert value(subject, "pool_limit") == 24
+    assert value(subject, "predictor_skill_ratio") == 0.6
     assert value(subject, "inflight_limit") == 12
     assert value(subject, "inflight_requests") == 17
     assert value(subject, "inflight_ttft_p99_seconds") == 1.5

@@ -49,6 +49,8 @@ RECORD = RequestRecord(
     early_first_token=True,
     first_token_differences=1,
     seed=12,
+    hint=70,
+    hint_source="client",
 )
 
 
@@ -110,16 +112,19 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "early_first_token": True,
         "first_token_differences": 1,
         "seed": 12,
+        "hint": 70,
+        "hint_source": "client",
     }
 
 
 def test_what_never_happened_is_null() -> None:
     record = RequestRecord("r", "/v1/completions", 0, 0.0, outcome=Outcome.CANCELLED)
     line = fields_of(record)
-    nothing = ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens", "seed")
+    nothing = ("cached_tokens", "queue_s", "prefill_s", "ttft_s", "max_tokens", "seed", "hint")
     for name in (*nothing, "pool_s", "itl_max_s", "transfer_s", "time_to_second_token_s"):
         assert line[name] is None
     assert line["keys"] == []
+    assert line["hint_source"] == ""
 
 
 @pytest.mark.parametrize("outcome", Outcome)
