@@ -12,6 +12,10 @@ Workloads beside the public traces are made from them:
   10 %. So prompts recur as in templated traffic, and the lengths are real.
 * recurring reasoning tasks: the same of the ServeGen trace, with a factor of 30 % (as when a task is
   rolled out several times), and of 10 %.
+* limits of clients: the ServeGen trace, whose clients set `max_tokens`, and whose answers are cut there. No
+  trace records limits, so these are assumed. As budgets: the power of two below the median of the client's
+  answers, so that at least half of them reach it. By chance: 512, 1,024, 2,048 or 4,096 for each client.
+  "bounds" is survival with limits as bounds alone, whether they are habitually reached or not.
 * drifting: the Mooncake trace, its outputs scaled by a factor that grows from 1/4 to 4 over the trace.
 * wrong: the Mooncake trace, with predictors that have learned from the Azure code trace instead (mean
   output 28 tokens, against 343).
@@ -26,13 +30,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from math import floor, log2
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from balanceroute.predictors.limit_habits import LimitHabits
 from balanceroute.predictors.registry import KINDS
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
@@ -48,6 +55,7 @@ KNOWN = 2000  # Requests at the beginning, from which the first segment's predic
 BATCH = 16
 TEMPLATES = 400
 RECURRING = 8000
+BOUNDS = "bounds"
 FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p99")
 
 
@@ -62,7 +70,7 @@ class Scenario:
         backlog: Requests that always wait; None for an open loop.
         rate: Of the open loop.
         learned: Makes what predictors have learned from instead of the trace's own past.
-        predictors: Which of `FORECASTS` are compared, or policies without one, beside BR-0.
+        predictors: Which of `FORECASTS` or `BOUNDS` are compared, or policies without one, beside BR-0.
         form: How BR-H projects.
     """
 
@@ -112,6 +120,34 @@ def recurring(
     ]
 
 
+def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
+    """Return the ServeGen trace cut at limits, one for each client, given the lengths of its answers."""
+    requests = public("servegen_reasoning.jsonl.gz")
+    answers: dict[tuple[int, ...], list[int]] = {}
+    for request in requests:
+        answers.setdefault(request.hash_ids, []).append(request.output_tokens)
+    limits = {client: limit_of(lengths) for client, lengths in answers.items()}
+    return [
+        replace(
+            request,
+            output_tokens=min(request.output_tokens, limits[request.hash_ids]),
+            max_tokens=limits[request.hash_ids],
+        )
+        for request in requests
+    ]
+
+
+def budgets() -> list[TraceRequest]:
+    """Return requests whose limits are budgets; see the module."""
+    return limited(lambda lengths: 2 ** floor(log2(median(lengths))))
+
+
+def drawn_limits() -> list[TraceRequest]:
+    """Return requests whose limits were drawn; see the module."""
+    rng = random.Random("limits")
+    return limited(lambda _: rng.choice((512, 1024, 2048, 4096)))
+
+
 def drifting() -> list[TraceRequest]:
     """Return the Mooncake trace with outputs that grow sixteenfold."""
     requests = public("mooncake_conversation.jsonl.gz")
@@ -131,6 +167,7 @@ AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
 AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
 TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", spread=0.3)
 _LONG = ("fifo", "survival", "exact-match", "gbdt", "oracle")
+_LIMITS = ("fifo", BOUNDS, "survival", "exact-match", "oracle")
 _BOTH = ("survival", "exact-match", "gbdt", "oracle")
 SCENARIOS = (
     Scenario("mooncake, 8 ranks, saturated", MOONCAKE),
@@ -144,6 +181,8 @@ SCENARIOS = (
     Scenario("wrong model, 8 ranks, saturated", MOONCAKE, learned=AZURE_CODE),
     Scenario("recurring reasoning tasks, 30 %", TASKS, predictors=_LONG),
     Scenario("recurring reasoning tasks, 10 %", partial(TASKS, spread=0.1), predictors=_LONG),
+    Scenario("limits of clients, as budgets", budgets, predictors=_LIMITS),
+    Scenario("limits of clients, by chance", drawn_limits, predictors=_LIMITS),
     Scenario(
         "point projection, mooncake, 8 ranks, saturated",
         MOONCAKE,
@@ -171,14 +210,17 @@ def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
     settings = PolicySettings(form=chosen.form)
     alone = predictor in POLICIES
     policy = predictor if alone else "br-h"
-    forecast = FORECASTS["none" if alone else predictor]
-    (result,) = run_experiment(
-        Deployment(ranks=chosen.ranks, batch_limit=BATCH),
-        [chosen.workloads()[segment]],
-        [policy],
-        settings,
-        forecast,
-    )
+    bounds = predictor == BOUNDS
+    forecast = FORECASTS["none" if alone else "survival" if bounds else predictor]
+    is_habit = (lambda *_: False) if bounds else LimitHabits.is_habit
+    with patch.object(LimitHabits, "is_habit", is_habit):
+        (result,) = run_experiment(
+            Deployment(ranks=chosen.ranks, batch_limit=BATCH),
+            [chosen.workloads()[segment]],
+            [policy],
+            settings,
+            forecast,
+        )
     return {name: result.mean[name] for name in FIGURES}
 
 
