@@ -203,7 +203,7 @@ class StateCollector(Collector):
             [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
             [state.queued, state.prefilling, state.pooled, state.decoding],
         )
-        yield from _predictor_families(state.predictors)
+        yield from _predictor_families(state.predictors, state.skill_share)
         if state.tenants:
             tenants = [{"tenant": one.name} for one in state.tenants]
             yield from _gauges(_TENANT_GAUGES, tenants, state.tenants)
@@ -216,12 +216,6 @@ class StateCollector(Collector):
             "Requests that may be in prefill or in the pool; absent without a limit.",
             [{}],
             [state.pool_limit],
-        )
-        yield _known(
-            "predictor_skill_ratio",
-            "Share of a prediction that counts, by those that came true; absent while none does.",
-            [{}],
-            [state.skill_share],
         )
         if state.limits is not None:
             for name, documentation, limit in _LIMIT_GAUGES:
@@ -275,8 +269,16 @@ def _budget_families(budget: BudgetState) -> Iterator[Metric]:
     )
 
 
-def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
+def _predictor_families(
+    predictors: list[PredictorScores], skill_share: float | None
+) -> Iterator[Metric]:
     """Yield the scores; what is undefined has no sample."""
+    yield _known(
+        "predictor_skill_ratio",
+        "Share of a prediction that counts, by those that came true; absent while none does.",
+        [{}],
+        [skill_share],
+    )
     labels = [{"predictor": one.name} for one in predictors]
     by_decile = [
         [{"predictor": one.name, "decile": str(decile)} for decile in range(len(one.predicted))]
