@@ -4,7 +4,13 @@ from dataclasses import dataclass, field, replace
 
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS, Sampler, TokenLogprob
-from balanceroute.proxy.emulate.tokens import ASSISTANT, TOKEN_TEXTS, tokenise
+from balanceroute.proxy.emulate.tokens import (
+    ASSISTANT,
+    FRAGMENTS,
+    TOKEN_TEXTS,
+    ends_within_character,
+    tokenise,
+)
 from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
 
 (EOS_ID,) = tokenise("<|eos|>")
@@ -53,7 +59,8 @@ class Choice:
         eos_first: Whether the first token ends it, whatever the request says.
         length: Tokens of the text, including the one that ends it, whatever the request says except
             its limit; None for the model to decide.
-        partial_utf8: Probability that a token's text is sent with the next one's.
+        partial_utf8: Probability that a token ends within a character, so that its text is sent with
+            the next one's.
         merged_outputs: Probability that a token is sent in one event with the next.
         cached_tokens: Tokens of the prompt that its engine had in its prefix cache.
         emitted: Tokens so far, including the one that ends it.
@@ -90,9 +97,14 @@ class Choice:
     _shown: int = 0  # Characters of `text` that were sent.
     _held_back: int = 0  # Characters that may be the start of a stop string.
     _decoded: int = 0  # Characters of `text` that tokens have completed.
+    _again: str = ""  # The prompt, which is said before the first token.
+    _offset: int = 0  # Characters of all tokens so far.
 
     def __post_init__(self) -> None:
         self.begin(self.prompt)
+        # vLLM's `DecodeStream`, primed with an incomplete suffix, finds the whole prompt to be new.
+        if self.prompt.text is None and ends_within_character(self.prompt.tokens[-1]):
+            self._again, self.plain = self.prompt.said, False
 
     def begin(self, read: Prompt) -> None:
         """Start the text that follows a prompt.
@@ -149,7 +161,8 @@ class Choice:
         )
         ends = self.eos_first or self.emitted == self.length
         token = EOS if ends else self.sampler.next(may_end=may_end)
-        self.token_ids.append(EOS_ID if token == EOS else token)
+        partial = token != EOS and self.sampler.happens(self.partial_utf8, word=2)
+        self.token_ids.append(EOS_ID if token == EOS else token + FRAGMENTS * partial)
         if token == EOS:
             self.finish_reason = "stop"
         elif self.emitted >= self.max_tokens:
@@ -185,20 +198,21 @@ class Choice:
         return Delta(piece.shown, piece.channel, (piece.token,), self._logprobs(piece.said))
 
     def _say(self, token: int) -> Delta:
-        offset = len(self.text)
         said = "" if token == EOS else TOKEN_TEXTS[token]
+        offset, self._offset = self._offset, self._offset + len(said)
         if self.emitted <= self.most_reasoning:
             self.reasoning += said
             return Delta(said, Channel.REASONING, (self.token_ids[-1],))
         logprobs = self._logprobs(said)
-        if token in self.request.stop_token_ids and self.emitted > self.request.min_tokens:
-            self.finish_reason, self.stop_reason = "stop", token
+        ids = (self.token_ids[-1],)
+        if ids[0] in self.request.stop_token_ids and self.emitted > self.request.min_tokens:
+            self.finish_reason, self.stop_reason = "stop", ids[0]
             said = said if self.request.include_stop else ""
+        said, self._again = self._again + said, ""
         self.text += said
         if said and self.request.stop and self.emitted > self.request.min_tokens:
             self._look_for_stop(len(said))
-        ids = (self.token_ids[-1],)
-        partial = self.sampler.happens(self.partial_utf8, word=2)
+        partial = ends_within_character(ids[0])
         if partial and self.finish_reason == "length":
             self.text = self.text[: self._decoded]  # Nothing completes it.
         elif not partial:

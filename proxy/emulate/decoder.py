@@ -25,8 +25,10 @@ from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd, Misread
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
+from balanceroute.proxy.emulate.pulled_blocks import NOTHING, pulled
 from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.settings import EmulationSettings, Preemption
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class _Arrival:
     lease: Lease | None = None
     timer: asyncio.TimerHandle | None = None
     forget: Callable[[], None] | None = None  # Stops waiting for a prefill.
+    read: list[int] | None = None  # The tokens whose KV came, if they are not the prompt's.
 
 
 class Decoder:
@@ -101,11 +104,16 @@ class Decoder:
             if call.remote_prefill:
                 self._claim(call, number)
                 continue
+            found = self._caches.cached(call.rank, prompt.tokens)
+            arrival = self._arrive(call, number)
+            if found != prompt.tokens[: len(found)]:
+                arrival.read = [*found, *prompt.tokens[len(found) :]]
+                self._misread(arrival, Prompt(arrival.read, None), None)
             cached = self._caches.compute(call.rank, prompt.tokens)
             for sequence in exchange.sequences_of(number):
                 sequence.choice.cached_tokens = cached
             compute_ns = self._settings.compute_ns(len(prompt.tokens) - cached)
-            self._join(self._arrive(call, number), compute_ns)
+            self._join(arrival, compute_ns)
 
     def _claim(self, call: EngineCall, number: int) -> None:
         if call.exchange.over:
@@ -157,22 +165,37 @@ class Decoder:
         arrival.forget = None
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
-        if len(prompt.tokens) != len(lease.prompt.tokens):
-            # vLLM: `assert num_decode_blocks <= len(prefill_group)`, which ends the process.
+        read = self._read(arrival, lease.prompt)
+        if read is None:
+            self._book.overruns.append(arrival.call.request_id)
             exchange.fail(internal_error(ENGINE_DEAD))
             self._loop.call_soon(self._die)
             return
-        if prompt.digest != lease.prompt.digest:
-            self._misread(arrival, lease.prompt, None)
+        if read != prompt.tokens:
+            arrival.read = read
+            self._misread(arrival, Prompt(read, None), None)
         lease.pulling = True
         arrival.lease = lease
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._pulled, arrival, lease))
 
+    def _read(self, arrival: _Arrival, prefilled: Prompt) -> list[int] | None:
+        """Return the tokens whose KV is there after a pull; None if the engine dies of it."""
+        tokens, settings = (
+            arrival.call.exchange.request.prompts[arrival.number].tokens,
+            self._settings,
+        )
+        if CONNECTORS[settings.connector].flow is not KvFlow.PULL:
+            return prefilled.tokens if len(prefilled.tokens) == len(tokens) else None
+        cached = self._caches.cached(arrival.call.rank, tokens)
+        return pulled(tokens, cached, prefilled.tokens, settings.block_tokens)
+
     def _pull_stale(self, arrival: _Arrival, engine_id: str, end: LeaseEnd | None) -> None:
         """Read blocks that hold another prompt's KV cache; no error is reported."""
         prompt = arrival.call.exchange.request.prompts[arrival.number]
-        self._misread(arrival, self._book.stale(engine_id, prompt), end)
+        stale = self._book.stale(engine_id, prompt)
+        arrival.read = [NOTHING] * len(prompt.tokens)
+        self._misread(arrival, stale, end)
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
 
@@ -194,7 +217,10 @@ class Decoder:
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
         self._counters[arrival.call.rank].pulled_tokens += len(prompt.tokens)
-        self._caches.keep(arrival.call.rank, prompt.tokens)
+        read = arrival.read
+        if read is not None:
+            read = [*read[:-1], NOTHING]  # The last token was computed from what is wrong.
+        self._caches.keep(arrival.call.rank, prompt.tokens, read)
         if exchange.faults.after_pull is None:
             self._join(arrival)
         else:

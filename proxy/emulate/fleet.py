@@ -176,6 +176,11 @@ class EmulatedFleet:
         """Requests that were answered with another prompt's KV cache."""
         return self._hub.book.misreads
 
+    @property
+    def overruns(self) -> list[str]:
+        """Requests of which a decode engine died, as they need more KV blocks than a prefiller kept."""
+        return self._hub.book.overruns
+
     def stats(self) -> dict[str, Any]:
         """Return the measurements since the last reset, and the present state."""
         barrier, book = self._hub.barrier, self._hub.book
@@ -208,6 +213,7 @@ class EmulatedFleet:
             "leases": {end.value: book.ends[end] for end in LeaseEnd} | {"held": book.held},
             "misses": {end.value: book.misses[end] for end in LeaseEnd},
             "misreads": len(book.misreads),
+            "overruns": len(book.overruns),
             "connections": [engine.connections for engine in self.engines],
             "idle": self.idle,
         }
@@ -223,6 +229,7 @@ class EmulatedFleet:
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()
         self._hub.book.misreads.clear()
+        self._hub.book.overruns.clear()
 
     def _engine(self, role: EngineRole) -> Engine:
         hub = self._hub_of(role)

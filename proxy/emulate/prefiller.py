@@ -17,6 +17,7 @@ from balanceroute.proxy.emulate.kv_log import KvLog
 from balanceroute.proxy.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd
 from balanceroute.proxy.emulate.prefill_queue import PrefillJob, PrefillQueue
 from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
+from balanceroute.proxy.emulate.request import Prompt
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.topologies import CONNECTORS
 
@@ -116,7 +117,11 @@ class Prefiller:
         if exchange.request.n > 1:
             internal_id = f"{choice.index % exchange.request.n}_{internal_id}"
         key = lease_key(settings.connector, source, call.kv, internal_id)
-        lease = Lease(source.engine_id, key, choice.prompt, blocks, self.pool)
+        # Of the last token there is no KV: nobody has computed with it.
+        prompt, said = choice.prompt, choice.token_ids[:-1]
+        if said:
+            prompt = Prompt([*prompt.tokens, *said], None)
+        lease = Lease(source.engine_id, key, prompt, blocks, self.pool)
         lease_s = exchange.faults.lease_s or settings.lease_s
         self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
         if CONNECTORS[settings.connector].decode_first and not lease.pulling:

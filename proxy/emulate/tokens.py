@@ -8,6 +8,9 @@ quotes, backslashes or non-ASCII letters, to test what relays them. Every other 
 by its hash. Decoding ids gives the words joined by one space; of words outside the vocabulary only
 recent ones are kept.
 
+A token that ends within a character, as those of byte-level tokenisers do, has an id of its own: that of
+its word plus `FRAGMENTS`. No text is tokenised to it, and to the model it is the word.
+
 The chat template adds `CHAT_TOKENS` tokens to a conversation and `MESSAGE_TOKENS` to each message:
 
     <|begin|> <|user|> words of the message <|end|> <|assistant|>
@@ -22,6 +25,8 @@ from typing import Any
 import numpy as np
 
 VOCABULARY_SIZE = 16_384
+# Above all hashed ids.
+FRAGMENTS = 2**31
 EOS_WORD = "<|eos|>"
 # Opens the assistant's turn.
 ASSISTANT = "<|assistant|>"
@@ -114,13 +119,26 @@ def decode(tokens: Iterable[int]) -> str:
 
 def word_of(token: int) -> str:
     """Return the word of a token id; `t<id>` for an id whose word is not known."""
+    token = whole(token)
     if 0 <= token < VOCABULARY_SIZE:
         return WORDS[token]
     return _IDS.words.get(token, f"t{token}")
 
 
+def ends_within_character(token: int) -> bool:
+    """Return whether a token's text is incomplete without the next one's."""
+    return FRAGMENTS <= token < FRAGMENTS + VOCABULARY_SIZE
+
+
+def whole(token: int) -> int:
+    """Return the id of a token's word, which may end within a character."""
+    return token - FRAGMENTS if ends_within_character(token) else token
+
+
 def packed(tokens: Sequence[int]) -> bytes:
-    """Return token ids as bytes, so that they can be hashed."""
+    """Return token ids as bytes, so that they can be hashed: what the model reads."""
+    if tokens and max(tokens) >= FRAGMENTS:
+        tokens = list(map(whole, tokens))
     return array("Q", tokens).tobytes()
 
 

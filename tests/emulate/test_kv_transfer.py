@@ -199,7 +199,7 @@ def test_a_prefill_that_is_given_up_frees_its_blocks_and_its_turn(play: "Play") 
     play(scenario)
 
 
-def test_a_prompt_of_another_length_ends_the_decode_engine(play: "Play") -> None:
+def test_a_prompt_of_more_blocks_ends_the_decode_engine(play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
         leg = await lab.prefilled(COMPLETIONS, VALUES)
         other = lab.send("decode/0", COMPLETIONS, VALUES | {"max_tokens": 900, "stream": True})
@@ -221,7 +221,7 @@ def test_a_prompt_of_another_length_ends_the_decode_engine(play: "Play") -> None
         await lab.fleet.restore("decode/0")
         assert (await lab.post("decode/0", COMPLETIONS, VALUES)).status == 200
 
-    play(scenario)
+    play(scenario, block_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_blocks_of_nobody_in_particular_are_read_all_the_same(
 
 def test_the_cache_of_another_prompt_of_the_same_length_is_used(play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
-        mine = VALUES | {"prompt": "t1 t2 t9"}
+        mine = VALUES | {"prompt": "t9 t2 t3"}
         (right,) = await texts(lab, VALUES)
         leg = await lab.prefilled(COMPLETIONS, VALUES)
         answer = await lab.post("decode/0", COMPLETIONS, leg | mine)

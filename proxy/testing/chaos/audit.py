@@ -132,8 +132,12 @@ def _is_excused(misread: Misread, plan: Plan) -> bool:
 
 
 def audit_misreads(plan: Plan, world: World) -> list[str]:
-    """Return who was answered with another prompt's KV cache. Nobody may be, whatever goes wrong."""
-    return [
+    """Return who was answered with another prompt's KV cache, or killed an engine by its length.
+
+    Nobody may, whatever goes wrong.
+    """
+    killers = [f"overrun: {name} killed a decode engine" for name in world.fleet.overruns]
+    return killers + [
         f"misread: {one.request_id} was answered with another prompt's KV cache: its own lease was "
         f"{'held' if one.end is None else one.end.value}"
         for one in world.fleet.misreads

@@ -183,7 +183,13 @@ def _with_prefixes(
 ) -> EmulationSettings:
     """Return the engines with prefix caches and, at times, their events; add the proxy's flags."""
     prefixes = random.Random(f"prefixes {seed}")
-    engines = replace(engines, prefix_cache_tokens=prefixes.choice([None, 500, 10_000]))
+    # Short blocks, so that many prompts end where one does.
+    block_tokens = random.Random(f"blocks {seed}").choice([2, 4, engines.block_tokens])
+    engines = replace(
+        engines,
+        prefix_cache_tokens=prefixes.choice([None, 500, 10_000]),
+        block_tokens=block_tokens,
+    )
     flags["prefill_choice"] = prefixes.choice(["fewest-tokens", "prefix-aware", *PREFILL_CHOICES])
     rng = random.Random(f"KV events {seed}")
     if rng.random() >= 0.2:
