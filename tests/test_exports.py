@@ -47,12 +47,10 @@ proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health ins
 proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
     pass_through refusals
     request_head single_exchange tenancy
-proxy.live.openai: answer answer_events api_error body completion_stream context_limit continuation continuation_stream
-    first_token held_end json_scan json_text
-    json_value leg_body named_events numeric_members prefill_answer prompt_blocks prompt_keys
-    prompt_summary repeated_text resume routes shape
-    stream_event stream_opening stream_reader token_counts token_estimate token_ids transcript urgency
-    usage
+proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
+    continuation_stream first_token held_end json_scan json_text json_value leg_body named_events numeric_members
+    prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text resume routes shape stream_event
+    stream_opening stream_reader token_counts token_estimate token_ids told_logprobs transcript urgency usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
     mirror orders outbox part patience questions relay_desk relay_records relay_reports relay_sweep relay_tenancy

@@ -156,9 +156,8 @@ def test_a_removed_engine_takes_no_stream_with_it(play: "Play", path: str) -> No
     [
         {"temperature": 0.7, "seed": 3},
         {"temperature": None},
-        {"stop": "t99999"},
+        {"bad_words": ["t99999"]},
         {"frequency_penalty": 0.5},
-        {"logprobs": True},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_object"}},
         {"return_token_ids": True},

@@ -5,9 +5,10 @@ The prompt of the request that continues is the ids of the first one's prompt an
 (`continuation_stream.py`). Only what is known to mean the same there is continued: every member of the
 body stands in one of the lists below.
 
-Not continued is what begins anew with each request in vLLM: grammars, stop strings, penalties that
-count the output, parsers of tool calls and reasoning. Log-probabilities, echoes and a client's own
-wish for ids would have to be put together.
+Not continued is what begins anew with each request in vLLM: grammars, penalties that count the output,
+parsers of tool calls and reasoning. Echoes and a client's own wish for ids would have to be put together.
+Stop strings begin anew, too, and are continued where what an engine says again is the same
+(`backed_up_ids.py`).
 """
 
 from collections.abc import Mapping
@@ -22,10 +23,11 @@ _GREEDY_BELOW = 1e-5
 # The other legs' body has these as they are.
 _KEPT = frozenset(
     {
-        *("allowed_token_ids", "cache_salt", "ignore_eos", "logit_bias", "max_completion_tokens"),
-        *("max_tokens", "min_p", "min_tokens", "model", "n", "priority", "repetition_penalty"),
-        *("seed", "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids"),
-        *("stream", "stream_options", "temperature", "top_k", "top_p", "user"),
+        *("allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output"),
+        *("logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "min_p", "min_tokens"),
+        *("model", "n", "priority", "repetition_penalty", "seed", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "stop", "stop_token_ids", "stream", "stream_options"),
+        *("temperature", "top_k", "top_logprobs", "top_p", "user"),
     }
 )
 # What they say is in the ids of the prompt, or says nothing to the engine.
@@ -40,9 +42,9 @@ _SPENT = frozenset(
 # What must say nothing, if it is there at all.
 _EMPTY = frozenset(
     {
-        *("bad_words", "best_of", "echo", "frequency_penalty", "logprobs", "presence_penalty"),
-        *("prompt_logprobs", "return_token_ids", "stop", "suffix", "tools", "top_logprobs"),
-        *("use_beam_search", "logit_processors", "functions"),
+        *("bad_words", "best_of", "echo", "frequency_penalty", "presence_penalty"),
+        *("prompt_logprobs", "return_token_ids", "suffix", "tools", "use_beam_search"),
+        *("logit_processors", "functions"),
     }
 )
 
@@ -68,7 +70,10 @@ def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> di
                 return None
     except BodyError:
         return None  # A member that is too large to be read.
-    return kept if sampled or is_greedy(kept) else None
+    if not is_greedy(kept) and (not sampled or kept.get("stop")):
+        return None  # Of another sample nobody knows how much of it comes again.
+    top = kept.get("top_logprobs")
+    return kept if top is None or (type(top) is int and top >= 0) else None
 
 
 def is_greedy(kept: Mapping[str, Any]) -> bool:
@@ -82,8 +87,8 @@ def _says_nothing(name: str, value: object) -> bool:
         return value in (None, "none", "auto")  # Without tools, "auto" is nothing.
     if name == "response_format":
         return value is None or (isinstance(value, dict) and value.get("type") == "text")
-    if name in ("logprobs", "prompt_logprobs") and value == 0:
-        return value is False  # Of a completion that is the token's own.
+    if name == "prompt_logprobs" and value == 0:
+        return value is False  # It asks for the token's own.
     return name in _EMPTY and not value
 
 
@@ -101,5 +106,8 @@ def continued_body(kept: Mapping[str, Any], api: Api, ids: bytes, emitted_tokens
         newer = kept.get("max_completion_tokens")
         # A completion without a limit would end after 16 tokens; with null it has the context's.
         members["max_tokens"] = kept.get("max_tokens") if newer is None else newer
+        top = members.pop("top_logprobs", None)
+        if kept.get("logprobs"):
+            members["logprobs"] = top or 0
     members |= remaining_limits(Api.COMPLETIONS, members, emitted_tokens)
     return b'%b, "prompt": [%b]}' % (dump(members)[:-1], ids)

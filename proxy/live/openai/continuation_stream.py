@@ -14,6 +14,7 @@ from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError, tokens_of
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 _OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
@@ -27,22 +28,30 @@ class ContinuationStream(CompletionStream):
         head: Of a chat's first event, all that stood before the choices, if a completion goes on
             with it; else empty.
         repeated: What the client has, and that comes again.
+        logprobs: How log-probabilities go on; None if there are none.
     """
 
-    __slots__ = ("_goes_on", "_head", "_repeated")
+    __slots__ = ("_goes_on", "_head", "_logprobs", "_repeated")
 
     def __init__(
-        self, sequences: int, *, head: bytes, repeated: RepeatedText, **options: Any
+        self,
+        sequences: int,
+        *,
+        head: bytes,
+        repeated: RepeatedText,
+        logprobs: Logprobs | None,
+        **options: Any,
     ) -> None:
         super().__init__(sequences, **options)
         self._head = head
+        self._logprobs = logprobs
         self._repeated = repeated
         self._goes_on = False  # Something new has come.
 
     @property
     def plain(self) -> bool:
         """Whether events go on as they are."""
-        return not self._head and self._goes_on and super().plain
+        return not self._head and not self._logprobs and self._goes_on and super().plain
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""
@@ -57,7 +66,7 @@ class ContinuationStream(CompletionStream):
         return not self._goes_on or super()._may_be_mended
 
     def _continue(self, events: bytes) -> bytes:
-        if events and (self._head or self._repeated.left):
+        if events and (self._head or self._logprobs or self._repeated.left):
             events = b"".join(map(self._write, EventScanner().feed(events)))
         self._goes_on |= bool(events)
         return events
@@ -71,7 +80,7 @@ class ContinuationStream(CompletionStream):
         choices = choices_of(message)
         if not all(map(self._leave_out, choices)):
             return self._stop()
-        if choices and not any(text_of(one) or one.get("finish_reason") for one in choices):
+        if choices and not any(map(_says_anything, choices)):
             return b""
         if not self._head:
             return b"data: %b\n\n" % _dump(message)
@@ -81,7 +90,11 @@ class ContinuationStream(CompletionStream):
         if choices and isinstance(members.get("usage"), dict):
             # What a chat tells with each token, and a completion does not.
             members["usage"].setdefault("completion_tokens_details", None)
-        ending = _dump({"choices": list(map(_as_delta, choices))} | members)
+        try:
+            written = [_as_delta(choice, self._logprobs) for choice in choices]
+        except UntoldError:
+            return self._stop()
+        ending = _dump({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
     def _stop(self) -> bytes:
@@ -91,6 +104,11 @@ class ContinuationStream(CompletionStream):
 
     def _leave_out(self, choice: dict[str, Any]) -> bool:
         """Leave out what the client has; return whether the rest goes on with it."""
+        logprobs = choice.get("logprobs")
+        if self._logprobs is not None and isinstance(logprobs, dict):
+            again = min(self._repeated.tokens, tokens_of(logprobs))
+            self._repeated.tokens -= again
+            self._logprobs.go_on(logprobs, again)
         text = text_of(choice)
         if text is None:
             return not self._repeated.left
@@ -105,11 +123,20 @@ class ContinuationStream(CompletionStream):
         return True
 
 
-def _as_delta(choice: dict[str, Any]) -> dict[str, Any]:
+def _says_anything(choice: dict[str, Any]) -> bool:
+    return bool(text_of(choice) or choice.get("finish_reason") or tokens_of(choice.get("logprobs")))
+
+
+def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, Any]:
+    """Return a completion's choice as a chat's. Raises UntoldError."""
+    told = choice.get("logprobs")
+    chats = None
+    if logprobs is not None and isinstance(told, dict):
+        chats = logprobs.as_chat(told)
     delta = {
         "index": choice.get("index"),
         "delta": {"content": choice["text"]} if choice.get("text") else {},
-        "logprobs": None,
+        "logprobs": chats,
         "finish_reason": choice.get("finish_reason"),
     }
     if delta["finish_reason"] is not None:

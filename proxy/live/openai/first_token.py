@@ -17,6 +17,7 @@ from balanceroute.proxy.live.openai.answer_events import (
     token_events,
     write_events,
 )
+from balanceroute.proxy.live.openai.backed_up_ids import care_of
 from balanceroute.proxy.live.openai.continuation import continuable
 from balanceroute.proxy.live.openai.shape import Api, Shape
 
@@ -50,6 +51,8 @@ def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] |
     if shape.max_tokens == 1:
         return None  # A rank ends such an answer, and has the KV cache freed.
     kept = continuable(shape, values, sampled=True)
+    if kept is not None and care_of(kept) is not None:
+        return None  # A stop string may begin in it; and its log-probabilities stand elsewhere.
     options = None if kept is None else kept.get("stream_options")
     # The count in each event is another engine's business in each version.
     return None if isinstance(options, dict) and options.get("continuous_usage_stats") else kept

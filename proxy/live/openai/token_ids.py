@@ -67,7 +67,7 @@ class TokenIds:
     @property
     def begun(self) -> bool:
         """Whether anything came that the client did not have."""
-        return self.lost or (bool(self.prompt) and not self._repeated.left)
+        return self.lost or (bool(self.prompt) and self._repeated.over)
 
     @property
     def count(self) -> int:
@@ -80,6 +80,16 @@ class TokenIds:
         messages = [parsed(event) or {} for event in self._behind]
         choices = [choice for message in messages for choice in choices_of(message)]
         return "".join(text_of(choice) or "" for choice in choices)
+
+    @property
+    def tokens_behind(self) -> int:
+        """How many tokens behind them the client has log-probabilities of."""
+        return 0
+
+    @property
+    def end(self) -> int:
+        """The offset in this leg's text of the first token behind them, if log-probabilities tell it."""
+        return 0
 
     @property
     def usable(self) -> bool:
@@ -148,7 +158,10 @@ class TokenIds:
         if text is None or choice.get("finish_reason") or not self.prompt or (text and not told):
             self.lost = True
         elif isinstance(ids, list) and told:
-            self._keep(event, b",".join(b"%d" % one for one in ids), has_text=bool(text))
+            self._keep_parsed(event, choice, ids)
+
+    def _keep_parsed(self, event: bytes, choice: dict[str, Any], ids: list[int]) -> None:
+        self._keep(event, b",".join(b"%d" % one for one in ids), has_text=bool(text_of(choice)))
 
     def _keep(self, event: bytes, ids: bytes, *, has_text: bool) -> None:
         new = self._new

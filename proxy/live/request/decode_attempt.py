@@ -19,11 +19,9 @@ from balanceroute.proxy.live.openai.continuation_stream import ContinuationStrea
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
-from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
@@ -38,8 +36,10 @@ from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.openai.repeated_text import RepeatedText
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.request.emitted import Emitted
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
@@ -89,12 +89,16 @@ class DecodeAttempt(Attempt):
         self.stream: Relay | None = None
         self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
-        self._repeated = RepeatedText(session.emitted.overlap)
-        resume, parses = session.context.legs.resume, engine.continuous_usage_is_expensive
-        keeps = self._rank is not None and session.emitted.keeps_ids(
-            session.shape, self._asked[1], resume, parses=parses
-        )
-        self._ids = TokenIds(self._repeated) if keeps else None
+        self._repeated = session.emitted.repeated
+        self._ids: TokenIds | None = None
+        if self._rank is not None:
+            self._ids = session.emitted.ids_to_keep(
+                session.shape,
+                self._asked[1],
+                session.context.legs.resume,
+                self._repeated,
+                parses=engine.continuous_usage_is_expensive,
+            )
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
@@ -410,13 +414,15 @@ class DecodeAttempt(Attempt):
 
 
 def _make_reader(
-    emitted: "Emitted", shape: "Shape", repeated: RepeatedText, **options: Any
+    emitted: "Emitted", shape: "Shape", repeated: "RepeatedText", **options: Any
 ) -> CompletionStream:
     if emitted.continued is None and not emitted.overlap:
         return CompletionStream(shape.sequences, **options)
     completes_chat = emitted.continued is not None and shape.api is Api.CHAT
     head = emitted.head if completes_chat else b""
-    return ContinuationStream(shape.sequences, head=head, repeated=repeated, **options)
+    return ContinuationStream(
+        shape.sequences, head=head, repeated=repeated, logprobs=emitted.logprobs, **options
+    )
 
 
 def _count_prompt(session: "AttemptOwner", tokens: int) -> None:

@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, asks_logprobs, care_of
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import continuable, continued_body, is_greedy
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.resume import CannotResumeError, resumed_members
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.told_logprobs import Logprobs
 from balanceroute.proxy.live.request.resume import Resume
 
 if TYPE_CHECKING:
@@ -13,7 +17,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from balanceroute.proxy.live.openai.shape import Shape
-    from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
@@ -29,12 +32,14 @@ class Emitted:
         kept: Of the client's body, what a continuation from ids needs; None if there can be none.
         continued: The request that continues from ids, in place of the client's; None if none does.
         overlap: Text that the client has behind `tokens`, and that comes again.
+        overlap_tokens: Tokens behind them of which it has log-probabilities, which come again.
+        text_offset: Of the first token behind them, as log-probabilities tell it.
         head: Of the client's first event, all that stands before the choices.
     """
 
     __slots__ = (
         *("_text", "continued", "drawn", "early", "head", "kept", "members", "overlap"),
-        "tokens",
+        *("overlap_tokens", "text_offset", "tokens"),
     )
 
     def __init__(self) -> None:
@@ -45,8 +50,21 @@ class Emitted:
         self.kept: Mapping[str, Any] | None = None
         self.continued: RequestBody | None = None
         self.overlap = ""
+        self.overlap_tokens = self.text_offset = 0
         self.head = b""
         self._text = ""
+
+    @property
+    def repeated(self) -> RepeatedText:
+        """What the client has, and that the next rank says again."""
+        return RepeatedText(self.overlap, self.overlap_tokens)
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """How log-probabilities go on; None if there are none."""
+        if self.kept is None or not asks_logprobs(self.kept):
+            return None
+        return Logprobs(self.text_offset, self.kept.get("top_logprobs") or 0)
 
     def add(
         self, transcript: "Transcript", tokens: int, shape: "Shape", body: "RequestBody"
@@ -64,20 +82,31 @@ class Emitted:
         members = resumed_members(shape.api, body.large_values(), text, tokens)
         self.members = {**self.drawn, **members}
         self._text, self.tokens = text, tokens
-        self.overlap = ""
+        self.overlap, self.overlap_tokens = "", 0
         return True
 
-    def keeps_ids(
-        self, shape: "Shape", body: "RequestBody", resume: Resume, *, parses: bool
-    ) -> bool:
-        """Return whether the ids of a rank's tokens are to be kept, for another to go on from.
+    def ids_to_keep(
+        self,
+        shape: "Shape",
+        body: "RequestBody",
+        resume: Resume,
+        repeated: RepeatedText,
+        *,
+        parses: bool,
+    ) -> TokenIds | None:
+        """Return what keeps the ids of a rank's tokens, for another to go on from; None for nothing.
 
         `parses`: the rank may have a parser of reasoning, and what that keeps back no answer tells.
         """
-        if resume is Resume.OFF or self.continued is not None:
-            return resume is not Resume.OFF
-        self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
-        return self.kept is not None and not (parses and shape.api is Api.CHAT)
+        if resume is Resume.OFF:
+            return None
+        if self.continued is None:
+            self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
+            parses &= shape.api is Api.CHAT
+        if self.kept is None or (parses and self.continued is None):
+            return None
+        care = care_of(self.kept)
+        return TokenIds(repeated) if care is None else BackedUpIds(care, repeated)
 
     def takes(self, ids: "TokenIds", shape: "Shape") -> bool:
         """Return whether the answer can be continued from the ids of a leg's tokens."""
@@ -85,13 +114,13 @@ class Emitted:
             return True  # It did nothing, and what it was asked for stands.
         tokens = self.tokens + ids.count
         # A parser of reasoning may have kept a chat's first tokens back.
-        begun = tokens > 0 or shape.api is Api.COMPLETIONS
+        begun = tokens > 0 or ids.behind or shape.api is Api.COMPLETIONS
         # Another sample would not say again what the client has.
         repeats = self.kept is not None and is_greedy(self.kept)
-        if not repeats and ids.behind:
+        if not repeats and (ids.behind or ids.tokens_behind):
             return False
         ends = shape.max_tokens is not None and tokens >= shape.max_tokens
-        return ids.usable and begun and not ends
+        return ids.usable and bool(begun) and not ends
 
     def add_ids(self, ids: "TokenIds", shape: "Shape") -> None:
         """Take in the ids of a leg's tokens, if `takes`."""
@@ -99,7 +128,8 @@ class Emitted:
         if not ids.begun:
             return
         self.tokens += ids.count
-        self.overlap = ids.behind
+        self.overlap, self.overlap_tokens = ids.behind, ids.tokens_behind
+        self.text_offset += ids.end
         self.head = self.head or ids.head
         self._continue(b",".join(filter(None, (ids.prompt, ids.kept))), shape)
 

@@ -8,7 +8,7 @@ the comparison is told which kinds of spoiling there were.
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from balanceroute.proxy.emulate.faults import MalformedStream
@@ -192,12 +192,18 @@ class _Speech:
     call: str = ""
     finish_reason: str | None = None
     stop_reason: object = None
+    logprobs: list[object] = field(default_factory=list)
 
     def begins(self, other: "_Speech") -> bool:
         """Return whether `other` is the beginning of this one, all of it if it has ended."""
         if other.finish_reason is not None:
             return self == other
-        return self.text.startswith(other.text) and self.call.startswith(other.call)
+        told = len(other.logprobs)
+        return (
+            self.text.startswith(other.text)
+            and self.call.startswith(other.call)
+            and self.logprobs[:told] == other.logprobs
+        )
 
 
 def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
@@ -213,7 +219,16 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
                 speech.call += f"{function.get('name', '')}{function.get('arguments', '')}"
             speech.finish_reason = choice.get("finish_reason") or speech.finish_reason
             speech.stop_reason = choice.get("stop_reason") or speech.stop_reason
+            speech.logprobs += _tokens(choice.get("logprobs") or {})
     return said
+
+
+def _tokens(logprobs: Mapping[str, Any]) -> Iterable[object]:
+    """Return what log-probabilities tell of each token."""
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    names = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+    return zip(*(logprobs.get(name, ()) for name in names), strict=True)
 
 
 def _messages(events: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -42,6 +42,14 @@ def test_a_chat_goes_on_as_a_completion_of_its_ids() -> None:
     }
 
 
+def test_a_chats_log_probabilities_are_a_completions() -> None:
+    for top, wanted in ((None, 0), (0, 0), (3, 3)):
+        body = continued(Api.CHAT, CHAT | {"logprobs": True, "top_logprobs": top}, 10)
+        assert body["logprobs"] == wanted
+        assert "top_logprobs" not in body
+    assert continued(Api.COMPLETIONS, TEXT | {"logprobs": 0}, 10)["logprobs"] == 0
+
+
 def test_a_chat_without_a_limit_has_the_contexts() -> None:
     assert continued(Api.CHAT, CHAT, 10)["max_tokens"] is None
 
@@ -68,10 +76,10 @@ def test_sampled_answers_go_on_only_where_they_may_differ(temperature: object) -
     [
         {"stream": False},
         {"n": 2},
-        {"stop": ["a"]},
+        {"stop": ["a"], "temperature": 1},
         {"echo": True},
-        {"logprobs": True},
-        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": -1},
+        {"prompt_logprobs": 0},
         {"tools": [{}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_schema"}},

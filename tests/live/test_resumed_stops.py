@@ -1,0 +1,204 @@
+"""Streams with stop strings and log-probabilities that another rank continues."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone
+
+from balanceroute.proxy.live.openai.backed_up_ids import Care, care_of
+from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError
+from balanceroute.proxy.live.openai.usage import UsageRewrite
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+EXACT: dict[str, Any] = {"resume": "exact", "quarantine_failures": 1_000}
+GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
+TOKENS = 20
+LOGPROBS: dict[str, list[dict[str, Any]]] = {
+    COMPLETIONS: [{"logprobs": 0}, {"logprobs": 3}],
+    CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}],
+}
+ODD: list[dict[str, float]] = [
+    {},
+    {"merged_outputs": 0.4},
+    {"partial_utf8": 0.4},
+    {"merged_outputs": 0.3, "partial_utf8": 0.3},
+]
+
+
+def meaning(answer: "Exchanged") -> dict[str, Any]:
+    """Return what a stream says, however it is cut into events."""
+    said: dict[str, Any] = {"text": answer.text, "done": answer.done, "logprobs": []}
+    for chunk in answer.chunks:
+        said["usage"] = chunk.get("usage")
+        for choice in chunk.get("choices", ()):
+            if choice.get("finish_reason"):
+                said["end"] = (choice["finish_reason"], choice.get("stop_reason"))
+            told = choice.get("logprobs") or {}
+            if "content" in told:
+                said["logprobs"] += told["content"]
+            elif told:
+                names = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+                said["logprobs"] += zip(*(told[name] for name in names), strict=True)
+    return said
+
+
+async def cut_everywhere(
+    site: "Site", path: str, values: dict[str, Any], fault: str = "reset_after_tokens"
+) -> int:
+    """Check a stream that breaks behind each of its tokens; return how often it went on."""
+    right = await alone(site, path, values)
+    resumed = 0
+    for tokens in range(1, TOKENS):
+        site.fleet.faults.set("decode/0", **{fault: tokens})
+        begun = len(site.world.ended)
+        exchange = await site.send(path, values, headers=ID).end()
+        (record,) = site.world.ended[begun:]
+        if path == CHAT and not exchange.text:
+            # Without text nobody knows that no reasoning is kept back.
+            assert (exchange.done, record.outcome) == (False, Outcome.UPSTREAM_ERROR)
+            continue
+        assert meaning(exchange) == meaning(right), tokens
+        assert record.outcome is Outcome.OK
+        resumed += record.resumes + record.recomputes
+    site.fleet.faults.clear()
+    return resumed
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("shown", [False, True], ids=["", "include"])
+def test_a_stop_string_is_found_wherever_the_stream_broke(
+    play: "Play", path: str, odd: dict[str, float], shown: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        text = (await alone(site, path, STREAMS[path])).text
+        # Within a token, over two and over three of them, at the end; and one that never comes.
+        for begin, length in ((60, 4), (58, 9), (50, 17), (len(text) - 6, 6)):
+            stops = [text[begin : begin + length], "never said at all"[: length + 2]]
+            more = {"stop": stops, "include_stop_str_in_output": shown}
+            assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
+
+    play(scenario, flags=EXACT, **odd)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stop_string_before_the_least_tokens_is_no_end(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        text = (await alone(site, path, STREAMS[path])).text
+        more = {"stop": [text[30:40], text[70:73]], "min_tokens": 9}
+        assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
+
+    play(scenario, flags=EXACT)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("path", STREAMS)
+def test_log_probabilities_go_on(play: "Play", path: str, odd: dict[str, float]) -> None:
+    async def scenario(site: "Site") -> None:
+        for more in LOGPROBS[path]:
+            values = STREAMS[path] | more
+            assert await cut_everywhere(site, path, values) > 0
+            stop = (await alone(site, path, values)).text[70:78]
+            assert await cut_everywhere(site, path, values | {"stop": stop}) > 0
+
+    play(scenario, flags=EXACT, **odd)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_goes_on_several_times(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        text = (await alone(site, path, STREAMS[path])).text
+        values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
+        right = await alone(site, path, values)
+        site.fleet.faults.set("decode", reset_after_tokens=6)
+        site.fleet.faults.set("decode/3", reset_after_tokens=None)
+        exchange = await site.send(path, values, headers=ID).end()
+        assert meaning(exchange) == meaning(right)
+        assert site.world.ended[0].resumes == 3
+
+    play(scenario, flags=EXACT | {"retry_attempts": 9, "policy": "fifo"}, ranks=4)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_what_is_handed_back_goes_on_with_its_stop_strings(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        text = (await alone(site, path, STREAMS[path])).text
+        values = STREAMS[path] | {"stop": text[70:78]} | LOGPROBS[path][1]
+        assert await cut_everywhere(site, path, values, "recomputed_after_tokens") > 0
+
+    play(scenario, connector="mooncake-ascend", flags=EXACT)
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=str)
+def test_another_sample_need_not_say_again_what_the_client_has(
+    play: "Play", more: dict[str, Any]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=9)
+        values = STREAMS[CHAT] | {"temperature": 0.7, "stop": "never said"} | more
+        assert not (await site.post(CHAT, values)).done
+        assert site.world.ended[0].resumes == 0
+
+    play(scenario, flags={"resume": "valid"})
+
+
+def test_candidates_that_cannot_be_told_end_the_stream() -> None:
+    """Two candidates with the same text, which a completion tells as one."""
+    told = {"text_offset": [0], "tokens": ["b"], "token_logprobs": [-1.0]}
+    choice = {"index": 0, "text": "b", "finish_reason": None}
+    choice["logprobs"] = told | {"top_logprobs": [{"b": -1.0}]}
+    event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    for candidates in (1, 2):
+        stream = ContinuationStream(
+            1,
+            head=b'data: {"id":"x",',
+            repeated=RepeatedText(),
+            logprobs=Logprobs(0, candidates),
+            resumes=True,
+            usage=UsageRewrite(None, 3),
+            counts=None,
+            transcript=None,
+            ids=TokenIds(),
+            expensive=lambda: None,
+        )
+        assert (stream.read(event) == b"", stream.over) == (candidates == 2, candidates == 2)
+        assert (b"goes on otherwise" in stream.first_error) == (candidates == 2)
+
+
+@pytest.mark.parametrize(
+    ("kept", "care"),
+    [
+        ({}, None),
+        ({"stop": None, "logprobs": None}, None),
+        ({"stop": [], "logprobs": False}, None),
+        ({"stop": "abc"}, Care(2, 2)),
+        ({"stop": ["a", "abcd"]}, Care(3, 3)),
+        ({"stop": ["a", "abcd"], "include_stop_str_in_output": True}, Care(3, 0)),
+        ({"logprobs": 0}, Care(0, 0, logprobs=True)),
+        ({"logprobs": True}, Care(0, 0, logprobs=True)),
+    ],
+    ids=str,
+)
+def test_what_a_request_asks_for(kept: dict[str, Any], care: Care | None) -> None:
+    assert care_of(kept) == care
+
+
+def test_a_chats_list_needs_all_candidates() -> None:
+    told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
+    (entry,) = Logprobs(0, 2).as_chat(told)["content"]
+    assert entry["bytes"] == [97]
+    assert [one["token"] for one in entry["top_logprobs"]] == ["a", "b"]
+    with pytest.raises(UntoldError):
+        Logprobs(0, 3).as_chat(told)
