@@ -1,5 +1,7 @@
 """`balanceroute drain`: have a proxy send nothing more to an engine, and wait until it is idle.
 
+With a deadline, what is still there then goes on elsewhere, as far as it can.
+
 For hooks that run before an engine ends, as a pod's preStop.
 """
 
@@ -49,6 +51,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="until its last request has ended and the last KV cache that it holds was pulled",
     )
     parser.add_argument(
+        "--deadline-s",
+        type=float,
+        metavar="S",
+        help="after so many seconds, have requests go on at other engines: those whose answers have not "
+        "begun, and streams that --resume of the proxy continues (default: never)",
+    )
+    parser.add_argument(
         "--timeout-s",
         type=float,
         default=300.0,
@@ -81,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     wait_s = arguments.timeout_s if arguments.wait else 0.0
     if wait_s:
         order["wait_s"] = wait_s
+    if arguments.deadline_s is not None:
+        order["deadline_s"] = arguments.deadline_s
     status, answer = admin.ask(
         "POST", "/admin/instances/drain", order, timeout_s=wait_s + _ANSWER_S
     )

@@ -95,8 +95,15 @@ def test_it_waits_with_the_token(
     token.write_text("secret\n")
     token.chmod(0o600)
     words = ["http://both:8000", "--role", "prefill", "--token-file", str(token)]
-    assert main(["drain", *words, "--admin", address, "--wait", "--timeout-s", "7"]) == 0
-    assert told.orders == [{"role": "prefill", "url": "http://both:8000", "wait_s": 7.0}]
+    words += ["--admin", address, "--wait", "--timeout-s", "7", "--deadline-s", "0"]
+    assert main(["drain", *words]) == 0
+    (order,) = told.orders
+    assert order == {
+        "role": "prefill",
+        "url": "http://both:8000",
+        "wait_s": 7.0,
+        "deadline_s": 0.0,
+    }
     assert told.tokens == ["Bearer secret"]
     assert capsys.readouterr().out == "http://both:8000 (prefill) is drained\n"
 

@@ -151,6 +151,85 @@ def test_a_removed_engine_takes_no_stream_with_it(play: "Play", path: str) -> No
     play(scenario, flags=EXACT)
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_drain_with_a_deadline_takes_away_what_can_go_on(
+    play: "Play", path: str, relays: int
+) -> None:
+    def second(site: "Site") -> dict[str, Any]:
+        return {"role": "decode", "url": site.fleet.engine("decode/1").url}
+
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[path] | {"max_tokens": 200}
+        right = await alone(site, path, values)
+        assert (await site.admin("/admin/instances/drain", second(site))).status == 200
+        exchange = site.send(path, values, headers=ID)
+        await exchange.until_events(9)
+        other = site.send(path, values | {"frequency_penalty": 0.5, "max_tokens": 90})
+        await other.until_events(9)
+        assert {leg.engine for leg in site.received("decode")} == {"decode/0"}
+        order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0.5}
+        assert (await site.admin("/admin/instances", second(site))).status == 200
+        assert (await site.admin("/admin/instances/drain", order)).status == 200
+        same(await exchange.end(), right)
+        assert (await other.end()).done
+        await site.until(lambda: len(site.world.ended) == 2)
+        # Nobody else can end the other one.
+        assert [record.resumes for record in site.world.ended] == [0, 1]
+        assert {record.outcome for record in site.world.ended} == {Outcome.OK}
+        assert [leg.engine for leg in site.received("decode")][2:] == ["decode/1"]
+
+    play(scenario, flags=EXACT, relays=relays)
+
+
+def test_an_engine_that_is_taken_back_before_the_deadline_keeps_its_streams(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
+        await exchange.until_events(9)
+        (on,) = site.received("decode")
+        order = {"role": "decode", "url": site.fleet.engine(on.engine).url}
+        assert (
+            await site.admin("/admin/instances/drain", order | {"deadline_s": 0.3})
+        ).status == 200
+        assert (await site.admin("/admin/instances", order)).status == 200
+        assert (await exchange.end()).done
+        assert site.world.ended[0].resumes == 0
+
+    play(scenario, flags=EXACT)
+
+
+def test_the_last_engine_keeps_its_streams_at_the_deadline(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
+        await exchange.until_events(9)
+        order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0}
+        assert (await site.admin("/admin/instances/drain", order)).status == 200
+        assert (await exchange.end()).done
+        assert site.world.ended[0].resumes == 0
+
+    play(scenario, flags=EXACT, ranks=1)
+
+
+@pytest.mark.parametrize("stalls", [True, False])
+def test_a_stream_leaves_an_engine_that_is_quarantined_and_silent(
+    play: "Play", stalls: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | {"max_tokens": 400}
+        right = await alone(site, CHAT, values)
+        if stalls:
+            site.fleet.faults.set("decode/0", stall_after_tokens=7)
+        begin_s = site.loop.time()
+        exchange = site.send(CHAT, values, headers=ID)
+        await exchange.until_events(5)
+        site.fleet.faults.set("decode/0", refuse=True)
+        same(await exchange.end(), right)
+        assert site.loop.time() - begin_s < 60.0
+        assert site.world.ended[0].resumes == stalls
+
+    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 120.0, "policy": "fifo"})
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -9,7 +9,7 @@
     GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
     GET  /admin/instances         the engines, with what is still in flight on each
     POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
-    POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?}
+    POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?, "deadline_s"?}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
     POST /admin/policy            {"policy"}
     POST /admin/log-level         {"level"}
@@ -106,6 +106,10 @@ class Orders(Protocol):
 
     def drain(self, role: Role, url: str) -> None:
         """Send nothing new to an instance."""
+        ...
+
+    def move_away(self, role: Role, url: str) -> None:
+        """Have requests on an instance that is drained go on elsewhere, as far as they can."""
         ...
 
     def remove(self, role: Role, url: str, *, force: bool) -> None:
@@ -284,19 +288,16 @@ class Admin:
         _begin(self._additions, add())
 
     def _drain(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"wait_s"})
+        order = _order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
         role, url = _instance(order)
-        wait_s = order.get("wait_s", 0)
-        if (
-            not isinstance(wait_s, int | float)
-            or isinstance(wait_s, bool)
-            or not 0 <= wait_s <= MAX_WAIT_S
-        ):
-            raise _Refusal(400, f"wait_s must be from 0 to {MAX_WAIT_S:g}", param="wait_s")
-        if wait_s and len(self._waits) >= MAX_WAITS:
+        wait_s = _seconds(order, "wait_s") or 0.0
+        deadline_s = _seconds(order, "deadline_s")
+        if (wait_s or deadline_s) and len(self._waits) >= MAX_WAITS:
             raise _Refusal(429, "too many instances are being waited for")
         self._engines.drain(role, url)
         _log.info("admin: drains an instance", extra=_where(request, order))
+        if deadline_s is not None:
+            _begin(self._waits, self._move_away(role, url, deadline_s))
         if not wait_s:
             self._instances(request, reply)
             return
@@ -307,6 +308,10 @@ class Admin:
                 self._instances(request, reply)
 
         _begin(self._waits, wait())
+
+    async def _move_away(self, role: Role, url: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._engines.move_away(role, url)
 
     async def _until_idle(self, role: Role, url: str, limit_s: float) -> None:
         """Wait until nothing is in flight on an instance. Raises _Refusal: not in time."""
@@ -432,6 +437,20 @@ def _instance(order: dict[str, object]) -> tuple[Role, str]:
     except ValueError:
         roles = " or ".join(role.value for role in Role)
         raise _Refusal(400, f"role must be {roles}", param="role") from None
+
+
+def _seconds(order: Mapping[str, object], name: str) -> float | None:
+    """Return a time of an order; None if it names none. Raises _Refusal: it is none."""
+    if name not in order:
+        return None
+    value = order[name]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= MAX_WAIT_S
+    ):
+        raise _Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
+    return value
 
 
 def _text(order: dict[str, object], key: str) -> str:

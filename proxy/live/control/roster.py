@@ -237,6 +237,19 @@ class Roster:
         """
         self._set(self._find(role, url), Status.DRAINING, "drained")
 
+    def move_away(self, role: Role, url: str) -> None:
+        """Have the requests on an instance that is drained go on elsewhere, as far as they can.
+
+        Nothing happens if it was taken back, or is gone. An answer that no other instance can end, and
+        one for which no other is up, goes on where it is.
+        """
+        target = Target(role, EngineUrl.parse(url).base)
+        if any(one.status is not Status.DRAINING for one in self.instances.of(target)):
+            return
+        for session in self.sessions_on(target):
+            if role not in self.instances.missing_for(session.ticket.eligible):
+                session.instance_removed(target, gently=True)
+
     def remove(self, role: Role, url: str, *, force: bool) -> None:
         """Forget an instance.
 

@@ -47,9 +47,9 @@ def obey(session: "Session", message: Any, instances: Instances) -> None:
             session.engine_lost(Target(role, url))
         case to_relay.DropLostKv():
             session.drop_lost_kv()
-        case to_relay.InstanceRemoved(_, role, url):
+        case to_relay.InstanceRemoved(_, role, url, gently):
             target = Target(role, url)
             if session.is_on(target):
-                session.instance_removed(target)
+                session.instance_removed(target, gently=gently)
         case _:
             raise ValueError(f"a scheduler does not say {message}")

@@ -199,9 +199,9 @@ class RemoteRequest:
 
     # Engines that go.
 
-    def instance_removed(self, target: "Target") -> None:
+    def instance_removed(self, target: "Target", *, gently: bool = False) -> None:
         """Have it go on without an instance that it was on."""
-        self._send(to_relay.InstanceRemoved(self.theirs, target.role, target.url))
+        self._send(to_relay.InstanceRemoved(self.theirs, target.role, target.url, gently))
 
     def engine_lost(self, target: "Target") -> None:
         """Have it leave an engine that does not answer any more."""

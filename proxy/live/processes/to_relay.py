@@ -226,6 +226,7 @@ class InstanceRemoved(Struct, frozen=True, array_like=True, tag=121):
     number: int
     role: Role
     url: str
+    gently: bool = False
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=122):

@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Rank
+from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
     is_recomputed,
@@ -37,10 +37,8 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.repeated_text import RepeatedText
-    from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
-    from balanceroute.proxy.live.request.emitted import Emitted
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Each makes progress.
 _MOST_RECOMPUTES = 32
+# Many steps.
+_STILL_S = 1.0
 # Of what an engine reports.
 _MOST_WORDS = 200
 
@@ -92,12 +92,9 @@ class DecodeAttempt(Attempt):
         self._repeated = session.emitted.repeated
         self._ids: TokenIds | None = None
         if self._rank is not None:
+            resume, parses = session.context.legs.resume, engine.continuous_usage_is_expensive
             self._ids = session.emitted.ids_to_keep(
-                session.shape,
-                self._asked[1],
-                session.context.legs.resume,
-                self._repeated,
-                parses=engine.continuous_usage_is_expensive,
+                session.shape, self._asked[1], resume, self._repeated, parses=parses
             )
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""
@@ -193,9 +190,12 @@ class DecodeAttempt(Attempt):
         """Fail if the answer takes too long to begin, or stands still."""
         session, legs, stream = self._session, self._session.context.legs, self.stream
         if stream is not None and stream.started:
-            if session.answer.is_paused or now_s <= stream.last_s + legs.idle_stream_timeout_s:
+            limit_s = legs.idle_stream_timeout_s
+            if self.engine.status is Status.QUARANTINED and self.continuable:
+                limit_s = min(limit_s, _STILL_S)  # Else it might as well end there.
+            if session.answer.is_paused or now_s <= stream.last_s + limit_s:
                 return
-            reason = f"the stream stood still for {legs.idle_stream_timeout_s:g} s"
+            reason = f"the stream stood still for {limit_s:g} s"
         elif now_s <= self._deadline_s:
             return
         else:
@@ -223,9 +223,8 @@ class DecodeAttempt(Attempt):
             self.stream = None
 
     def _count(self, stream: Relay) -> None:
-        session = self._session
+        session, record = self._session, self._session.record
         if session.answer.opened:
-            record = session.record
             before = int(record.early_first_token)  # What came since may have been that again.
             record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
             record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
@@ -233,29 +232,23 @@ class DecodeAttempt(Attempt):
                 record.second_token_came(round(stream.second_s * 1e9))
 
     def _make_stream(self, asked: CountsAsked | None) -> Relay:
-        session, resumes = self._session, self._session.answer.opened
-        reader: StreamReader
-        if session.shape.api in (Api.CHAT, Api.COMPLETIONS):
-            reader = _make_reader(
-                session.emitted,
-                session.shape,
-                self._repeated,
-                ids=self._ids,
-                resumes=resumes,
-                usage=self._usage,
-                counts=None if asked is None else TokenCounts(asked),
-                transcript=self._transcript,
-                expensive=self._stop_asking,
-            )
-        else:
-            reader = NamedEventStream(resumes=resumes)
+        session = self._session
+        reader = _make_reader(
+            session,
+            self._repeated,
+            ids=self._ids,
+            usage=self._usage,
+            counts=None if asked is None else TokenCounts(asked),
+            transcript=self._transcript,
+            expensive=self._stop_asking,
+        )
         return Relay(
             self,
             session.answer.reply,
             reader,
             session.context.clock,
             observe_gap=session.context.observe_gap,
-            resumes=resumes,
+            resumes=session.answer.opened,
             before=session.emitted.tokens,
         )
 
@@ -414,14 +407,21 @@ class DecodeAttempt(Attempt):
 
 
 def _make_reader(
-    emitted: "Emitted", shape: "Shape", repeated: "RepeatedText", **options: Any
-) -> CompletionStream:
+    session: "AttemptOwner", repeated: "RepeatedText", **options: Any
+) -> "StreamReader":
+    emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
+    if shape.api not in (Api.CHAT, Api.COMPLETIONS):
+        return NamedEventStream(resumes=resumes)
     if emitted.continued is None and not emitted.overlap:
-        return CompletionStream(shape.sequences, **options)
+        return CompletionStream(shape.sequences, resumes=resumes, **options)
     completes_chat = emitted.continued is not None and shape.api is Api.CHAT
-    head = emitted.head if completes_chat else b""
     return ContinuationStream(
-        shape.sequences, head=head, repeated=repeated, logprobs=emitted.logprobs, **options
+        shape.sequences,
+        head=emitted.head if completes_chat else b"",
+        repeated=repeated,
+        logprobs=emitted.logprobs,
+        resumes=resumes,
+        **options,
     )
 
 

@@ -79,7 +79,7 @@ class LiveRequest(Protocol):
 
     # Engines that go.
 
-    def instance_removed(self, target: "Target") -> None:
+    def instance_removed(self, target: "Target", *, gently: bool = False) -> None:
         """Go on without an instance that this request was on, unless its answer came from there."""
 
     def engine_lost(self, target: "Target") -> None:

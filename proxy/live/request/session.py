@@ -232,19 +232,18 @@ class Session:
 
     # Engines that go.
 
-    def instance_removed(self, target: Target) -> None:
-        """Go on without an instance that this request was on, unless its answer came from there."""
+    def instance_removed(self, target: Target, *, gently: bool = False) -> None:
+        """Go on without an instance that this request was on; `gently` if it may end its answer."""
         if self._held.move(target):
             return
-        if self.phase is Phase.STREAMING and not self._held.continuable:
-            self.fail(502, "the engine was removed")
-            return
-        if self.phase is Phase.STREAMING:
+        if self.phase is not Phase.STREAMING:
+            self.record.retries += 1
+            # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
+            self.host.feed(self._kv_lost() if self._held.bound else self._prefiller_lost())
+        elif self._held.continuable:
             self._held.hand_over()
-            return
-        self.record.retries += 1
-        # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
-        self.host.feed(self._kv_lost() if self._held.bound else self._prefiller_lost())
+        elif not gently:
+            self.fail(502, "the engine was removed")
 
     def engine_lost(self, target: Target) -> None:
         """Leave an engine that does not answer any more, unless its answer has begun."""

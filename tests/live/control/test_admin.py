@@ -88,6 +88,9 @@ class Fleet:
     def drain(self, role: Role, url: str) -> None:
         self._order("drain", role, url)
 
+    def move_away(self, role: Role, url: str) -> None:
+        self._order("move away", role, url)
+
     def remove(self, role: Role, url: str, *, force: bool) -> None:
         self._order("remove", role, url, force)
 
@@ -682,6 +685,30 @@ def test_an_engine_that_is_gone_meanwhile_is_drained() -> None:
 def test_how_long_to_wait_is_a_number(wait_s: object) -> None:
     bench = Bench()
     sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": wait_s})
+    assert sent.status == 400
+    assert bench.fleet.orders == []
+
+
+def test_a_drain_may_have_a_deadline() -> None:
+    async def scenario(bench: Bench) -> None:
+        order = INSTANCE | {"deadline_s": 5, "wait_s": 60}
+        sent = bench.post("/admin/instances/drain", order)
+        await asyncio.sleep(4.9)
+        assert [what for what, *_ in bench.fleet.orders] == ["drain"]
+        await asyncio.sleep(0.2)
+        assert [what for what, *_ in bench.fleet.orders] == ["drain", "move away"]
+        assert sent.status == 0
+        bench.fleet.in_flight = 0
+        await asyncio.sleep(1.0)
+        assert sent.status == 200
+
+    waited(scenario)
+
+
+@pytest.mark.parametrize("deadline_s", [-1, "3", True, None, 86_401, inf])
+def test_a_deadline_is_a_number(deadline_s: object) -> None:
+    bench = Bench()
+    sent = bench.post("/admin/instances/drain", INSTANCE | {"deadline_s": deadline_s})
     assert sent.status == 400
     assert bench.fleet.orders == []
 
