@@ -227,20 +227,23 @@ def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
         asked.append((out.name, *flags))
         live = {"idle_fraction": 0.363, "tokens_per_s": 1433.4, "tpot_ms_p95": 101.6}
         live |= {"ttft_ms_p50": 15_100.0, "ttft_ms_p99": 27_900.0}
+        live |= {"ttst_ms_p50": 15_200.0, "ttst_ms_p99": 28_300.0}
         simulated = {"idle_fraction": 0.345, "output_tokens_per_s": 1464.0}
         spread = {"idle_fraction": 0.023, "output_tokens_per_s": 35.0}
         return [{"policy": "jsq", "live": live, "simulated": simulated, "spread": spread}]
 
     monkeypatch.setattr(module, "demo", demo)
     monkeypatch.setattr(module, "train_gbdt", lambda out: out / "gbdt.json")
-    cells = "| 36.3 | 34.5 ±2.3 | 1,433 | 1,464 ±35 | 101.6 | 15.1 | 27.9 |"
-    for table, names in (("policies", ("jsq",)), ("predictors", module.PREDICTORS)):
+    cells = "| 36.3 | 34.5 ±2.3 | 1,433 | 1,464 ±35 | 101.6 | 15.1 | 27.9 | 15.2 | 28.3 |"
+    policies = ("jsq", "br-h --first-token prefill")
+    for table, names in (("policies", policies), ("predictors", module.PREDICTORS)):
         monkeypatch.setattr(sys, "argv", ["live_tables", table, "--out", str(tmp_path)])
         assert module.main() == 0
         rows = capsys.readouterr().out.splitlines()
         assert rows[2:] == [f"| `{name}` {cells}" for name in names]
-        assert {row.count("|") for row in rows} == {9}
-    models = [flags[flags.index("--predictor") + 1] for _, *flags in asked[1:]]
+        assert {row.count("|") for row in rows} == {11}
+    assert asked[1] == ("early", *module.EARLY)
+    models = [flags[flags.index("--predictor") + 1] for _, *flags in asked[2:]]
     assert models == ["none", "survival", "exact-match", str(tmp_path / "predictors" / "gbdt.json")]
     # Of the demo's own slice.
     assert module.SKIP == 5000
