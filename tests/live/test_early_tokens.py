@@ -219,6 +219,23 @@ def test_a_stop_token_that_comes_first_ends_the_answer(play: "Play") -> None:
 
 
 @pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("least", [0, 1, 2, 7])
+def test_the_least_tokens_are_the_answers(play: "Play", path: str, least: int) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode", delay_s=WAIT_S)
+        values = STREAMS[path] | USAGE | {"min_tokens": least, "ignore_eos": False}
+        exchange = site.send(path, values, headers=ID)
+        await exchange.until_events(FIRST[path])
+        same(await exchange.end(), await alone(site, path, values))
+        (prefill,), (decode,) = site.received("prefill"), site.received("decode")
+        # The first token must not end an answer that has to go on; else it may.
+        assert (prefill.values["min_tokens"], decode.values["min_tokens"]) == (min(least, 1), least)
+        assert site.world.ended[0].early_first_token
+
+    play(scenario, flags=EARLY, mean_output_tokens=5.0)
+
+
+@pytest.mark.parametrize("path", STREAMS)
 def test_a_token_within_a_character_waits_for_its_rank(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, path, STREAMS[path])
@@ -245,6 +262,7 @@ LATE: list[tuple[str, dict[str, Any]]] = [
     *((path, {"max_tokens": 1}) for path in STREAMS),
     *((path, {"stop": "x"}) for path in STREAMS),
     *((path, {"frequency_penalty": 0.5}) for path in STREAMS),
+    *((path, {"bad_words": ["x"]}) for path in STREAMS),
     *((path, {"return_token_ids": True}) for path in STREAMS),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}),
     (CHAT, {"response_format": {"type": "json_object"}}),

@@ -20,6 +20,7 @@ from balanceroute.proxy.testing.virtual.runner import run
 _MODEL = "emulated"
 _RANKS = 8
 _HALF = 0.5
+_MORE = 0.2
 _BATCH_LIMIT = 16
 _GAP_S = 0.03
 _PAUSE_S = 3.0
@@ -107,6 +108,12 @@ def _draw(rng: random.Random, number: int) -> ClientRequest:
     if rng.random() < _HALF:
         values["stream_options"] = {"include_usage": True}
     chat = rng.random() < _HALF
+    more = random.Random(f"more {number} {prompt}")
+    if more.random() < _MORE:
+        # Parts of many words that the model says, and one that it never does.
+        values["stop"] = more.choice(["1234", ["77 t", "never said"], ["\n", "t99"]])
+    if more.random() < _MORE:
+        values["logprobs"] = chat or more.randrange(4)
     path = CHAT if chat else COMPLETIONS
     text = f"r{number} {prompt}"
     values |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
