@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -109,7 +110,14 @@ def main() -> int:
     parser.add_argument(
         "--only", default=",".join(GROUPS), metavar="NAME,..", help=f"of {', '.join(GROUPS)}"
     )
+    parser.add_argument(
+        "--flags",
+        default="",
+        metavar="WORDS",
+        help="further flags of the proxies: --flags='--resume=exact --first-token=prefill'",
+    )
     arguments = parser.parse_args()
+    flags = shlex.split(arguments.flags)
     only = set(arguments.only.split(","))
     if not only <= set(GROUPS):
         parser.error(f"--only: of {', '.join(GROUPS)}")
@@ -125,7 +133,7 @@ def main() -> int:
         keys.write_text(f"{KEY}\n")
         # Eight slots, one request on the way to them, and one that waits for that.
         strict_flags = ["--batch=1", "--pool-limit=1", "--queue-limit=1", f"--api-key-file={keys}"]
-        with proxy_up() as proxy, proxy_up(*strict_flags) as strict:
+        with proxy_up(*flags) as proxy, proxy_up(*strict_flags, *flags) as strict:
             groups: dict[str, Iterable[Result]] = {
                 "openai": check_openai(proxy, strict),
                 "frameworks": check_frameworks(proxy.url, MODEL),

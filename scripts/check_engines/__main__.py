@@ -21,6 +21,7 @@ from dp_checks import DpChecks
 from engines import Order, free_port, running
 from environment import VLLM, mooncake_fault, prepare
 from fleet import Fleet
+from id_checks import IdChecks
 from kv_checks import KvChecks
 from pd_checks import Checks
 from trace_checks import TraceChecks
@@ -104,12 +105,12 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
         )
-        groups: list[Checks | TraceChecks | ClientChecks | KvChecks] = [DpChecks(fleet)]
+        groups: list[Checks | TraceChecks | ClientChecks | KvChecks | IdChecks] = [DpChecks(fleet)]
         if connector != "nixl-dp":
             # The last ones kill engines.
-            more: list[ClientChecks | KvChecks] = []
+            more: list[ClientChecks | KvChecks | IdChecks] = []
             if connector == "nixl":
-                more = [KvChecks(fleet), ClientChecks(fleet)]
+                more = [KvChecks(fleet), ClientChecks(fleet), IdChecks(fleet)]
             groups = [TraceChecks(fleet), *more, Checks(fleet)]
         for group in groups:
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):

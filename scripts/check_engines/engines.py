@@ -18,7 +18,7 @@ from client import CLIENT
 from environment import MODELS, VARIABLES, VENV
 
 # Three at once on two cores.
-_START_S = 420.0
+_START_S = 900.0
 _END_S = 20.0
 BLOCK_TOKENS = 32
 _COMMON = [
@@ -26,7 +26,7 @@ _COMMON = [
     "--max-model-len=2048",
     f"--block-size={BLOCK_TOKENS}",
     "--num-gpu-blocks-override=512",
-    "--max-num-seqs=16",
+    "--max-num-seqs=64",
     "--enforce-eager",
     "--distributed-executor-backend=uni",
     "--served-model-name=tiny",
@@ -80,14 +80,25 @@ class Engine:
             events, replay = (f"tcp://*:{port}" for port in order.kv_ports)
             config = {"enable_kv_cache_events": True, "endpoint": events}
             command.append(f"--kv-events-config={json.dumps(config | {'replay_endpoint': replay})}")
+        self._command = command
         environment = os.environ | _ENVIRONMENT | dict(order.environment or {})
         environment["PATH"] = f"{VENV / 'bin'}:{environment['PATH']}"
         # Half of an engine's start is imports, twice as long without the bytecode of the first.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        with self.log.open("wb") as log:
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
+                self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
             )
+
+    def restart(self) -> None:
+        """Start it again, if it lives or not, and wait until it serves."""
+        self.end()
+        self._start()
+        self.wait(time.monotonic() + _START_S)
 
     @property
     def kv_addresses(self) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """A proxy in front of real engines, as the checks see it."""
 
+import json
 import re
 import select
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from client import CLIENT
 from engines import Engine
@@ -33,6 +35,28 @@ class Proxy:
         """Return /admin/state."""
         state: dict[str, object] = CLIENT.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
         return state
+
+    def bound(self, engine: Engine) -> int:
+        """Return how many requests there are on a decode engine."""
+        state: Any = self.state()
+        (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
+        return int(rank["bound"])
+
+    def order(self, path: str, **order: object) -> None:
+        """Give an administrator's order."""
+        answer = CLIENT.post(f"{self.admin_url}{path}", json=order, timeout=10.0)
+        assert answer.status_code == 200, answer.text
+
+    def line_of(self, request_id: str) -> dict[str, Any]:
+        """Return what the log says of a request that has ended."""
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
+            for text in self.log.read_text().splitlines():
+                line: dict[str, Any] = json.loads(text)
+                if line.get("request_id") == request_id:
+                    return line
+            time.sleep(0.1)
+        raise AssertionError(f"no line of request {request_id} in the log")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ The prefiller, asked directly, is the single engine to compare with: it computes
 what a decode rank answers rests on what it pulled.
 """
 
-import json
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +13,7 @@ from answers import ask, assert_equal, essence
 from client import CLIENT
 from engines import BLOCK_TOKENS, Engine
 from fleet import LATE_PULLS, SUCCESSES, Fleet, Proxy, until
+from streaming import Streaming
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -154,7 +152,7 @@ class Checks:
             with self._fleet.proxy(f"direct-{direct}", "--direct", direct) as proxy:
                 answer = ask(proxy.url, path, body)
                 assert_equal(essence(answer), expected)
-                line = _line_of(proxy, answer["id"].removeprefix("chatcmpl-"))
+                line = proxy.line_of(answer["id"].removeprefix("chatcmpl-"))
                 assert bool(line["rank"]) == (direct == "decode"), line
         with self._fleet.proxy("direct-refuse", "--direct", "refuse") as proxy:
             answer = CLIENT.post(f"{proxy.url}{path}", json=body, timeout=60.0)
@@ -168,7 +166,7 @@ class Checks:
                     lines = stream.iter_lines()
                     for _ in range(2 * events):
                         next(lines)
-                outcome = _line_of(proxy, stream.headers["x-request-id"])["outcome"]
+                outcome = proxy.line_of(stream.headers["x-request-id"])["outcome"]
                 assert outcome == "cancelled", f"the client did not leave in time: {outcome}"
             took_s = until(self._engines_are_idle, "idle engines")
         return f"no request and no KV block is left {took_s:.1f} s later"
@@ -204,11 +202,11 @@ class Checks:
 
     def check_a_killed_decode_engine_ends_its_streams_only(self) -> str:
         with self._fleet.proxy("killed", "--policy", "jsq") as proxy:
-            streams = [Streaming(proxy, f"kill {i}", _LONG) for i in range(2)]
+            streams = [_long(proxy, f"kill {i}") for i in range(2)]
             until(lambda: all(stream.events for stream in streams), "two streams", step_s=0.01)
             victim = self._fleet.decoders[1]
             with victim.paused():
-                bound = _bound(proxy, victim)
+                bound = proxy.bound(victim)
                 assert bound == 1, f"{bound} streams on the engine to be killed"
                 victim.kill()
             for stream in streams:
@@ -273,12 +271,12 @@ class Checks:
             assert stream.error is None, stream.error
         text = essence(ask(self._prefiller.url, path, body))[1][0]["text"]
         assert second.text == text, f"{second.text!r} and {text!r}"
-        return _line_of(proxy, second.request_id)
+        return proxy.line_of(second.request_id)
 
     @contextmanager
     def _behind(
         self, name: str, flags: Sequence[str], prompt: object
-    ) -> Iterator[tuple[Proxy, "Streaming", "Streaming"]]:
+    ) -> Iterator[tuple[Proxy, Streaming, Streaming]]:
         """Run a proxy with a stream in its only slot, whose engine stands still, and one behind it.
 
         However fast an engine is, the slot stays taken. At the end the engine goes on, and both
@@ -286,10 +284,10 @@ class Checks:
         """
         decoder = self._fleet.decoders[0]
         with self._fleet.proxy(name, "--batch", "1", *flags, decode=[decoder.url]) as proxy:
-            first = Streaming(proxy, "hold the slot", _LONG)
+            first = _long(proxy, "hold the slot")
             until(lambda: bool(first.events), "the first stream", step_s=0.01)
             with decoder.paused():
-                second = Streaming(proxy, prompt, 24)
+                second = _long(proxy, prompt, 24)
                 until(lambda: _pooled(proxy) == 1, "the second request in the pool")
                 yield proxy, first, second
             first.join()
@@ -302,77 +300,11 @@ class Checks:
             yield stream
 
 
-class Streaming:
-    """A streamed completion that is read by a thread of its own.
-
-    Attributes:
-        status: Of the answer; 0 until it came.
-        request_id: As the answer says.
-        events: The events so far.
-        error: What an error event said, or what broke; None if nothing did.
-    """
-
-    def __init__(self, proxy: Proxy, prompt: object, tokens: int) -> None:
-        self.status = 0
-        self.request_id = ""
-        self.events: list[dict[str, Any]] = []
-        self.error: str | None = None
-        path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
-        self._url, self._body = f"{proxy.url}{path}", body
-        self._ended = False
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(choice["text"] for event in self.events for choice in event["choices"])
-
-    def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join(240.0)
-        assert not self._thread.is_alive(), "a stream without an end"
-        if self.status == 200 and not self._ended:
-            self.error = self.error or "it ended without a word"
-
-    def _read(self) -> None:
-        try:
-            with CLIENT.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
-                self.request_id = answer.headers["x-request-id"]
-                self.status = answer.status_code
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
-                        self._ended = True
-                    elif line.startswith("data: "):
-                        self._take(json.loads(line.removeprefix("data: ")))
-        except httpx.HTTPError as error:
-            self.error = self.error or repr(error)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            self.error = str(event["error"])
-        else:
-            self.events.append(event)
+def _long(proxy: Proxy, prompt: object, tokens: int = _LONG) -> Streaming:
+    path, body = completion(prompt, max_tokens=tokens, stream=True, ignore_eos=True)
+    return Streaming(proxy.url, path, body)
 
 
 def _pooled(proxy: Proxy) -> int:
     state: Any = proxy.state()
     return int(state["state"]["pooled"])
-
-
-def _bound(proxy: Proxy, engine: Engine) -> int:
-    """Return how many requests the proxy has on a decode engine."""
-    state: Any = proxy.state()
-    (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
-    return int(rank["bound"])
-
-
-def _line_of(proxy: Proxy, request_id: str) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 10.0
-    while time.monotonic() < deadline_s:
-        for text in proxy.log.read_text().splitlines():
-            line: dict[str, Any] = json.loads(text)
-            if line.get("request_id") == request_id:
-                return line
-        time.sleep(0.1)
-    raise AssertionError(f"no line of request {request_id} in the log")

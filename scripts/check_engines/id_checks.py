@@ -1,0 +1,232 @@
+"""What must hold where the proxy uses token ids: the first token at prefill end, streams that go on.
+
+The last check shows what would befall a proxy that is less careful, as long as the engines are so.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from answers import ask, assert_equal, essence
+from client import CLIENT
+from engines import BLOCK_TOKENS, Engine
+from fleet import Fleet, Proxy, until
+from pd_checks import COMPLETIONS, chat, completion
+from streaming import Streaming
+
+_BOTH = ("--resume", "exact", "--first-token", "prefill")
+_STREAMS, _STREAM_TOKENS = 50, 250
+_FIRST_TOKENS, _AT_A_TIME = 200, 8
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+_SCHEMA: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    },
+}
+# Whether an answer is right that goes on with the KV cache of a shorter prompt.
+_EXPECTED = {
+    "one id more within a block": True,
+    "three ids more within a block": False,
+    "one id more behind full blocks, all cached": True,
+    "one id more behind full blocks, cached in part": False,
+    "later, without a transfer": False,
+}
+_REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def _kinds(number: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return a request of each kind: its kind, path and body."""
+    text = f"def function_{number}(value, *others):"
+    stream = {"stream": True, "max_tokens": 8, "stream_options": {"include_usage": True}}
+    drawn = stream | {"temperature": 1.0}
+    return [
+        ("greedy", *chat(text, **stream)),
+        ("greedy", *completion(text, **stream)),
+        ("seeded", *chat(text, seed=number, **drawn)),
+        ("seeded", *completion(text, seed=number, **drawn)),
+        ("unseeded", *chat(text, **drawn)),
+        ("unseeded", *completion(text, **drawn)),
+        ("tools", *chat(text, tools=[_TOOL], **stream)),
+        ("JSON schema", *chat(text, response_format=_SCHEMA, **stream)),
+        ("logprobs", *chat(text, logprobs=True, top_logprobs=2, **stream)),
+        ("logprobs", *completion(text, logprobs=2, **stream)),
+    ]
+
+
+class IdChecks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._prefiller = fleet.prefillers[0]
+
+    def check_streams_with_an_early_first_token_are_one_engines(self) -> str:
+        asked = [one for number in range(_FIRST_TOKENS // 10) for one in _kinds(number)]
+        early: Counter[str] = Counter()
+        with self._fleet.proxy("early", *_BOTH) as proxy, ThreadPoolExecutor(_AT_A_TIME) as pool:
+            compared = pool.map(lambda one: self._compare(proxy, *one), asked)
+            for (kind, _, _), line in zip(asked, compared, strict=True):
+                early[kind] += bool(line["early_first_token"])
+                assert not line["first_token_differences"], line
+        for kind in ("greedy", "seeded", "unseeded"):
+            assert early[kind] > _FIRST_TOKENS // 10, f"{kind}: {early[kind]} early first tokens"
+        return f"{len(asked)} streams, early: {dict(early)}"
+
+    def _compare(self, proxy: Proxy, kind: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Compare the proxy's answer with one engine's; return the log's line."""
+        answer = ask(proxy.url, path, body)
+        (name,) = {event["id"] for event in answer}
+        line = proxy.line_of(name.partition("-")[2])
+        if line["seed"] is not None:
+            body = body | {"seed": line["seed"]}
+        try:
+            assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+        except AssertionError as error:
+            raise AssertionError(f"{kind}: {path}: {body}: {error}") from None
+        return line
+
+    def check_streams_outlive_a_killed_decode_engine(self) -> str:
+        rest, victim = self._fleet.decoders
+        asked = list(_to_be_cut())
+        flags = (*_BOTH, "--batch", str(_STREAMS))
+        with self._revived(victim), self._fleet.proxy("resume", *flags) as proxy:
+            proxy.order("/admin/instances/drain", role="decode", url=rest.url)
+            streams = [Streaming(proxy.url, *one) for one in asked]
+            until(lambda: _may_be_cut(streams), "streams", step_s=0.01)
+            proxy.order("/admin/instances", role="decode", url=rest.url)
+            with victim.paused():
+                bound = proxy.bound(victim)
+                victim.kill()
+            for stream in streams:
+                stream.join()
+            lines = [proxy.line_of(stream.request_id) for stream in streams]
+        wrong, cuts = [], Counter(line["resumes"] for line in lines)
+        for (path, body), stream in zip(asked, streams, strict=True):
+            try:
+                assert stream.error is None, stream.error
+                assert len({event["id"] for event in stream.events}) == 1
+                right = ask(self._prefiller.url, path, body)
+                assert_equal(essence(stream.events), essence(right))
+                assert _offsets(stream.events) == _offsets(right)
+            except AssertionError as error:
+                wrong.append(f"{path}: {error}")
+        assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong[0]}"
+        assert bound > _STREAMS // 2, f"{bound} of {_STREAMS} streams on the engine that was killed"
+        exact = len(streams) - len(wrong)
+        return f"{exact} of {len(streams)} exact, {cuts[1]} went on elsewhere"
+
+    @contextmanager
+    def _revived(self, engine: Engine) -> Iterator[None]:
+        """Start an engine again that was killed meanwhile."""
+        try:
+            yield
+        finally:
+            engine.restart()
+
+    def check_less_careful_proxies_would_fail(self) -> str:
+        """Walk into the traps. The last one kills the engine, and the spoilt cache with it."""
+        victim = self._fleet.decoders[1]
+        with self._revived(victim):
+            return self._walk_into_traps(victim)
+
+    def _walk_into_traps(self, victim: Engine) -> str:
+        rng = random.Random(5)
+        prompts = [[rng.randrange(300, 900) for _ in range(3 * BLOCK_TOKENS)] for _ in range(5)]
+        short, fewer, cached, spoilt, deadly = prompts
+        del short[-1], fewer[BLOCK_TOKENS + 5 :]
+        right = [_ids(self._prefiller, ids) for ids in prompts]
+
+        def continues(place: int, more: int = 1) -> bool:
+            """Return whether a continuation with the KV cache of the prompt alone is right."""
+            said = _naive(self._prefiller, victim, prompts[place], right[place][:more])
+            return said == right[place][more:]
+
+        seen = {"one id more within a block": continues(0)}
+        seen["three ids more within a block"] = continues(1, 3)
+        _ids(victim, [*cached, 299])
+        seen["one id more behind full blocks, all cached"] = continues(2)
+        _ids(victim, [*spoilt[:BLOCK_TOKENS], 299])
+        seen["one id more behind full blocks, cached in part"] = continues(3)
+        later = [*spoilt, 299]
+        seen["later, without a transfer"] = _ids(victim, later) == _ids(self._prefiller, later)
+        again = self._says_the_prompt_again(victim)
+        _naive(self._prefiller, victim, deadly, right[4][:1], dies=True)
+        assert seen == _EXPECTED, f"right: {seen}"
+        return f"as ever: right are {seen}; a prompt is said again at {again} cuts; one more dies"
+
+    def _says_the_prompt_again(self, engine: Engine) -> int:
+        """Continue an answer behind each of its ids; return how often its prompt is said again."""
+        prompt = "for letter in 'äöüß€漢字🙂🚀':"
+        values = {"temperature": 1.2, "max_tokens": 60, "ignore_eos": True, "seed": 3}
+        path, body = completion(prompt, return_token_ids=True, **values)
+        (whole,) = ask(engine.url, path, body)["choices"]
+        again = 0
+        for cut in range(1, len(whole["token_ids"])):
+            ids = whole["prompt_token_ids"] + whole["token_ids"][:cut]
+            rest = completion(ids, max_tokens=2)
+            said = ask(engine.url, *rest)["choices"][0]["text"]
+            again += said.startswith(prompt)
+        assert again, "no cut was within a character"
+        return again
+
+
+def _to_be_cut() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield greedy streams, whose prompts end at every place within a block."""
+    rng = random.Random(11)
+    more: dict[str, Any] = {"stream": True, "max_tokens": _STREAM_TOKENS, "ignore_eos": True}
+    more["stream_options"] = {"include_usage": True}
+    for number in range(_STREAMS):
+        values = dict(more)
+        if number % 5 == 3:
+            values["stop"] = ["never said at all", "import os", " class A"]
+        if number % 2:
+            text = " ".join(f"value_{rng.randrange(99)}" for _ in range(number))
+            if number % 5 == 4:
+                values |= {"logprobs": True, "top_logprobs": 2}
+            yield chat(text, **values)
+        else:
+            if number % 5 == 4:
+                values["logprobs"] = 2
+            length = BLOCK_TOKENS + number
+            yield completion([rng.randrange(300, 900) for _ in range(length)], **values)
+
+
+def _may_be_cut(streams: list[Streaming]) -> bool:
+    """Return whether all streams have begun, or the first one is far."""
+    events = [len(stream.events) for stream in streams]
+    return min(events) > 2 or max(events) > _STREAM_TOKENS // 2
+
+
+def _offsets(events: list[dict[str, Any]]) -> list[int]:
+    """Return the offsets that a completion's log-probabilities tell."""
+    logprobs = [choice.get("logprobs") or {} for event in events for choice in event["choices"]]
+    return [offset for told in logprobs for offset in told.get("text_offset", ())]
+
+
+def _ids(engine: Engine, prompt: list[int], tokens: int = 12) -> list[int]:
+    """Return the ids of what an engine says alone."""
+    path, body = completion(prompt, max_tokens=tokens, return_token_ids=True, ignore_eos=True)
+    ids: list[int] = ask(engine.url, path, body)["choices"][0]["token_ids"]
+    return ids
+
+
+def _naive(
+    prefiller: Engine, decoder: Engine, prompt: list[int], more: list[int], *, dies: bool = False
+) -> list[int]:
+    """Continue behind `more` with the KV cache of `prompt` alone; return the ids."""
+    path, body = completion(prompt, max_tokens=1, kv_transfer_params=_REMOTE)
+    params = ask(prefiller.url, path, body)["kv_transfer_params"]
+    body = completion(prompt + more, max_tokens=12 - len(more), ignore_eos=True)[1]
+    body |= {"return_token_ids": True, "kv_transfer_params": params}
+    answer = CLIENT.post(f"{decoder.url}{COMPLETIONS}", json=body, timeout=60.0)
+    if dies:
+        assert answer.status_code == 500, f"{answer.status_code}: {answer.text[:300]}"
+        return []
+    assert answer.status_code == 200, answer.text[:300]
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
