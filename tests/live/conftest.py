@@ -217,12 +217,12 @@ class Site:
         port = self.fleet.engine(engine).port
         return await self.send(path, values, method=method, port=port).end()
 
-    async def admin(self, path: str, values: object = None) -> Exchanged:
+    async def admin(self, path: str, values: object = None, *, method: str = "GET") -> Exchanged:
         """Post an order to the admin listener, or get one of its pages."""
         assert self.world.plane.admin is not None
         port = self.world.plane.admin.port
         if values is None:
-            return await self.send(path, method="GET", port=port).end()
+            return await self.send(path, method=method, port=port).end()
         headers = [(b"content-type", b"application/json")]
         return await self.send(path, values, headers=headers, port=port).end()
 

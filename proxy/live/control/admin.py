@@ -14,6 +14,7 @@
     POST /admin/policy            {"policy"}
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
+    /workers, /workers/ID         engines, as training frameworks list, add and remove them: `workers.py`
 
 Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
 give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
@@ -35,6 +36,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.live_view import EVENTS, LiveView, Viewer
 from balanceroute.proxy.live.control.page import HEADERS, PAGE
+from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Workers
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
@@ -170,6 +172,7 @@ class Admin:
         self.token = token
         self._names = names
         self._live_view = LiveView(control.view)
+        self._workers = Workers(engines, control.instance_rows)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
@@ -186,13 +189,16 @@ class Admin:
             b"/admin/policy": {b"POST": self._set_policy},
             b"/admin/log-level": {b"POST": self._set_log_level},
             b"/admin/reload": {b"POST": self._reload},
+            PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
         }
+        self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
 
     def __call__(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or when what it asks for is done."""
         with _answering(reply):
             self._authorise(request)
-            methods = self._routes.get(request.path)
+            named = request.path.startswith(PATH + b"/")
+            methods = self._of_worker if named else self._routes.get(request.path)
             if methods is None:
                 raise _Refusal(404, "there is no such page")
             handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
@@ -337,6 +343,32 @@ class Admin:
         self._engines.remove(*_instance(order), force=force)
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
+
+    def _list_workers(self, _request: Request, reply: Reply) -> None:
+        _send_json(reply, 200, self._workers.all())
+
+    def _worker(self, request: Request, reply: Reply) -> None:
+        _send_json(reply, 200, self._workers.one(request.path))
+
+    def _add_worker(self, request: Request, reply: Reply) -> None:
+        order = _order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
+        if len(self._additions) >= MAX_ADDITIONS:
+            raise _Refusal(429, "too many instances are being added")
+
+        async def add() -> None:
+            with _answering(reply):
+                _send_json(reply, 202, await self._workers.add(order))
+                _log.info("admin: added a worker", extra=_where(request, order))
+
+        _begin(self._additions, add())
+
+    def _remove_worker(self, request: Request, reply: Reply) -> None:
+        if len(self._waits) >= MAX_WAITS:
+            raise _Refusal(429, "too many instances are being waited for")
+        answer, role, url = self._workers.begin_removal(request.path)
+        _log.info("admin: removes a worker", extra=_where(request, answer))
+        _begin(self._waits, self._workers.end_removal(role, url))
+        _send_json(reply, 202, answer)
 
     def _set_policy(self, request: Request, reply: Reply) -> None:
         order = _order(request, required={"policy"})

@@ -1,0 +1,95 @@
+"""`/workers` of the admin listener, as training frameworks use a router's."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import CHAT, TALK
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+GREEDY: dict[str, Any] = {"temperature": 0, "stream": True, "max_tokens": 200}
+
+
+async def listed(site: "Site") -> list[dict[str, Any]]:
+    answer = await site.admin("/workers")
+    assert answer.json["total"] == len(answer.json["workers"])
+    found: list[dict[str, Any]] = answer.json["workers"]
+    return found
+
+
+async def delete(site: "Site", worker_id: str) -> "Exchanged":
+    return await site.admin(f"/workers/{worker_id}", method="DELETE")
+
+
+def test_workers_are_listed_removed_and_added_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        workers = await listed(site)
+        assert [one["worker_type"] for one in workers].count("decode") == 2
+        assert all(one["is_healthy"] for one in workers)
+        first = next(one for one in workers if one["worker_type"] == "decode")
+        assert (await site.admin(f"/workers/{first['id']}")).json == first
+        removed = await delete(site, first["id"])
+        assert (removed.status, removed.json["worker_id"]) == (202, first["id"])
+        await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
+        assert first["id"] not in [one["id"] for one in await listed(site)]
+        assert (await site.admin(f"/workers/{first['id']}")).status == 404
+        assert (await delete(site, first["id"])).status == 404
+        more = {"priority": 50, "model_id": "tiny", "ranks": 1}
+        order = {"url": first["url"], "worker_type": "decode", **more}
+        added = await site.admin("/workers", order)
+        assert (added.status, added.json["worker_id"]) == (202, first["id"])
+        assert (await site.admin("/workers", order)).status == 409
+        assert first["id"] in [one["id"] for one in await listed(site)]
+
+    play(scenario)
+
+
+def test_a_worker_that_is_removed_ends_what_only_it_can_end(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        streams = [
+            site.send(CHAT, TALK | GREEDY | more) for more in ({}, {"frequency_penalty": 0.5})
+        ]
+        for stream in streams:
+            await stream.until_events(9)
+        for worker in await listed(site):
+            if worker["url"] == site.fleet.engine("decode/0").url:
+                assert worker["load"] > 0
+                assert (await delete(site, worker["id"])).status == 202
+        for stream in streams:
+            assert (await stream.end()).done
+        await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
+
+    play(scenario, flags={"resume": "exact"})
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ({"url": "http://d:1"}, "worker_type is missing"),
+        ({"worker_type": "decode"}, "url is missing"),
+        ({"url": 3, "worker_type": "decode"}, "url must be a text"),
+        ({"url": "http://d:1", "worker_type": "regular"}, "must be prefill or decode"),
+        ({"url": "http://d:1", "worker_type": "decode", "ranks": 0}, "ranks must be"),
+        ({"url": "http://d:1", "worker_type": "prefill", "bootstrap_port": "1"}, "bootstrap_port"),
+        ({"url": "d", "worker_type": "decode"}, "must begin with http"),
+        ({"url": "http://d:1", "worker_type": "decode", "other": 1}, "unknown key 'other'"),
+    ],
+    ids=str,
+)
+def test_a_bad_worker_is_refused(play: "Play", order: dict[str, Any], words: str) -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.admin("/workers", order)
+        assert answer.status == 400
+        assert words in answer.json["error"]["message"]
+
+    play(scenario)
+
+
+def test_a_method_that_workers_do_not_have_is_refused(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        (worker, *_) = await listed(site)
+        answer = await site.admin(f"/workers/{worker['id']}", {})
+        assert (answer.status, answer.header(b"allow")) == (405, b"GET, HEAD, DELETE")
+
+    play(scenario)
