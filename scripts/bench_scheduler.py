@@ -96,7 +96,7 @@ class Scheduling:
             "log": "none",
         }
         environment = Environment(_NoLog(), random.Random(0), lambda: 0.0, time.thread_time)
-        self.metrics = Metrics(lambda: None)  # type: ignore[arg-type, return-value]
+        self.metrics = Metrics(list)
         self._count = self.metrics.decisions.dispatched
         self.metrics.decisions.dispatched = self._dispatched  # type: ignore[method-assign]
         self._counts: PushedCounts[Any] = PushedCounts()

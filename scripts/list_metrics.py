@@ -70,7 +70,7 @@ STATE = Snapshot(
 
 def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
-    metrics = Metrics(lambda: STATE, process=False)
+    metrics = Metrics(lambda: [STATE], process=False)
     metrics.tenants.names = {"t"}
     record = RequestRecord(
         request_id="r",

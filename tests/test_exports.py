@@ -34,18 +34,18 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
-proxy.live: announcement connectors control control_plane deployment descriptors discovery
+proxy.live: announcement connectors control control_plane deployment deployment_state descriptors discovery
     engine_connections engines environment following_kv_events frontend http3_listener kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin errors live_view load_log memory page rank_slots roster standing state view
+proxy.live.control: admin engine_orders errors live_view load_log memory page rank_slots roster standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
     kv_subscriber kv_transfers model_list
     scrape served_models
-proxy.live.frontend: body_queue clients cors gateway hand_offs intake model_pages model_routes own_pages
+proxy.live.frontend: asking body_queue clients cors gateway generation groups hand_offs intake model_pages model_routes own_pages
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
@@ -63,10 +63,10 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
 proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission aimd_options checks config configure declared discovery engines http3
+proxy.live.settings: admission aimd_options checks config configure declared discovery engines groups http3
     policy_options reader scheduling score_options
     setting tenant_file
-proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition json_line
+proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot tenant_metrics
 proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network scenario
@@ -85,7 +85,7 @@ proxy.wire.http3: control_frames framing heads leaky_bucket reply server_connect
 proxy.wire.quic: carrier connection endpoint stream_orders
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
-topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding KvFlow MAX_RANKS
+topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding GroupEntry KvFlow MAX_RANKS
     PortUse PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill check_options
     did_you_mean engine_commands known_options proxy_command read_engine_list read_topology shipped_topologies
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces write_native

@@ -8,11 +8,11 @@ from balanceroute.topologies.commands import Command, engine_commands, proxy_com
 from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts, KvFlow
 from balanceroute.topologies.engine_options import EngineOptions, check_options, known_options
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
+from balanceroute.topologies.entries import DecodeEntry, PrefillEntry
 from balanceroute.topologies.findings import Finding
+from balanceroute.topologies.groups import GroupEntry
 from balanceroute.topologies.tables import TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
-    DecodeEntry,
-    PrefillEntry,
     Topology,
     read_engine_list,
     read_topology,
@@ -28,6 +28,7 @@ __all__ = [
     "EngineOptions",
     "Engines",
     "Finding",
+    "GroupEntry",
     "KvFlow",
     "PortUse",
     "PrefillEntry",

@@ -140,7 +140,8 @@ class Table:
         value = self._content.get(key, [])
         if not isinstance(value, list):
             raise self.error(key, f"must be an array of tables: write [[{key}]]")
-        return [Table(self._path, f"{key}[{i}]", item, known) for i, item in enumerate(value)]
+        place = f"{self._place}.{key}" if self._place else key
+        return [Table(self._path, f"{place}[{i}]", item, known) for i, item in enumerate(value)]
 
     def table(self, key: str, known: Iterable[str]) -> "Table":
         """Return a required table."""
@@ -158,6 +159,14 @@ class Table:
             place = f"{self._place}.{key}" if self._place else key
             raise self.error(key, f"must be a table: write [{place}]")
         return MappingProxyType(value)
+
+    def mappings(self, key: str) -> Mapping[str, Mapping[str, object]]:
+        """Return a table of tables as they are; empty if it is missing."""
+        found = self.mapping(key) or {}
+        for name, value in found.items():
+            if not isinstance(value, dict):
+                raise self.error(f"{key}.{name}", f"must be a table: write [{key}.{name}]")
+        return MappingProxyType(found)  # type: ignore[arg-type]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -21,6 +21,8 @@ batch = 256
 prefillers = 2
 ```
 
+Several deployments behind one address are `[[model]]` tables in place of the engines, see `groups.py`.
+
 With `[engines]` the engines' addresses follow from it; `[[prefill]]` and `[[decode]]` may be present
 only with the same addresses. `batch` and `lease_s` of `[proxy]` follow from it too, if absent. The keys
 of `[proxy]` and `[emulation]` are checked by their own readers.
@@ -29,49 +31,25 @@ of `[proxy]` and `[emulation]` are checked by their own readers.
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 
 from balanceroute.topologies.connector_facts import CONNECTORS
-from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
+from balanceroute.topologies.engines import Engines, read_engines
+from balanceroute.topologies.entries import (
+    DecodeEntry,
+    PrefillEntry,
+    decode_entries,
+    prefill_entries,
+)
+from balanceroute.topologies.groups import GroupEntry, has_groups, read_groups
 from balanceroute.topologies.placement import bracketed, place
-from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
+from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
-_PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillEntry:
-    """One prefiller: its URL, and what else the file names.
-
-    Attributes:
-        bootstrap: The URL of its Mooncake bootstrap server.
-        kv_events: Where it publishes its KV cache events.
-        kv_replay: Where it sends them again.
-    """
-
-    url: str
-    bootstrap: str | None = None
-    kv_events: str | None = None
-    kv_replay: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeEntry:
-    """One decode server.
-
-    Attributes:
-        rank_ids: The data-parallel ranks that it hosts; None if it is one rank with its own URL.
-        discover: Whether the proxy asks the server for its ranks.
-    """
-
-    url: str
-    rank_ids: tuple[int, ...] | None = None
-    discover: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +62,10 @@ class Topology:
         proxy: The `[proxy]` table, and what follows from the engines.
         engines: How to start the engines; None if the file has no such table.
         emulation: The `[emulation]` table as it is; None if the engines are real.
+        groups: The `[[model]]` tables; then it has no engines of its own.
+        aliases: The `[alias.NAME]` tables as they are, by name.
+        place: Before the keys of its tables in messages; "model[1]." if it is a group of a file.
+        shared: Of a group, the file's `[proxy]` table; what `proxy` has goes before it.
     """
 
     path: Path
@@ -95,6 +77,30 @@ class Topology:
     proxy: Mapping[str, object]
     engines: Engines | None
     emulation: Mapping[str, object] | None
+    groups: tuple[GroupEntry, ...] = ()
+    aliases: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    place: str = ""
+    shared: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def deployments(self) -> "tuple[Topology, ...]":
+        """The layout of each of its groups; itself if there are none."""
+        return tuple(map(self.of, self.groups)) or (self,)
+
+    def of(self, group: GroupEntry) -> "Topology":
+        """Return the layout of one of its groups."""
+        return replace(
+            self,
+            models=group.models,
+            connector=group.connector,
+            prefill=group.prefill,
+            decode=group.decode,
+            proxy=group.proxy,
+            groups=(),
+            aliases={},
+            place=f"{group.place}.",
+            shared=self.proxy,
+        )
 
 
 def read_topology(
@@ -123,7 +129,7 @@ def read_engine_list(path: Path) -> tuple[tuple[PrefillEntry, ...], tuple[Decode
         OSError: The file cannot be read.
     """
     table = Table(path, "", _document(path, path), ("prefill", "decode"))
-    return _prefill_entries(table), _decode_entries(table)
+    return prefill_entries(table), decode_entries(table)
 
 
 def shipped_topologies() -> dict[str, Path]:
@@ -159,12 +165,16 @@ def _locate(path: str | PathLike[str]) -> Path:
 
 def _topology(path: Path, document: dict[str, object]) -> Topology:
     keys = ("name", "model", "connector", "prefill", "decode", "proxy", "engines", "emulation")
-    table = Table(path, "", document, keys)
+    table = Table(path, "", document, (*keys, "alias"))
     name = table.required_text("name") if "name" in table else path.stem
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")
+    if has_groups(table):
+        return _with_groups(path, name, table)
+    if "alias" in table:
+        raise table.error("alias", "chooses among [[model]] tables, and there are none")
     connector = table.word("connector", tuple(CONNECTORS))
-    prefill, decode = _prefill_entries(table), _decode_entries(table)
+    prefill, decode = prefill_entries(table), decode_entries(table)
     emulation = table.mapping("emulation")
     proxy = table.mapping("proxy") or MappingProxyType({})
     engines = None
@@ -190,6 +200,27 @@ def _topology(path: Path, document: dict[str, object]) -> Topology:
         proxy=proxy,
         engines=engines,
         emulation=emulation,
+    )
+
+
+def _with_groups(path: Path, name: str, table: Table) -> Topology:
+    """Return a topology of several deployments."""
+    for key in ("connector", "prefill", "decode", "engines", "emulation"):
+        if key in table:
+            raise table.error(key, "belongs into a [[model]] table where there are some")
+    groups = read_groups(table)
+    return Topology(
+        path=path,
+        name=name,
+        models=(),
+        connector=None,
+        prefill=(),
+        decode=(),
+        proxy=table.mapping("proxy") or MappingProxyType({}),
+        engines=None,
+        emulation=None,
+        groups=groups,
+        aliases=table.mappings("alias"),
     )
 
 
@@ -234,43 +265,3 @@ def _follows(engines: Engines) -> dict[str, object]:
     """Return the proxy's settings that follow from those of the engines."""
     lease = {} if engines.lease_s is None else {"lease_s": engines.lease_s}
     return {"batch": engines.decode.max_num_seqs, **lease}
-
-
-def _prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
-    return tuple(
-        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
-        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
-    )
-
-
-def _decode_entries(table: Table) -> tuple[DecodeEntry, ...]:
-    return tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
-
-
-def _decode_entry(entry: Table) -> DecodeEntry:
-    url = entry.required_text("url")
-    ranks = entry.get("ranks")
-    ids = entry.get("rank_ids")
-    if ids is not None:
-        if ranks is not None:
-            raise entry.error("rank_ids", "excludes ranks")
-        if (
-            not isinstance(ids, list)
-            or not ids
-            or not all(is_integer(i, 0, MAX_RANKS - 1) for i in ids)
-        ):
-            reason = f"must be a list of integers from 0 to {MAX_RANKS - 1}, is {ids!r}"
-            raise entry.error("rank_ids", reason)
-        if len(set(ids)) != len(ids):
-            raise entry.error("rank_ids", f"names a rank twice: {ids!r}")
-        return DecodeEntry(url, tuple(ids))
-    match ranks:
-        case None:
-            return DecodeEntry(url)
-        case "discover":
-            return DecodeEntry(url, discover=True)
-        case int() if is_integer(ranks, 1, MAX_RANKS):
-            return DecodeEntry(url, tuple(range(ranks)))
-        case _:
-            reason = f"must be an integer from 1 to {MAX_RANKS} or 'discover', is {ranks!r}"
-            raise entry.error("ranks", reason)

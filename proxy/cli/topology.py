@@ -89,8 +89,10 @@ def run_check(arguments: argparse.Namespace) -> int:
         # Here, so that a check of the file alone starts without it.
         from balanceroute.proxy.cli.online_check import check_online  # noqa: PLC0415
 
-        found, memory = check_online(topology)
-        findings += tuple(found)
+        for one in topology.deployments:
+            found, told = check_online(one)
+            findings += tuple(found)
+            memory += told
     for finding in findings:
         print(f"{topology.path}: {finding}")  # noqa: T201 - the command's answer.
     errors = sum(finding.level == "error" for finding in findings)
@@ -258,6 +260,9 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
 
 def _summary(topology: "Topology") -> str:
     engines = topology.engines
+    if topology.groups:
+        names = ", ".join(group.name for group in topology.groups)
+        return f"nothing is wrong with it: {_count(len(topology.groups), 'group')}: {names}"
     if engines is None:
         return "nothing is wrong with it"
     prefillers = len(topology.prefill)

@@ -4,28 +4,30 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
 from balanceroute.proxy.live.control.load_log import LoadLog
-from balanceroute.proxy.live.control.state import instance_rows, request_rows, take_snapshot
+from balanceroute.proxy.live.control.standing import KeepingPart
+from balanceroute.proxy.live.control.state import ended_rows, instance_rows, request_rows
 from balanceroute.proxy.live.control.view import view_of
 from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.listeners import AdminListener
-from balanceroute.proxy.live.prediction.predictors import predictor_name
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
-from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.security.credentials import Credentials
-    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.wire.http1.server import Server
 
@@ -60,16 +62,21 @@ class ControlPlane(ABC):
             environment = replace(environment, log=self._recent)
         self._environment = environment
         self.metrics = Metrics(
-            lambda: self.snapshot(requests=False),
+            lambda: list(self.snapshots(requests=False).values()),
             log_lines_dropped=environment.log_lines_dropped,
             descriptor_shortages=environment.descriptor_shortages,
             processes=environment.processes,
         )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
-        self.deployments = {
-            DEFAULT: Deployment(config, environment, self.metrics, self.failures, counts),
-        }
-        self._tasks: list[asyncio.Task[None]] = []
+        self.deployments: dict[str, Deployment]
+        if config.groups:
+            self.deployments = {}
+            for group in config.groups:
+                self.deployments[group.name] = self._make_group(group)
+        else:
+            alone = Deployment(config, environment, self.metrics, self.failures, counts)
+            self.deployments = {DEFAULT: alone}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self.admin: Server | None = None
         self.pages: Admin | None = None
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
@@ -84,8 +91,8 @@ class ControlPlane(ABC):
 
     @property
     def deployment(self) -> Deployment:
-        """The one deployment that there is."""
-        return self.deployments[DEFAULT]
+        """The first deployment, which is the only one unless there are groups."""
+        return next(iter(self.deployments.values()))
 
     async def start(self) -> None:
         """Find the engines and listen.
@@ -93,18 +100,37 @@ class ControlPlane(ABC):
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
         """
-        await self.deployment.start()
+        for deployment in self.deployments.values():
+            await deployment.start()
         # Before any task is begun, which would have to be ended if it fails.
         await self._listen()
-        self._tasks = [self._task(what, run) for what, run in self.deployment.tasks()]
+        for name in self.deployments:
+            self._begin(name)
+
+    def _make_group(self, group: "GroupConfig") -> Deployment:
+        """Return the deployment of a group. What tenants have in one counts in all."""
+        environment = self._environment
+        if environment.orders is not None:
+            orders = KeepingPart(environment.orders, group.name)
+            environment = replace(environment, orders=orders)
+        # One whose decisions fail makes none of the others unready.
+        failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
+        beside = self.deployment.tenancy if self.deployments else None
+        return Deployment(group.config, environment, self.metrics, failures, beside=beside)
+
+    def _begin(self, name: str) -> None:
+        """Begin what runs in the background for a deployment."""
+        deployment = self.deployments[name]
+        works = list(deployment.tasks())
         if self._environment.write_loads is not None:
             loads = LoadLog(
-                self.deployment.driver,
+                deployment.driver,
                 interval_s=self.config.log.load_log_interval_s,
                 unix_s=self._environment.unix_s,
                 write=self._environment.write_loads,
             )
-            self._tasks.append(self._task("load log", loads.run))
+            works.append(("load log", loads.run))
+        self._tasks[name] = [self._task(what, run) for what, run in works]
 
     def _task(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Return a task that runs something to its end, if it has one, however often it fails."""
@@ -123,7 +149,8 @@ class ControlPlane(ABC):
 
     async def watch(self) -> None:
         """Wait until the proxy is closed. Its own tasks go on after an exception; see `_task`."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        tasks = chain.from_iterable(self._tasks.values())
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
                 task.result()
@@ -136,60 +163,74 @@ class ControlPlane(ABC):
 
     async def close(self) -> None:
         """End what is left and close every socket."""
-        for task in self._tasks:
+        tasks = [*chain.from_iterable(self._tasks.values())]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.pages is not None:
             self.pages.close()
-        await self.deployment.close()
+        for deployment in self.deployments.values():
+            await deployment.close()
         if self.admin is not None:
             self.admin.close()
             await self.admin.drain()
 
-    def snapshot(self, *, requests: bool, scores: bool = True) -> "Snapshot":
-        """Return the state, with each live request if asked, and with the predictors' scores."""
-        config, deployment = self.config, self.deployment
-        return take_snapshot(
-            deployment.driver,
-            policy=deployment.policy,
-            predictor=predictor_name(config.scheduling.predictor),
-            predictors=deployment.predictors.scores() if scores else [],
-            tenants=deployment.tenancy.states(),
-            rows_judged=deployment.predictors.judged,
-            held=self._held(),
-            quarantines=deployment.quarantines(),
-            gauges=deployment.scraper.gauges(),
-            limits=LimitsState(
-                config.scheduling.batch,
-                config.admission.queue_limit,
-                config.limits.connection_limit,
-                config.limits.body_budget_bytes,
-            ),
-            requests=requests,
-        )
+    def snapshots(self, *, requests: bool, scores: bool = True) -> "dict[str, Snapshot]":
+        """Return the state of each deployment by its name.
+
+        With each live request if asked, and with the predictors' scores.
+        """
+        held = self._held()
+        return {
+            name: snapshot_of(
+                deployment, name, held, self.config.limits, requests=requests, scores=scores
+            )
+            for name, deployment in self.deployments.items()
+        }
+
+    def state(self, *, requests: bool) -> dict[str, object]:
+        """Return the state for people, with each live request if asked."""
+        states = self.snapshots(requests=requests)
+        return {"state": states[DEFAULT]} if DEFAULT in states else {"groups": states}
 
     def view(self) -> dict[str, object]:
         """Return what the page shows."""
         # Scores are expensive, and the page has none.
-        state = self.snapshot(requests=False, scores=False)
-        return view_of(state, self.metrics.latencies(), ready=self.ready)
+        states, latencies = self.snapshots(requests=False, scores=False), self.metrics.latencies()
+        views: dict[str, dict[str, object]] = {
+            name: view_of(state, latencies, ready=self.deployments[name].driver.ready)
+            for name, state in states.items()
+        }
+        return views.get(DEFAULT, {"groups": views})
 
     def request_rows(self, request_id: str) -> list[dict[str, object]]:
         """Return the requests that have an id, of those that live and the latest that ended."""
         ended = [] if self._recent is None else self._recent.find(request_id)
-        return request_rows(self.deployment.driver, request_id, ended)
+        return [
+            *ended_rows(ended),
+            *(
+                row
+                for one in self.deployments.values()
+                for row in request_rows(one.driver, request_id)
+            ),
+        ]
 
     def instance_rows(self) -> list[dict[str, object]]:
         """Return every instance, with what is in flight on it."""
-        return instance_rows(self.deployment.roster, self.deployment.quarantines())
+        return [
+            ({"group": name} if name else {}) | row
+            for name, one in self.deployments.items()
+            for row in instance_rows(one.roster, one.quarantines())
+        ]
 
-    def set_policy(self, name: str) -> None:
-        """Decide by another policy from now on.
+    def set_policy(self, name: str, group: str | None = None) -> None:
+        """Decide by another policy from now on, in one of several groups.
 
         Raises:
-            ConfigError: No policy has that name.
+            ConfigError: No policy has that name, or there are groups and none is named.
+            UnknownInstanceError: There is no such group.
         """
-        self.deployment.set_policy(name)
+        self.deployments[named(self.deployments, group)].set_policy(name)
 
     def set_log_level(self, level: str) -> None:
         """Change how much this process logs.
@@ -198,7 +239,8 @@ class ControlPlane(ABC):
             ConfigError: No level has that name.
         """
         set_log_level(level)
-        self.deployment.ordered()
+        for deployment in self.deployments.values():
+            deployment.ordered()
 
     def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
         """Read keys, certificates and tenants again and use them; return how many there are.
@@ -225,7 +267,7 @@ class ControlPlane(ABC):
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now."""
-        return self.deployment.driver.ready
+        return any(one.driver.ready for one in self.deployments.values())
 
     # Parts.
 
@@ -239,16 +281,21 @@ class ControlPlane(ABC):
         if self.pages is not None:
             self.pages.token = credentials.admin_token
         if credentials.engine_key is not None:
-            self.deployment.fetcher.use_key(credentials.engine_key.value)
+            for deployment in self.deployments.values():
+                deployment.fetcher.use_key(credentials.engine_key.value)
 
     def _use_tenants(self, credentials: "Credentials") -> None:
-        self.deployment.tenancy.change(credentials.tenants)
+        for deployment in self.deployments.values():
+            deployment.tenancy.change(credentials.tenants)
         self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
     async def _listen(self) -> None:
         """Open the listeners."""
         self._use_tenants(self.config.credentials)
         if self.config.listening.admin:
-            admin = AdminListener(self.config, self, self.deployment.roster, self.page_of_metrics)
+            orders = EngineOrders(
+                lambda: {name: one.roster for name, one in self.deployments.items()}
+            )
+            admin = AdminListener(self.config, self, orders, self.page_of_metrics)
             self.pages, self.admin = admin.pages, admin.server
             await admin.start(self._environment.admin_sockets)

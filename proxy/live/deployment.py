@@ -84,6 +84,9 @@ _PULLED_LATE = (
 class Deployment:
     """The engines of one model. `start` it, run its `tasks`, and `close` it.
 
+    Args:
+        beside: Of another deployment of the proxy: what tenants have there counts here too.
+
     Attributes:
         fetcher: For health probes, scrapes and discovery.
         tenancy: The limits of its tenants.
@@ -101,6 +104,8 @@ class Deployment:
         metrics: "Metrics",
         failures: "DecisionFailures",
         counts: "Counts[LiveRequest] | None" = None,
+        *,
+        beside: Tenancy | None = None,
     ) -> None:
         self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
@@ -145,6 +150,7 @@ class Deployment:
             ADMISSIONS[config.admission.admission](config.admission.queue_limit),
             config.credentials.tenants,
             lambda: round(clock() * 1e9),
+            beside=beside,
         )
         self.discovery: Reconciler | None = None
         self.driver: Driver

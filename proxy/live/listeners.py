@@ -18,11 +18,8 @@ from balanceroute.proxy.live.security.tls import load_certificate, server_contex
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.model_list import ModelList
-    from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
-    from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
-    from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.frontend.tenancy import Limits
+    from balanceroute.proxy.live.frontend.groups import Groups
+    from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
@@ -46,30 +43,22 @@ class PublicListener:
     def __init__(
         self,
         config: "ProxyConfig",
-        intake: "Intake",
+        groups: "Groups",
         *,
-        served: "ModelList",
-        routes: "ModelRoutes",
-        pass_through: "PassThrough",
         metrics: "RequestCounts",
         pages: "Pages",
         log: "Log",
-        tenancy: "Limits",
         unix_s: Callable[[], float],
     ) -> None:
         self._config = config
         listening = config.listening
         gateway = self.gateway = Gateway(
-            intake,
-            served=served,
-            routes=routes,
-            pass_through=pass_through,
+            groups,
             metrics=metrics,
             pages=pages,
             log=log,
             settings=_gateway_settings(config),
             clients=clients_of(config, config.credentials),
-            tenancy=tenancy,
             unix_s=unix_s,
         )
         self.http3 = None
@@ -221,8 +210,6 @@ def _gateway_settings(config: "ProxyConfig") -> GatewaySettings:
         engine_key=config.credentials.engine_key,
         pass_authorization=config.pass_authorization,
         public_metrics=config.listening.public_metrics,
-        models=config.engines.model,
-        key_is_tenant=config.admission.fair_queue != "none",
     )
 
 

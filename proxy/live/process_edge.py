@@ -160,9 +160,10 @@ async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None],
 def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
     """Get file descriptors; return the settings with connections for them, and their number."""
     descriptors = raise_limit()
-    engines = len(config.prefillers) + sum(max(1, len(one.ranks)) for one in config.decoders)
-    if config.discovery.discover:
-        engines = max(engines, _FOUND)
+    engines = 0
+    for one in config.deployments:
+        named = len(one.prefillers) + sum(max(1, len(server.ranks)) for server in one.decoders)
+        engines += max(named, _FOUND) if one.discovery.discover else named
     enough = connections_for(descriptors, engines)
     limit = config.limits.connection_limit
     if limit is None:

@@ -8,10 +8,12 @@ from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.control.state import held_by
 from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.listeners import PublicListener
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.deployment import Deployment
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.security.credentials import Credentials
@@ -34,22 +36,26 @@ class Proxy(ControlPlane):
         self.server: Server
         self.gateway: Gateway
         self._public: PublicListener
+        self._groups: Groups
 
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
-        driver = self.deployment.driver
-        driver.draining = True
-        if not driver.context.connector.facts.decode_first:
+        drivers = [one.driver for one in self.deployments.values()]
+        for driver in drivers:
+            driver.draining = True
+        if not any(one.context.connector.facts.decode_first for one in drivers):
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
         try:
             async with asyncio.timeout(self.config.times.drain_timeout_s):
-                await driver.drained()
+                for driver in drivers:
+                    await driver.drained()
                 self.server.stop_accepting()
                 # Requests that are passed through, and answers that are still being read.
                 await self.server.drain()
         except TimeoutError:
-            fields = {"count": len(driver.sessions), "connections": self.server.connections}
+            count = sum(len(driver.sessions) for driver in drivers)
+            fields = {"count": count, "connections": self.server.connections}
             _log.warning("cut at shutdown", extra={"fields": fields})
 
     async def close(self) -> None:
@@ -68,7 +74,8 @@ class Proxy(ControlPlane):
     # Parts.
 
     def _held(self) -> "Held":
-        endpoints = self.deployment.roster.endpoints.values()
+        rosters = [one.roster for one in self.deployments.values()]
+        endpoints = [endpoint for roster in rosters for endpoint in roster.endpoints.values()]
         return held_by(self.server, sum(endpoint.connections for endpoint in endpoints))
 
     def _load_certificate(self) -> None:
@@ -79,25 +86,41 @@ class Proxy(ControlPlane):
         self._public.use(credentials)
 
     async def _listen(self) -> None:
-        config, deployment = self.config, self.deployment
+        config = self.config
+        self._groups = Groups(_group(*one) for one in self.deployments.items())
         public = self._public = PublicListener(
             config,
-            deployment.driver,
-            served=deployment.models,
-            routes=deployment.model_routes,
-            pass_through=deployment.pass_through,
+            self._groups,
             metrics=self.metrics.requests,
-            pages=OwnPages(self.page_of_metrics, deployment.driver.sessions),
+            pages=OwnPages(self.page_of_metrics, self._live_requests),
             log=self._environment.log,
-            tenancy=deployment.tenancy,
             unix_s=self._environment.unix_s,
         )
         self.gateway, self.server = public.gateway, public.server
         await public.start()
-        if not config.engines.metaserver_url:
-            scheme = "http" if public.tls is None else "https"
-            own = EngineUrl(scheme, config.listening.host, self.server.port)
-            deployment.driver.use_connector(
-                make_connector(config.engines.connector, callback=own.base)
-            )
+        scheme = "http" if public.tls is None else "https"
+        own = EngineUrl(scheme, config.listening.host, self.server.port)
+        for deployment in self.deployments.values():
+            engines = deployment.config.engines
+            if not engines.metaserver_url:
+                deployment.driver.use_connector(
+                    make_connector(engines.connector, callback=own.base)
+                )
         await super()._listen()
+
+    def _live_requests(self) -> int:
+        return sum(len(one.driver.sessions) for one in self.deployments.values())
+
+
+def _group(name: str, deployment: "Deployment") -> Group:
+    config = deployment.config
+    return Group(
+        name,
+        config.engines.model,
+        deployment.driver,
+        served=deployment.models,
+        routes=deployment.model_routes,
+        pass_through=deployment.pass_through,
+        tenancy=deployment.tenancy,
+        key_is_tenant=config.admission.fair_queue != "none",
+    )

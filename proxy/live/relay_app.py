@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.listeners import PublicListener
 from balanceroute.proxy.live.processes import from_relay, to_relay
@@ -100,14 +101,10 @@ class RelayApp:
         )
         self.public = PublicListener(
             config,
-            self.host,
-            served=self.mirror.models,
-            routes=self.mirror.routes,
-            pass_through=self.pass_through,
+            Groups([self._group()]),
             metrics=records,
             pages=RelayPages(self.host.questions.ask_page),
             log=records,
-            tenancy=self.host.tenancy,
             unix_s=environment.unix_s,
         )
 
@@ -210,6 +207,19 @@ class RelayApp:
         self.host.stop()
         self.public.server.close()
         self.mirror.close()
+
+    def _group(self) -> Group:
+        config = self._config
+        return Group(
+            "",
+            config.engines.model,
+            self.host,
+            served=self.mirror.models,
+            routes=self.mirror.routes,
+            pass_through=self.pass_through,
+            tenancy=self.host.tenancy,
+            key_is_tenant=config.admission.fair_queue != "none",
+        )
 
     def _quarantined(self, target: "Target") -> None:
         self.pass_through.lost(target)

@@ -82,13 +82,14 @@ def _announce(proxy: Proxy, descriptors: int) -> None:
     config = proxy.config
     admin_port = None if proxy.admin is None else proxy.admin.port
     announce(config, proxy.server.port, admin_port)
+    instances = [one.instances for one in proxy.deployments.values()]
     _log.info(
         "serving",
         extra={
             "fields": {
                 "port": proxy.server.port,
-                "prefillers": len(proxy.deployment.instances.prefillers),
-                "ranks": len(proxy.deployment.instances.ranks),
+                "prefillers": sum(len(one.prefillers) for one in instances),
+                "ranks": sum(len(one.ranks) for one in instances),
                 "policy": config.scheduling.policy,
                 "descriptors": descriptors,
                 "connection_limit": config.limits.connection_limit,

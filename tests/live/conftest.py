@@ -12,6 +12,8 @@ import pytest
 
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -239,17 +241,19 @@ class Site:
 
     async def rest(self, limit_s: float = 60.0) -> None:
         """Wait until nothing is held anywhere, and check that the books say so."""
-        driver, scheduler = self.world.plane.deployment.driver, self.world.scheduler
-        await self.until(lambda: not driver.sessions and self.fleet.idle, limit_s)
-        scheduler.check()
-        assert not scheduler.requests
-        assert not scheduler.ledger.loads.any()
-        assert not any(scheduler.prefillers.held_tokens)
-        assert not any(scheduler.prefillers.prefills)
-        assert not any(prefiller.hand_offs for prefiller in driver.instances.prefillers)
-        assert not any(front.pass_through.in_flight for front in self.world.fronts)
-        states = self.world.plane.deployment.tenancy.states()
-        assert not [one for one in states if one.in_flight or one.waiting]
+        world = self.world
+        fleets = world.fleets.values() if isinstance(world, GroupWorld) else [self.fleet]
+        deployments = world.plane.deployments.values()
+        await self.until(
+            lambda: (
+                not any(one.driver.sessions for one in deployments)
+                and all(fleet.idle for fleet in fleets)
+            ),
+            limit_s,
+        )
+        for deployment in deployments:
+            at_rest(deployment)
+        assert not any(front.pass_through.in_flight for front in world.fronts)
 
     def close(self) -> None:
         """Close the client's connections."""
@@ -257,8 +261,47 @@ class Site:
             endpoint.close()
 
 
+def at_rest(deployment: Deployment) -> None:
+    """Check that the books of a deployment say that nothing is held."""
+    scheduler = deployment.driver.scheduler
+    scheduler.check()
+    assert not scheduler.requests
+    assert not scheduler.ledger.loads.any()
+    assert not any(scheduler.prefillers.held_tokens)
+    assert not any(scheduler.prefillers.prefills)
+    assert not any(prefiller.hand_offs for prefiller in deployment.instances.prefillers)
+    assert not deployment.driver.context.hand_offs
+    states = deployment.tenancy.states()
+    assert not [one for one in states if one.in_flight or one.waiting]
+
+
 Scenario = Callable[[Site], Awaitable[None]]
 Play = Callable[..., None]
+
+
+async def play_in(
+    world: World, scenario: Scenario, monkeypatch: pytest.MonkeyPatch, *, at_rest: bool
+) -> None:
+    """Play a scenario in a world that is not started yet."""
+    site = Site(world)
+    answer = Routes.answer
+
+    def tapped(routes: Routes, request: Request, reply: Reply) -> None:
+        engine = routes._engine
+        name = world.engine_name(engine.url) if isinstance(world, GroupWorld) else engine.name
+        if not site.take(name, request, reply):
+            answer(routes, request, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Routes, "answer", tapped)
+        await world.start()
+        try:
+            await scenario(site)
+            if at_rest:
+                await site.rest()
+        finally:
+            site.close()
+            await world.close()
 
 
 @pytest.fixture
@@ -300,23 +343,49 @@ def play(monkeypatch: pytest.MonkeyPatch, relays: int) -> Play:
                 if relays
                 else World(settings, loop, rng)
             )
-            site = Site(world)
-            answer = Routes.answer
+            await play_in(world, scenario, monkeypatch, at_rest=at_rest)
 
-            def tapped(routes: Routes, request: Request, reply: Reply) -> None:
-                if not site.take(routes._engine.name, request, reply):
-                    answer(routes, request, reply)
+        run(main, seed=1, limit_s=10_000.0)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(Routes, "answer", tapped)
-                await world.start()
-                try:
-                    await scenario(site)
-                    if at_rest:
-                        await site.rest()
-                finally:
-                    site.close()
-                    await world.close()
+    return play_with
+
+
+SMALL = EmulationSettings(
+    model="small", prefillers=1, ranks=2, max_model_len=4096, mean_output_tokens=16
+)
+LARGE = EmulationSettings(
+    model="large",
+    prefillers=2,
+    ranks=2,
+    max_model_len=4096,
+    mean_output_tokens=16,
+    step_base_ns=40_000_000,
+)
+
+
+@pytest.fixture
+def play_groups(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Play a scenario before two groups of engines, `small` and `large`, unless it says others."""
+
+    def play_with(
+        scenario: Scenario,
+        *,
+        groups: Mapping[str, GroupSettings] | None = None,
+        flags: Mapping[str, object] | None = None,
+        more: str = "",
+        tenants: str = "",
+        at_rest: bool = True,
+    ) -> None:
+        async def main(loop: VirtualLoop) -> None:
+            world = GroupWorld(
+                groups or {"small": GroupSettings(SMALL), "large": GroupSettings(LARGE)},
+                loop,
+                random.Random(7),
+                flags={"admin": True, "admin_port": 0, **(flags or {})},
+                more=more,
+                tenants=tenants,
+            )
+            await play_in(world, scenario, monkeypatch, at_rest=at_rest)
 
         run(main, seed=1, limit_s=10_000.0)
 

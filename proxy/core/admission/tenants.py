@@ -142,15 +142,22 @@ class Tenants:
             the status is then 503.
         limits: By tenant.
         now_ns: The present.
+        accounts: To share with the tenants of another deployment; None for new ones.
 
     Attributes:
         accounts: Of all tenants with limits, and of those that are gone but for their requests in
             flight.
     """
 
-    def __init__(self, within: Admission, limits: Mapping[str, TenantLimits], now_ns: int) -> None:
+    def __init__(
+        self,
+        within: Admission,
+        limits: Mapping[str, TenantLimits],
+        now_ns: int,
+        accounts: dict[str, Account] | None = None,
+    ) -> None:
         self._within = within
-        self.accounts: dict[str, Account] = {}
+        self.accounts: dict[str, Account] = {} if accounts is None else accounts
         self._known = limits
         self.change(limits, now_ns)
 

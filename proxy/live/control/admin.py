@@ -8,15 +8,15 @@
     GET  /admin/live              what the page shows, once a second, as server-sent events
     GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
     GET  /admin/instances         the engines, with what is still in flight on each
-    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?}
+    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?, "group"?}
     POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?, "deadline_s"?}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
-    POST /admin/policy            {"policy"}
+    POST /admin/policy            {"policy", "group"?}
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
     /workers, /workers/ID         engines, as training frameworks list, add and remove them: `workers.py`
 
-Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
+A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
 give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
 came from. Errors have the shape of `api_error`.
 """
@@ -43,7 +43,6 @@ from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.security.host_check import check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 from balanceroute.proxy.wire.messages import Headers, Request
 
 MAX_BODY_BYTES = 65_536
@@ -70,8 +69,8 @@ class Control(Protocol):
         """Whether a request would be taken now."""
         ...
 
-    def snapshot(self, *, requests: bool) -> Snapshot:
-        """Return the state, with each live request if asked."""
+    def state(self, *, requests: bool) -> dict[str, object]:
+        """Return `state`, or `groups` by name, with each live request if asked."""
         ...
 
     def instance_rows(self) -> list[dict[str, object]]:
@@ -86,8 +85,8 @@ class Control(Protocol):
         """Return the requests that have an id, of those that live and the latest that ended."""
         ...
 
-    def set_policy(self, name: str) -> None:
-        """Decide by another policy from now on."""
+    def set_policy(self, name: str, group: str | None = None) -> None:
+        """Decide by another policy from now on, in one of several groups."""
         ...
 
     def set_log_level(self, level: str) -> None:
@@ -102,8 +101,16 @@ class Control(Protocol):
 class Orders(Protocol):
     """Who adds and removes engines; raises as `Control` does."""
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
-        """Add an instance."""
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        group: str | None = None,
+    ) -> None:
+        """Add an instance, to one of several groups."""
         ...
 
     def drain(self, role: Role, url: str) -> None:
@@ -254,7 +261,7 @@ class Admin:
         state = {
             "versions": {"balanceroute": __version__, "python": platform.python_version()},
             "config": self._config,
-            "state": self._control.snapshot(requests=request.query == b"requests=1"),
+            **self._control.state(requests=request.query == b"requests=1"),
         }
         _send_json(reply, 200, state)
 
@@ -276,9 +283,10 @@ class Admin:
         _send_json(reply, 200, {"instances": self._control.instance_rows()})
 
     def _add(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap"})
+        order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap", "group"})
         role, url = _instance(order)
         bootstrap = _text(order, "bootstrap") if "bootstrap" in order else None
+        group = _group(order)
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise _Refusal(400, "ranks must be a positive integer", param="ranks")
@@ -287,7 +295,7 @@ class Admin:
 
         async def add() -> None:
             with _answering(reply):
-                await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap)
+                await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap, group=group)
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 
@@ -371,8 +379,8 @@ class Admin:
         _send_json(reply, 202, answer)
 
     def _set_policy(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"policy"})
-        self._control.set_policy(_text(order, "policy"))
+        order = _order(request, required={"policy"}, optional={"group"})
+        self._control.set_policy(_text(order, "policy"), _group(order))
         _log.info("admin: changed the policy", extra=_where(request, order))
         _send_json(reply, 200, order)
 
@@ -483,6 +491,10 @@ def _seconds(order: Mapping[str, object], name: str) -> float | None:
     ):
         raise _Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
     return value
+
+
+def _group(order: dict[str, object]) -> str | None:
+    return _text(order, "group") if "group" in order else None
 
 
 def _text(order: dict[str, object], key: str) -> str:

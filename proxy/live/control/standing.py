@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import DecodeError, Struct
+from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode, encode
 from msgspec.structs import replace
 
@@ -69,6 +69,26 @@ class KeepingFile:
         new.replace(self._path)
 
 
+class KeepingPart:
+    """Keeps what is of one group, in a place that all groups have in common."""
+
+    def __init__(self, whole: Keeper, group: str) -> None:
+        self._whole = whole
+        self._group = group
+
+    def read(self) -> bytes:
+        """Return what was kept of the group; empty if nothing was."""
+        return bytes(self._parts().get(self._group, b""))
+
+    def write(self, data: bytes) -> None:
+        """Keep this, and what there is of other groups."""
+        self._whole.write(encode(self._parts() | {self._group: Raw(data)}))
+
+    def _parts(self) -> dict[str, Raw]:
+        data = self._whole.read()
+        return decode(data, type=dict[str, Raw]) if data else {}
+
+
 def load(keeper: Keeper | None, settings: Standing) -> Standing:
     """Return what was kept, else the settings; of other settings the engines that were found."""
     try:
@@ -105,5 +125,5 @@ def save(keeper: Keeper, standing: Standing) -> None:
     """Keep it."""
     try:
         keeper.write(encode(standing))
-    except OSError as error:
+    except (OSError, DecodeError) as error:
         _log.error("orders are not kept", extra={"fields": {"reason": str(error)}})

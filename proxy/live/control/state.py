@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 def take_snapshot(
     driver: "Driver",
     *,
+    group: str,
     policy: str,
     predictor: str,
     predictors: "list[PredictorScores]",
@@ -49,7 +50,7 @@ def take_snapshot(
     limits: LimitsState,
     requests: bool,
 ) -> Snapshot:
-    """Return the state of everything; with each live request if asked."""
+    """Return the state of a deployment; with each live request if asked."""
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
     serving = driver.instances.serving()
@@ -57,6 +58,7 @@ def take_snapshot(
     now_s = driver.context.clock()
     progress = driver.decisions.progress
     return Snapshot(
+        group=group,
         policy=policy,
         predictor=predictor,
         ranks=_ranks(driver, quarantines),
@@ -128,12 +130,15 @@ def instance_rows(
     return rows
 
 
-def request_rows(
-    driver: "Driver", request_id: str, ended: "list[RequestRecord]"
-) -> list[dict[str, object]]:
-    """Return a row per request with an id, as the request log has it, and its state."""
+def ended_rows(ended: "list[RequestRecord]") -> list[dict[str, object]]:
+    """Return a row per request that ended, as the request log has it, and its state."""
+    return [fields_of(record, record.ended_ns) | {"state": "ended"} for record in ended]
+
+
+def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
+    """Return a row per live request with an id, as the request log has it, and its state."""
     now_ns, scheduler = round(driver.context.clock() * 1e9), driver.scheduler
-    rows = [fields_of(record, record.ended_ns) | {"state": "ended"} for record in ended]
+    rows = []
     for number, session in driver.sessions.items():
         if session.record.request_id == request_id and number in scheduler.requests:
             state = scheduler.requests[number].state.name.lower()

@@ -10,40 +10,27 @@ from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.frontend.asking import LateRefusals
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
-from balanceroute.proxy.live.frontend.clients import (
-    EVERYBODY,
-    KEY_IS_GONE,
-    Clients,
-    allowance_headers,
-    refuse_model,
-    refuse_route,
-    urgency_of,
-)
+from balanceroute.proxy.live.frontend.clients import EVERYBODY, KEY_IS_GONE, Clients, refuse_route
+from balanceroute.proxy.live.frontend.generation import Generation, deny_model
+from balanceroute.proxy.live.frontend.groups import unknown_alone
 from balanceroute.proxy.live.frontend.hand_offs import HandOffs
 from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, model_page
-from balanceroute.proxy.live.frontend.model_routes import ModelRoutes, refuse_unlisted
-from balanceroute.proxy.live.frontend.refusals import Refusals, outcome_of
+from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
-    BadHintError,
     BadRequestIdError,
     api_key_id,
     check_json_body,
     client_request_id,
     engine_headers,
-    expected_output_tokens,
-    session_of,
     user_agent,
 )
-from balanceroute.proxy.live.frontend.tenancy import Limits
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
-from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
-from balanceroute.proxy.live.request.direct import check_direct
-from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
+from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -51,10 +38,8 @@ from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
-    from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.live.engines.model_list import ModelList
-    from balanceroute.proxy.live.frontend.intake import Intake, Pages, RequestCounts
-    from balanceroute.proxy.live.frontend.pass_through import PassThrough
+    from balanceroute.proxy.live.frontend.groups import Groups
+    from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
@@ -76,16 +61,12 @@ class GatewaySettings:
         pass_authorization: Whether the engines get the client's own.
         max_sequences: The most answers that one request may ask for.
         public_metrics: Whether clients may read the metrics.
-        models: The names that are served; empty to leave names and adapters to the engines.
-        key_is_tenant: Whether each API key is a tenant of the queue.
     """
 
     engine_key: Secret | None = None
     pass_authorization: bool = True
     max_sequences: int = 128
     public_metrics: bool = True
-    models: tuple[str, ...] = ()
-    key_is_tenant: bool = False
 
 
 class Gateway:
@@ -93,40 +74,37 @@ class Gateway:
 
     def __init__(
         self,
-        intake: "Intake",
+        groups: "Groups",
         *,
-        served: "ModelList",
-        routes: ModelRoutes,
-        pass_through: "PassThrough",
         metrics: "RequestCounts",
         pages: "Pages",
         log: "Log",
         settings: GatewaySettings,
         clients: Clients,
-        tenancy: Limits,
         unix_s: Callable[[], float],
     ) -> None:
-        self._intake = intake
-        self._served = served
-        self._routes = routes
-        self._metrics = metrics
+        self._groups = groups
         self._pages = pages
-        self._log = log
         self._settings = settings
         self._clients = clients
-        self._tenancy = tenancy
         self._unix_s = unix_s
         self.refusals = Refusals(
             metrics=metrics,
             log=log,
             tenant_of=lambda headers: self._tenant_of(headers).name,
-            unique=intake.context.unique,
-            clock=intake.context.clock,
+            unique=groups.context.unique,
+            clock=groups.context.clock,
             unix_s=unix_s,
         )
-        self._hand_offs = HandOffs(intake)
+        self._late = LateRefusals(groups, metrics, log)
+        self._generation = Generation(
+            groups,
+            self._late,
+            max_sequences=settings.max_sequences,
+            engine_headers=self._headers,
+        )
+        self._hand_offs = HandOffs(groups)
         self._bodies = BodyQueue()
-        self.pass_through = pass_through
 
     def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
         """Tell clients so, and send this key to the engines, from the next request on."""
@@ -151,7 +129,7 @@ class Gateway:
         unread = check_json_body(head.headers) if route.media is Media.JSON else None
         if unread is None and route.handling is not Handling.OWN:
             # Not at the cost of reading a body that is refused in any case.
-            unread = self._tenancy.refuse_early(tenant.name)
+            unread = self._groups.first.tenancy.refuse_early(tenant.name)
         return unread
 
     def __call__(self, request: "Request", reply: "Reply") -> None:
@@ -163,9 +141,7 @@ class Gateway:
             return
         route = find(request.path)
         assert route is not None, "it was not admitted"
-        lists = request.path == MODELS and (
-            self._routes.differ or bool(self._tenant_of(request.headers).models)
-        )
+        lists = request.path == MODELS and self._by_model(self._tenant_of(request.headers))
         if lists or route.handling is Handling.OWN:
             self._answer_itself(request, reply)
         else:
@@ -179,9 +155,9 @@ class Gateway:
             return
         tenant = self._tenant_of(request.headers)
         record = RequestRecord(
-            given_id or self._intake.context.unique(),
+            given_id or self._groups.context.unique(),
             route.path,
-            round(self._intake.context.clock() * 1e9),
+            round(self._groups.context.clock() * 1e9),
             self._unix_s(),
             peer=request.peer,
             api_key_id=api_key_id(request.headers) if self._clients.has_keys else "",
@@ -192,8 +168,7 @@ class Gateway:
             self._generate(request, reply, record)
             return
         go_on = partial(self._pass_through, route, request, reply, record)
-        by_model = self._routes.differ or bool(tenant.models)
-        if route.generates or (by_model and route.media is Media.JSON):
+        if route.generates or (self._by_model(tenant) and route.media is Media.JSON):
             self._bodies.read(request.body, reply, partial(self._go_on, go_on, reply, record))
         else:
             go_on(None)
@@ -222,11 +197,18 @@ class Gateway:
             return
         model = model if isinstance(model, str) else ""
         refused = refuse_route(self._clients.find(request.headers), route, model)
-        if refused is not None:
+        group = self._groups.find(model)
+        if refused is None and group is None:
+            refused = unknown_alone(route, model)
+        if refused is not None or group is None:
+            assert refused is not None
             self._refuse(reply, record, *refused)
             return
-        eligible = self._routes.eligible(model)
-        if self._refuse_model(reply, record, model, eligible, decode=False):
+        record.group = group.name
+        eligible = group.routes.eligible(model)
+        refused = group.routes.refuse(model, eligible, decode=False)
+        if refused is not None:
+            deny_model(partial(self._refuse, reply, record), *refused)
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
@@ -234,18 +216,18 @@ class Gateway:
 
         def offered(refusal: "Refusal | None") -> None:
             if refusal is not None:
-                self._refuse_at_last(reply, record, refusal)
+                self._late.limit(reply, record, refusal)
                 return
-            self._tell_allowances(reply, record)
-            self.pass_through(request, reply, headers, record, among)
+            self._late.tell_allowances(reply, record)
+            group.pass_through(request, reply, headers, record, among)
 
-        self._tenancy.offer_alone(record.tenant, offered)
+        group.tenancy.offer_alone(record.tenant, offered)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         # Not the request itself: it would keep the bytes of its body.
         take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
         done = partial(self._go_on, take, reply, record)
-        self._bodies.read(request.body, reply, done, hashed=self._intake.uses_keys)
+        self._bodies.read(request.body, reply, done, hashed=self._groups.uses_keys)
 
     def _go_on(
         self,
@@ -258,7 +240,7 @@ class Gateway:
         try:
             take(body)
         except Exception as error:
-            failures = self._intake.isolation.failures
+            failures = self._groups.first.intake.isolation.failures
             failures.report("arrival", error, request_id=record.request_id)
             if reply.started:
                 reply.abort()
@@ -273,91 +255,17 @@ class Gateway:
         record: RequestRecord,
         body: RequestBody | BodyError,
     ) -> None:
-        """Submit a request whose body was read, or refuse it."""
+        """Have a request served whose body was read, unless its key is gone."""
         tenant = self._clients.find(headers)
         if tenant is None:
             self._refuse(reply, record, *KEY_IS_GONE)
             return
-        try:
-            if isinstance(body, BodyError):
-                raise body
-            shape = self._shape(api, body, record)
-            urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
-        except BodyError as error:
-            self._refuse(reply, record, 400, str(error), param=error.param)
-            return
-        unknown = refuse_model(tenant, shape.model) or refuse_unlisted(
-            shape.model, self._settings.models
-        )
-        if unknown is not None:
-            self._refuse(reply, record, *unknown, param="model")
-            return
-        eligible = self._routes.eligible(shape.model)
-        if self._refuse_model(reply, record, shape.model, eligible):
-            return
-        try:
-            expected_tokens = expected_output_tokens(headers)
-        except BadHintError as error:
-            self._refuse(reply, record, 400, str(error))
-            return
-        try:
-            refuse_if_too_long(api, body, self._served.max_model_len(shape.model))
-        except BodyError as error:
-            self._refuse(reply, record, 400, str(error), param=error.param)
-            return
-        name = tenant.name or (record.api_key_id if self._settings.key_is_tenant else "")
-        self._intake.submit(
-            Arrival(
-                Asked(shape, eligible, expected_tokens, urgency, name, session_of(headers, name)),
-                body,
-                partial(self._headers, headers),
-                reply,
-                record,
-                partial(self._refuse_at_last, reply, record),
-            )
-        )
-        self._tell_allowances(reply, record)
-        body.forget_values()
+        self._generation.take(api, headers, reply, record, body, tenant=tenant)
 
-    def _shape(self, api: Api, body: RequestBody, record: RequestRecord) -> Shape:
-        """Return what a request asks for, and note it. Raises BodyError."""
-        refuse_state(api, body)
-        shape = read_shape(api, body, max_sequences=self._settings.max_sequences)
-        check_direct(shape, self._intake.context.legs.direct)
-        record.model = shape.model[:128]
-        record.stream = shape.stream
-        record.choices = shape.sequences
-        record.max_tokens = shape.max_tokens
-        return shape
-
-    def _tell_allowances(self, reply: "Reply", record: RequestRecord) -> None:
-        reply.more_headers = allowance_headers(self._tenancy.allowances(record.tenant))
-
-    def _refuse_at_last(self, reply: "Reply", record: RequestRecord, refusal: "Refusal") -> None:
-        self._tell_allowances(reply, record)
-        record.refused_for = refusal.cause
-        retry_s = refusal.retry_after_s
-        self._refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
-
-    def _refuse_model(
-        self,
-        reply: "Reply",
-        record: RequestRecord,
-        model: str,
-        eligible: "Eligible | None",
-        *,
-        decode: bool = True,
-    ) -> bool:
-        """Refuse a request whose model no engine can serve now; return whether that is so."""
-        refused = self._routes.refuse(model, eligible, decode=decode)
-        if refused is None:
-            return False
-        status, reason = refused
-        if status == 404:
-            self._refuse(reply, record, 404, reason, param="model")
-        else:
-            self._refuse(reply, record, status, reason, retry_s=1)
-        return True
+    def _by_model(self, tenant: Tenant) -> bool:
+        """Return whether it matters which model a request names that one engine answers."""
+        groups = self._groups
+        return groups.several or groups.first.routes.differ or bool(tenant.models)
 
     def _tenant_of(self, headers: "Headers") -> Tenant:
         return self._clients.find(headers) or EVERYBODY
@@ -385,22 +293,13 @@ class Gateway:
         param: str | None = None,
         retry_s: int | None = None,
     ) -> None:
-        headers = [(b"x-request-id", record.request_id.encode())]
-        if retry_s is not None:
-            headers.append((b"retry-after", b"%d" % retry_s))
-        _error(reply, status, message, headers, param=param, endpoint=record.endpoint)
-        record.status = status
-        record.outcome = outcome_of(status)
-        record.reason = message
-        record.ended_ns = round(self._intake.context.clock() * 1e9)
-        self._metrics.ended(record)
-        self._log.request_ended(record)
+        self._late.refuse(reply, record, status, message, param=param, retry_s=retry_s)
 
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
-        request_id = (b"x-request-id", self._intake.context.unique().encode())
+        request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if is_of_models(request.path):
-            page = model_page(request.path, self._served, self._tenant_of(request.headers))
+            page = model_page(request.path, self._groups, self._tenant_of(request.headers))
             if isinstance(page, Rejection):
                 self._reject(request, reply, page)
             else:
@@ -409,7 +308,7 @@ class Gateway:
         if request.path in (b"/health", b"/ping"):
             reply.send(200, [request_id], b"")
         elif request.path == b"/ready":
-            if self._intake.ready:
+            if self._groups.ready:
                 reply.send(200, [request_id], b"")
             else:
                 _error(reply, 503, "not ready", [request_id, (b"retry-after", b"1")])
@@ -417,7 +316,7 @@ class Gateway:
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
             answer = partial(_answer_load, reply, json_headers)
-            self._pages.load(self.pass_through.in_flight, answer)
+            self._pages.load(self._groups.passing, answer)
         elif self._settings.public_metrics:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
             self._pages.metrics(partial(reply.send, 200, headers))

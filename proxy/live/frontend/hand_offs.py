@@ -13,7 +13,7 @@ from balanceroute.proxy.live.openai.body import is_deep
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.intake import Intake
+    from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
@@ -27,8 +27,8 @@ _BAD = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 class HandOffs:
     """Takes what decode ranks post."""
 
-    def __init__(self, intake: "Intake") -> None:
-        self._intake = intake
+    def __init__(self, groups: "Groups") -> None:
+        self._groups = groups
 
     def admit(self, head: "RequestHead") -> Rejection | None:
         """Return why a call is not taken, as far as its head tells."""
@@ -57,6 +57,9 @@ class HandOffs:
 
     def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
         """Return who takes what a decode rank posts there."""
-        return self._intake.context.hand_offs.get(
-            path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
-        )
+        transfer = path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
+        for group in self._groups:
+            awaited = group.intake.context.hand_offs.get(transfer)
+            if awaited is not None:
+                return awaited
+        return None

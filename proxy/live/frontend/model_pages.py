@@ -8,7 +8,7 @@ from balanceroute.proxy.live.frontend.clients import refuse_model
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.model_list import ModelList
+    from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.security.credentials import Tenant
 
 MODELS = b"/v1/models"
@@ -22,16 +22,18 @@ def is_of_models(path: bytes) -> bool:
     return path == MODELS or path.startswith(_MODEL)
 
 
-def model_page(path: bytes, served: "ModelList", tenant: "Tenant") -> bytes | Rejection:
+def model_page(path: bytes, groups: "Groups", tenant: "Tenant") -> bytes | Rejection:
     """Return the list of the models that a tenant may use, or what it tells of one of them.
 
     The latter is what an engine's list tells; vLLM has no such route.
     """
     if path == MODELS:
-        cards = [one for one in served.cards() if refuse_model(tenant, one["id"]) is None]
-        return _dump({"object": "list", "data": cards})
+        cards = [one for group in groups for one in group.cards()]
+        allowed = [one for one in cards if refuse_model(tenant, one["id"]) is None]
+        return _dump({"object": "list", "data": allowed})
     name = unquote_to_bytes(path.removeprefix(_MODEL)).decode("utf-8", "replace")
-    model = served.find(name)
+    group = groups.find(name)
+    model = None if group is None else group.served.find(name)
     if model is None or refuse_model(tenant, name) is not None:
         return Rejection(404, f"The model `{name[:128]}` does not exist.", param="model")
     return _dump(model.card)

@@ -34,10 +34,12 @@ class ModelRoutes:
 
     Attributes:
         differ: Whether the engines serve different models.
+        names: What any of them is known to serve.
     """
 
     def __init__(self, instances: Instances) -> None:
         self.differ = False
+        self.names: frozenset[str] = frozenset()
         self._instances = instances
         self._last: dict[Target, _Models] = {}
         self._names: list[tuple[Prefiller | Rank, frozenset[str] | None]] = []
@@ -63,10 +65,11 @@ class ModelRoutes:
         self._names = names
         lists = {those for _, those in names if those is not None}
         self.differ = len(lists) > 1
+        self.names = frozenset().union(*lists)
         self._eligible, self._unlisted = {}, None
         if not self.differ:
             return
-        self._eligible = {name: self._find(name) for name in frozenset().union(*lists)}
+        self._eligible = {name: self._find(name) for name in self.names}
         bases = {
             frozenset(model.name for model in models if model.parent is None)
             for models in self._last.values()

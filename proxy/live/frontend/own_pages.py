@@ -1,12 +1,12 @@
 """Pages about a proxy that is one process."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 
 
 class OwnPages:
     """Answers at once; see `Pages`."""
 
-    def __init__(self, page_of_metrics: Callable[[], bytes], sessions: Sized) -> None:
+    def __init__(self, page_of_metrics: Callable[[], bytes], sessions: Callable[[], int]) -> None:
         self._page_of_metrics = page_of_metrics
         self._sessions = sessions
 
@@ -16,4 +16,4 @@ class OwnPages:
 
     def load(self, passing: int, answer: Callable[[int], None]) -> None:
         """Answer how many requests there are."""
-        answer(len(self._sessions) + passing)
+        answer(self._sessions() + passing)

@@ -39,16 +39,26 @@ class Tenancy:
         within: What the deployment as a whole accepts.
         tenants: Empty if there are none.
         now_ns: The loop's time.
+        beside: Of another deployment: each tenant has one account for both.
 
     Attributes:
         admission: For the driver.
     """
 
     def __init__(
-        self, within: Admission, tenants: Iterable[Tenant], now_ns: Callable[[], int]
+        self,
+        within: Admission,
+        tenants: Iterable[Tenant],
+        now_ns: Callable[[], int],
+        *,
+        beside: "Tenancy | None" = None,
     ) -> None:
         limits = _limits(tenants)
-        self._tenants = Tenants(within, limits, now_ns()) if limits else None
+        other: Tenants | None = None if beside is None else beside._tenants
+        accounts = None if other is None else other.accounts
+        self._tenants: Tenants | None = (
+            Tenants(within, limits, now_ns(), accounts) if limits else None
+        )
         self.admission: Admission = self._tenants or within
         self._now_ns = now_ns
 

@@ -53,6 +53,7 @@ class ProxyConfig:
         direct: Which engines serve what cannot be split between the roles.
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
             the engine says of a single request goes first.
+        groups: The deployments if there are several; then it has no engines of its own.
     """
 
     topology: str | None
@@ -74,6 +75,12 @@ class ProxyConfig:
     credentials: Credentials
     direct: Direct
     lease_s: float | None
+    groups: "tuple[GroupConfig, ...]" = ()
+
+    @property
+    def deployments(self) -> "tuple[ProxyConfig, ...]":
+        """The settings of each deployment: its own if there are no groups."""
+        return tuple(one.config for one in self.groups) or (self,)
 
     @property
     def pass_authorization(self) -> bool:
@@ -132,7 +139,29 @@ class ProxyConfig:
         """Return the configuration for JSON; of a secret it only tells that there is one."""
         plain = _plain(self)
         assert isinstance(plain, dict)
+        for name in ("groups",):
+            if not plain[name]:
+                del plain[name]
         return plain
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """One of several deployments behind the proxy.
+
+    Attributes:
+        models: Its served names; empty for its name and those that its engines serve.
+        config: All settings as they are for it.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    config: ProxyConfig
+
+    @property
+    def model(self) -> str:
+        """The name by which the proxy itself asks its engines."""
+        return self.models[0] if self.models else self.name
 
 
 def _ns(time_s: float | None) -> int | None:

@@ -30,7 +30,7 @@ from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.checks import base_address
-from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 from balanceroute.proxy.live.settings.declared import (
     LOG_WORDS,
     SECTIONS,
@@ -44,6 +44,7 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
+from balanceroute.proxy.live.settings.groups import check_apart, check_groups
 from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
@@ -79,6 +80,22 @@ def make_config(
     Raises:
         ConfigError: A value is unknown or cannot be served.
     """
+    whole = _configured(topology, flags, environment)
+    if topology is None or not topology.groups:
+        return whole
+    check_groups(topology, flags, whole)
+    groups = tuple(
+        GroupConfig(one.name, one.models, _configured(topology.of(one), flags, environment))
+        for one in topology.groups
+    )
+    check_apart(topology, groups)
+    return replace(whole, groups=groups)
+
+
+def _configured(
+    topology: "Topology | None", flags: Mapping[str, object], environment: Mapping[str, str]
+) -> ProxyConfig:
+    """Return the configuration of one deployment, or what several have in common."""
     given = _given(topology, flags)
     engines = given.read(EngineSettings)
     discovery = _discovery(given, environment)
@@ -148,6 +165,8 @@ def _given(topology: "Topology | None", flags: Mapping[str, object]) -> Given:
         flags=flags,
         top={"connector": topology.connector, "model": topology.models or None},
         table=topology.proxy,
+        table_name=f"{topology.place}proxy",
+        wider=topology.shared,
         file=topology.path,
     )
 
@@ -174,11 +193,13 @@ def _servers(
     discovery: DiscoverySettings,
 ) -> "tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]":
     addresses, found = given.read(EngineAddresses), discovery.covers
+    # Where there are groups, each of them has engines.
+    several = topology is not None and bool(topology.groups)
     prefillers = prefill_servers(
-        addresses, topology, engines.connector, may_be_none=found(Role.PREFILL)
+        addresses, topology, engines.connector, may_be_none=several or found(Role.PREFILL)
     )
     return prefillers, decode_servers(
-        addresses, topology, prefillers, may_be_none=found(Role.DECODE)
+        addresses, topology, prefillers, may_be_none=several or found(Role.DECODE)
     )
 
 

@@ -165,7 +165,7 @@ def _prefill_entries(
     if urls or topology is None:
         return
     for i, entry in enumerate(topology.prefill):
-        label = f"{topology.path}: prefill[{i}]"
+        label = f"{topology.path}: {topology.place}prefill[{i}]"
         own = None
         if entry.bootstrap is not None:
             own = _own_address(f"{label}.bootstrap", entry.bootstrap)
@@ -185,7 +185,7 @@ def _decode_entries(
     if addresses.decode or topology is None:
         return
     for i, entry in enumerate(topology.decode):
-        label = f"{topology.path}: decode[{i}]"
+        label = f"{topology.path}: {topology.place}decode[{i}]"
         url = _own_address(f"{label}.url", entry.url)
         yield label, DecodeServer(url, entry.rank_ids, entry.discover)
 

@@ -24,6 +24,7 @@ class Given:
         top: Values at the top of the file, likewise.
         table: A table of the file.
         table_name: Its name.
+        wider: Another one, of the name `wider_name`, whose values `table` goes before.
         file: The file, for messages and relative paths.
 
     Raises:
@@ -39,19 +40,25 @@ class Given:
         top: Mapping[str, object] = MappingProxyType({}),
         table: Mapping[str, object] = MappingProxyType({}),
         table_name: str = "proxy",
+        wider: Mapping[str, object] = MappingProxyType({}),
+        wider_name: str = "proxy",
         file: Path = Path(),
     ) -> None:
-        self._file, self._table_name = file, table_name
+        self._file = file
+        tables = ((wider_name, wider), (table_name, table))
+        self._tables = {name: place for place, content in tables for name in content}
         self._flags = {name: value for name, value in flags.items() if value is not None}
         self._filed = {
-            name: value for name, value in (*top.items(), *table.items()) if value is not None
+            name: value
+            for name, value in (*top.items(), *wider.items(), *table.items())
+            if value is not None
         }
         self._known = {one.name: one for section in sections for one in settings_of(section)}
         for name in self._flags:
             if name not in self._known:
                 raise ConfigError(f"unknown flag {name!r}{did_you_mean(name, self._known)}")
-        for name in table:
-            place = f"{file}: [{table_name}].{name}"
+        for name, where in self._tables.items():
+            place = f"{file}: [{where}].{name}"
             if name not in self._known:
                 raise ConfigError(f"{place}: unknown key{did_you_mean(name, self._known)}")
             if self._known[name].at_top:
@@ -66,7 +73,7 @@ class Given:
         """Return what to call a setting: the flag, or the file and key if that is where it is."""
         if name in self._flags or name not in self._filed:
             return flag_of(name)
-        key = name if self._known[name].at_top else f"[{self._table_name}].{name}"
+        key = name if self._known[name].at_top else f"[{self._tables[name]}].{name}"
         return f"{self._file}: {key}"
 
     @contextmanager

@@ -10,11 +10,12 @@ Rules:
   pushed by the driver when it happens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
+from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
 from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
@@ -35,7 +36,7 @@ class Metrics:
 
     def __init__(
         self,
-        snapshot: Callable[[], Snapshot],
+        snapshots: Callable[[], Sequence[Snapshot]],
         *,
         log_lines_dropped: Callable[[], int] = lambda: 0,
         descriptor_shortages: Callable[[], int] = lambda: 0,
@@ -45,7 +46,7 @@ class Metrics:
         """Start at zero.
 
         Args:
-            snapshot: Gives the state to export; called once a page.
+            snapshots: Gives the state of each deployment to export; called once a page.
             log_lines_dropped: Lines that the logs had to drop since start.
             descriptor_shortages: How often no file descriptor was left.
             process: Whether to export the process's own CPU time, memory and open files too.
@@ -54,14 +55,16 @@ class Metrics:
         self._registry = registry = Registry()
         self.tenants = TenantMetrics()
         registry.collect_from(self.tenants)
-        self.requests = RequestMetrics(registry, self.tenants)
+        self.groups = GroupMetrics()
+        registry.collect_from(self.groups)
+        self.requests = RequestMetrics(registry, self.tenants, self.groups)
         self.legs = LegMetrics(registry)
         self.engines = EngineMetrics(registry)
         self.predictors = PredictorMetrics(registry)
         self.decisions = DecisionMetrics(registry)
         registry.collect_from(
             StateCollector(
-                snapshot,
+                snapshots,
                 log_lines_dropped=log_lines_dropped,
                 descriptor_shortages=descriptor_shortages,
             )

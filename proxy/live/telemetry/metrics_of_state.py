@@ -1,7 +1,7 @@
 """The metrics that are read from a snapshot of the proxy's state: loads, queues, connections."""
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar
 
@@ -71,6 +71,8 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
 _LIMIT_GAUGES: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
     ("batch_limit", "Slots of a rank.", attrgetter("batch")),
     ("queue_limit", "Requests that may wait for a prefiller.", attrgetter("queue")),
+)
+_LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
     (
         "connection_limit",
         "Connections of clients that are served; absent without a limit.",
@@ -82,6 +84,7 @@ _TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
     ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
     ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
 )
+# Those of one deployment, and below those of the whole proxy.
 _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),
     (
@@ -95,6 +98,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Share of rank time lost at the barrier in the latest five minutes.",
         attrgetter("idle_ratio"),
     ),
+)
+_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("client_connections", "Connections of clients.", attrgetter("client_connections")),
     ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
     (
@@ -104,7 +109,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ),
     ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+_COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
         "evicted_connections",
         "Idle client connections closed for a newcomer.",
@@ -115,6 +120,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Requests refused because the bodies in flight left no room for theirs.",
         attrgetter("rejected_bodies"),
     ),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
         "predictor_rows_judged",
         "Predictions that came true or not, of each predictor.",
@@ -163,16 +170,16 @@ _DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | Non
 
 
 class StateCollector(Collector):
-    """Exports one snapshot whenever the page is rendered."""
+    """Exports one snapshot of each deployment whenever the page is rendered."""
 
     def __init__(
         self,
-        snapshot: Callable[[], Snapshot],
+        snapshots: Callable[[], Sequence[Snapshot]],
         *,
         log_lines_dropped: Callable[[], int],
         descriptor_shortages: Callable[[], int],
     ) -> None:
-        self._snapshot = snapshot
+        self._snapshots = snapshots
         self._process_counters = (
             ("log_lines_dropped", "Log lines dropped.", log_lines_dropped),
             (
@@ -183,45 +190,24 @@ class StateCollector(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Take a snapshot and yield what it says."""
-        state = self._snapshot()
-        # Alerts on ranks that are closed would never end for one that is removed.
-        ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
-        prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
-        # The number tells apart an engine that left and one that came back under its name. One
-        # label set for all metrics of a rank: the page escapes it once.
-        rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
-        yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
-        labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
-        yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
-        labels = [{"role": one.role, "url": one.url} for one in state.engines]
-        yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
-        yield _family(
-            "gauge",
-            "live_requests",
-            "Requests in the proxy, by state.",
-            [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
-            [state.queued, state.prefilling, state.pooled, state.decoding],
-        )
-        yield from _predictor_families(state.predictors, state.skill_share)
+        """Take the snapshots and yield what they say."""
+        states = self._snapshots()
+        if not states[0].group:
+            yield from _of_deployment(states[0])
+        else:
+            yield from _together({state.group: list(_of_deployment(state)) for state in states})
+        # The same in each.
+        state = states[0]
+        for name, documentation, state_value in _GAUGES_OF_ALL:
+            yield _family("gauge", name, documentation, [{}], [state_value(state)])
+        for name, documentation, state_value in _COUNTERS_OF_ALL:
+            yield _family("counter", name, documentation, [{}], [state_value(state)])
         if state.tenants:
             tenants = [{"tenant": one.name} for one in state.tenants]
             yield from _gauges(_TENANT_GAUGES, tenants, state.tenants)
-        for name, documentation, state_value in _GAUGES:
-            yield _family("gauge", name, documentation, [{}], [state_value(state)])
-        for name, documentation, state_value in _COUNTERS:
-            yield _family("counter", name, documentation, [{}], [state_value(state)])
-        yield _known(
-            "pool_limit",
-            "Requests that may be in prefill or in the pool; absent without a limit.",
-            [{}],
-            [state.pool_limit],
-        )
         if state.limits is not None:
-            for name, documentation, limit in _LIMIT_GAUGES:
+            for name, documentation, limit in _LIMIT_GAUGES_OF_ALL:
                 yield _known(name, documentation, [{}], [limit(state.limits)])
-        if state.budget is not None:
-            yield from _budget_families(state.budget)
         rejected = state.rejected_connections
         yield _family(
             "counter",
@@ -232,13 +218,63 @@ class StateCollector(Collector):
         )
         for name, documentation, count in self._process_counters:
             yield _family("counter", name, documentation, [{}], [count()])
-        built = {
-            "version": __version__,
-            "python": platform.python_version(),
-            "policy": state.policy,
-            "predictor": state.predictor,
-        }
-        yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _of_deployment(state: Snapshot) -> Iterator[Metric]:
+    """Yield what is told of one deployment."""
+    # Alerts on ranks that are closed would never end for one that is removed.
+    ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
+    prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
+    # The number tells apart an engine that left and one that came back under its name. One
+    # label set for all metrics of a rank: the page escapes it once.
+    rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
+    yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
+    labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
+    yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
+    labels = [{"role": one.role, "url": one.url} for one in state.engines]
+    yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
+    yield _family(
+        "gauge",
+        "live_requests",
+        "Requests in the proxy, by state.",
+        [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
+        [state.queued, state.prefilling, state.pooled, state.decoding],
+    )
+    yield from _predictor_families(state.predictors, state.skill_share)
+    for name, documentation, state_value in _GAUGES:
+        yield _family("gauge", name, documentation, [{}], [state_value(state)])
+    for name, documentation, state_value in _COUNTERS:
+        yield _family("counter", name, documentation, [{}], [state_value(state)])
+    yield _known(
+        "pool_limit",
+        "Requests that may be in prefill or in the pool; absent without a limit.",
+        [{}],
+        [state.pool_limit],
+    )
+    if state.limits is not None:
+        for name, documentation, limit in _LIMIT_GAUGES:
+            yield _known(name, documentation, [{}], [limit(state.limits)])
+    if state.budget is not None:
+        yield from _budget_families(state.budget)
+    built = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "policy": state.policy,
+        "predictor": state.predictor,
+    }
+    yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
+    """Yield the families of several deployments, each once, with the label `group`."""
+    families: dict[str, Metric] = {}
+    for group, told in by_group.items():
+        for one in told:
+            family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+            family.samples += [
+                sample._replace(labels={"group": group, **sample.labels}) for sample in one.samples
+            ]
+    yield from families.values()
 
 
 def _gauges(

@@ -73,6 +73,7 @@ class RequestRecord:
         local_prefill: Whether it was left to its rank to compute the prompt.
         hint: What told predictors how long its answer may be, in tokens; None if nothing did.
         hint_source: "client", or "limit" (its `max_tokens`); empty without a hint.
+        group: Which of several groups had it last; empty if there is one, or none had it.
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class RequestRecord:
     local_prefill: bool = False
     hint: int | None = None
     hint_source: str = ""
+    group: str = ""
 
     @property
     def begun_ns(self) -> int | None:

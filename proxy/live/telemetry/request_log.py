@@ -52,6 +52,8 @@ Times are seconds, rounded to microseconds. The first three names are those of t
 format (`balanceroute.traces`), so that a log can be replayed as it is;
 `balanceroute.predictors.logged` reads it for training.
 
+A proxy with several groups writes `group` too: the one that had the request last, if one had it.
+
 Only these fields are written: no other headers, no bodies, nothing secret, of a prompt no more than
 64-bit hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
 model's name.
@@ -96,7 +98,7 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
     arrived_ns = record.arrived_ns
     started_ns = record.prefill_started_ns
     now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
-    return {
+    fields = {
         "arrival_s": round(record.arrived_unix_s, 6),
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
@@ -145,6 +147,9 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
         "hint": record.hint,
         "hint_source": record.hint_source,
     }
+    if record.group:  # Most proxies have no groups.
+        fields["group"] = record.group
+    return fields
 
 
 def _utc(unix_s: float) -> str:

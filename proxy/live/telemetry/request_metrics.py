@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import ROUTES
 from balanceroute.proxy.live.telemetry.engine_requests import EngineRequests
+from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     NS_PER_S,
@@ -102,8 +103,8 @@ _SUMMED = (
 class RequestMetrics:
     """Counts requests when they have ended."""
 
-    def __init__(self, registry: Registry, tenants: TenantMetrics) -> None:
-        self._tenants = tenants
+    def __init__(self, registry: Registry, tenants: TenantMetrics, groups: GroupMetrics) -> None:
+        self._tenants, self._groups = tenants, groups
         self._model_label, self._status_label = CappedLabel(MAX_MODELS), CappedLabel(MAX_STATUSES)
         self._requests = registry.counter(
             "requests",
@@ -198,6 +199,8 @@ class RequestMetrics:
         self._engines.ended(record)
         if record.tenant:
             self._tenants.ended(record)
+        if record.group:
+            self._groups.ended(record)
 
     def _model(self, record: RequestRecord) -> str:
         # A client can invent model names without end, but not make an engine answer for one.

@@ -1,4 +1,7 @@
-"""The state of the proxy at one instant, as the admin page shows it and the metrics export it."""
+"""The state of a deployment at one instant, as the admin page shows it and the metrics export it.
+
+With it comes what the whole proxy holds, which several deployments have in common.
+"""
 
 from dataclasses import dataclass, field
 
@@ -147,3 +150,4 @@ class Snapshot:
     engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.
     limits: LimitsState | None = None
     skill_share: float | None = None  # None where the policy does not weigh predictions by it.
+    group: str = ""  # Which of several deployments.

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.pass_through import PassThrough
 from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config, read_credentials
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -30,7 +31,7 @@ from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Server
 
-_EPOCH_S = 1_795_000_000.0
+EPOCH_S = 1_795_000_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class World:
         self.ended: list[RequestRecord] = []
         self.decision_faults = DecisionFaults()
         self.fleet = EmulatedFleet(
-            settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=_EPOCH_S
+            settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=EPOCH_S
         )
         self.proxy: Proxy
         self._settings = settings
@@ -112,18 +113,21 @@ class World:
             "bootstrap": self.fleet.bootstrap_urls or None,
             "connector": self._settings.engines.connector,
         }
-        environment = Environment(
+        environment = self._make_environment(partial(read_credentials, None, flags))
+        await self._start(make_config(None, flags), environment)
+
+    def _make_environment(self, read: Callable[[], Credentials]) -> Environment:
+        return Environment(
             log=self,
             rng=self._rng,
-            unix_s=lambda: _EPOCH_S + self.loop.time(),
+            unix_s=lambda: EPOCH_S + self.loop.time(),
             stopwatch=self.loop.time,
             in_thread=_at_once,
             observer=self.observer,
             subscribe=KvLink(self.fleet).subscribe,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
-            read_credentials=partial(read_credentials, None, flags),
+            read_credentials=read,
         )
-        await self._start(make_config(None, flags), environment)
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
         """Start what serves clients."""
@@ -135,11 +139,14 @@ class World:
         """Return the file of tenants; None if there are none."""
         if not text:
             return None
-        if self._folder is None:
-            self._folder = TemporaryDirectory()
-        path = Path(self._folder.name) / "tenants.toml"
+        path = self._own_folder() / "tenants.toml"
         path.write_text(text)
         return str(path)
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = TemporaryDirectory()
+        return Path(self._folder.name)
 
     def change_tenants(self, text: str) -> None:
         """Have the proxy read another file of tenants. Raises ConfigError."""
@@ -148,8 +155,9 @@ class World:
 
     def _doubt(self, plane: ControlPlane) -> None:
         """Let its predictor fail when it is to."""
-        active = plane.deployment.predictors.active
-        active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
+        for deployment in plane.deployments.values():
+            active = deployment.predictors.active
+            active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
 
     @property
     def plane(self) -> ControlPlane:
@@ -170,7 +178,9 @@ class World:
     def fronts(self) -> list[Front]:
         """The listeners for clients."""
         proxy = self.proxy
-        return [Front(proxy.server, proxy.gateway.pass_through, proxy.deployment.roster.endpoints)]
+        return [
+            Front(proxy.server, proxy.deployment.pass_through, proxy.deployment.roster.endpoints)
+        ]
 
     async def drain(self) -> None:
         """Take nothing new, and wait for what runs."""

@@ -76,14 +76,22 @@ class Fleet:
             raise self.error
         self.orders.append(order)
 
-    def snapshot(self, *, requests: bool) -> Snapshot:
+    def state(self, *, requests: bool) -> dict[str, object]:
         if self.error is not None:
             raise self.error
-        return replace(SNAPSHOT, requests=[LIVE] if requests else [])
+        return {"state": replace(SNAPSHOT, requests=[LIVE] if requests else [])}
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        group: str | None = None,
+    ) -> None:
         await self.gate.wait()
-        self._order("add", role, url, ranks, bootstrap)
+        self._order("add", role, url, ranks, bootstrap, *filter(None, [group]))
 
     def drain(self, role: Role, url: str) -> None:
         self._order("drain", role, url)
@@ -106,8 +114,8 @@ class Fleet:
     def request_rows(self, request_id: str) -> list[dict[str, object]]:
         return [{"request_id": request_id, "state": "decoding"}]
 
-    def set_policy(self, name: str) -> None:
-        self._order("policy", name)
+    def set_policy(self, name: str, group: str | None = None) -> None:
+        self._order("policy", name, *filter(None, [group]))
 
     def set_log_level(self, level: str) -> None:
         self._order("log level", level)

@@ -580,7 +580,7 @@ def test_a_quarantine_is_told_and_a_role_that_has_nobody_left(
         assert row["status"] == "quarantined"
         assert row["reason"]
         assert 0.0 <= row["next_probe_s"] <= 31.0
-        told = proxy.snapshot(requests=False)
+        (told,) = proxy.snapshots(requests=False).values()
         shown = told.prefillers[0].quarantine
         assert (shown.reason, shown.since) == (row["reason"], row["since"])
         assert told.ranks[0].quarantine.since is None

@@ -140,12 +140,12 @@ def test_a_client_that_leaves_takes_its_request_along(play: "Play") -> None:
         site.handlers[b"/v1/embeddings"] = hold
         exchange = site.send("/v1/embeddings", {"model": "tiny", "input": "t1"})
         await site.until(lambda: len(site.seen) == 1)
-        assert site.world.proxy.gateway.pass_through.in_flight == 1
+        assert site.world.proxy.deployment.pass_through.in_flight == 1
         exchange.call.abort()
         begin_s = site.loop.time()
         await site.until(lambda: bool(left))
         assert left[0] - begin_s < 0.1
-        assert site.world.proxy.gateway.pass_through.in_flight == 0
+        assert site.world.proxy.deployment.pass_through.in_flight == 0
         assert len(site.seen) == 1
 
     play(scenario)

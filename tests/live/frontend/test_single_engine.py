@@ -108,7 +108,7 @@ def test_who_leaves_while_it_waits_is_forgotten(play: "Play") -> None:
         first = [site.send(EMBEDDINGS, BODY) for _ in range(2)]
         await site.until(lambda: len(held.replies) == 2)
         second = site.send(EMBEDDINGS, BODY)
-        await site.until(lambda: site.world.proxy.gateway.pass_through.in_flight == 3)
+        await site.until(lambda: site.world.proxy.deployment.pass_through.in_flight == 3)
         second.call.abort()
         await site.until(lambda: len(site.world.ended) == 1)
         assert site.world.ended[0].outcome is Outcome.CANCELLED

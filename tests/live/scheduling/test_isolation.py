@@ -317,6 +317,6 @@ def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
             assert bad.json["error"]["message"].startswith("internal error")
         assert await counted(site, "leg") == 1
         assert outcomes(site) == [Outcome.INTERNAL_ERROR, Outcome.OK]
-        assert site.world.proxy.gateway.pass_through.in_flight == 0
+        assert site.world.proxy.deployment.pass_through.in_flight == 0
 
     play(scenario, flags={"single_engine_limit": 1}, prefillers=1)

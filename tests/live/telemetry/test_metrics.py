@@ -126,7 +126,7 @@ def samples_of(page: bytes) -> Samples:
 
 
 def metrics(snapshot: Snapshot = SNAPSHOT) -> Metrics:
-    return Metrics(lambda: snapshot, process=False)
+    return Metrics(lambda: [snapshot], process=False)
 
 
 def value(subject: Metrics, name: str, /, **labels: str) -> float:
@@ -473,24 +473,24 @@ def test_hostile_label_values_cannot_leave_their_quotes() -> None:
 def test_the_snapshot_is_taken_once_a_page_and_not_before() -> None:
     taken = 0
 
-    def snapshot() -> Snapshot:
+    def snapshots() -> list[Snapshot]:
         nonlocal taken
         taken += 1
-        return SNAPSHOT
+        return [SNAPSHOT]
 
-    subject = Metrics(snapshot, process=False)
+    subject = Metrics(snapshots, process=False)
     assert taken == 0
     subject.render()
     assert taken == 1
 
 
 def test_dropped_log_lines_are_exported() -> None:
-    subject = Metrics(lambda: SNAPSHOT, process=False, log_lines_dropped=lambda: 12)
+    subject = Metrics(lambda: [SNAPSHOT], process=False, log_lines_dropped=lambda: 12)
     assert value(subject, "log_lines_dropped_total") == 12
 
 
 def test_the_process_is_exported_on_request() -> None:
-    page = Metrics(lambda: SNAPSHOT, process=True).render()
+    page = Metrics(lambda: [SNAPSHOT], process=True).render()
     assert samples_of(page)["process_open_fds", ()] > 0
 
 

@@ -1,0 +1,108 @@
+"""A request whose body was read, and how it is refused."""
+
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.frontend.clients import allowance_headers
+from balanceroute.proxy.live.frontend.refusals import outcome_of
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.admission import Refusal
+    from balanceroute.proxy.live.frontend.groups import Groups
+    from balanceroute.proxy.live.frontend.intake import RequestCounts
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.shape import Api, Shape
+    from balanceroute.proxy.live.openai.urgency import Urgency
+    from balanceroute.proxy.live.security.credentials import Tenant
+    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Headers
+
+
+class LateRefusals:
+    """Answers, counts and logs requests that are refused after their body came."""
+
+    def __init__(self, groups: "Groups", metrics: "RequestCounts", log: "Log") -> None:
+        self._groups = groups
+        self._metrics = metrics
+        self._log = log
+
+    def refuse(
+        self,
+        reply: "Reply",
+        record: "RequestRecord",
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
+        """Refuse a request; `param` names what is wrong of it."""
+        headers = [(b"x-request-id", record.request_id.encode())]
+        if retry_s is not None:
+            headers.append((b"retry-after", b"%d" % retry_s))
+        body = error_body(status, message, param=param, endpoint=record.endpoint)
+        reply.send(status, [*JSON_HEADERS, *headers], body)
+        record.status = status
+        record.outcome = outcome_of(status)
+        record.reason = message
+        record.ended_ns = round(self._groups.context.clock() * 1e9)
+        self._metrics.ended(record)
+        self._log.request_ended(record)
+
+    def limit(self, reply: "Reply", record: "RequestRecord", refusal: "Refusal") -> None:
+        """Refuse a request for a limit."""
+        self.tell_allowances(reply, record)
+        record.refused_for = refusal.cause
+        retry_s = refusal.retry_after_s
+        self.refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
+
+    def tell_allowances(self, reply: "Reply", record: "RequestRecord") -> None:
+        """Have the answer say what is left of a tenant's rates."""
+        tenancy = self._groups.first.tenancy
+        reply.more_headers = allowance_headers(tenancy.allowances(record.tenant))
+
+
+class Asking:
+    """One request that is to be generated.
+
+    Attributes:
+        headers: The client's.
+    """
+
+    __slots__ = (
+        *("api", "body", "headers", "record", "refusals", "reply", "shape", "tenant", "urgency"),
+    )
+
+    def __init__(
+        self,
+        refusals: LateRefusals,
+        tenant: "Tenant",
+        api: "Api",
+        shape: "Shape",
+        urgency: "Urgency",
+        *,
+        headers: "Headers",
+        body: "RequestBody",
+        reply: "Reply",
+        record: "RequestRecord",
+    ) -> None:
+        self.refusals = refusals
+        self.tenant = tenant
+        self.api = api
+        self.shape = shape
+        self.urgency = urgency
+        self.headers = headers
+        self.body = body
+        self.reply = reply
+        self.record = record
+
+    def deny(
+        self, status: int, reason: str, *, param: str | None = None, retry_s: int | None = None
+    ) -> None:
+        """Refuse it."""
+        self.refusals.refuse(self.reply, self.record, status, reason, param=param, retry_s=retry_s)
+
+    def limit(self, refusal: "Refusal") -> None:
+        """Refuse it for a limit."""
+        self.refusals.limit(self.reply, self.record, refusal)

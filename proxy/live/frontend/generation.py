@@ -1,0 +1,145 @@
+"""Requests for text: what is checked once their body was read, and the group that takes them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
+from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
+from balanceroute.proxy.live.frontend.groups import unknown_model
+from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
+from balanceroute.proxy.live.frontend.request_head import (
+    BadHintError,
+    expected_output_tokens,
+    session_of,
+)
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
+from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
+from balanceroute.proxy.live.request.direct import check_direct
+from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.frontend.groups import Group, Groups
+    from balanceroute.proxy.live.security.credentials import Tenant
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Headers
+
+
+class Generation:
+    """Gives each request to the group of its model, or refuses it.
+
+    Args:
+        groups: Those of the listener.
+        refusals: Refuse requests.
+        max_sequences: The most answers that one request may ask for.
+        engine_headers: Returns the headers of every engine leg, given the client's and what the engines
+            are to call the request.
+    """
+
+    def __init__(
+        self,
+        groups: "Groups",
+        refusals: LateRefusals,
+        *,
+        max_sequences: int,
+        engine_headers: "Callable[[Headers, str], Headers]",
+    ) -> None:
+        self._groups = groups
+        self._refusals = refusals
+        self._max_sequences = max_sequences
+        self._engine_headers = engine_headers
+
+    def take(
+        self,
+        api: Api,
+        headers: "Headers",
+        reply: "Reply",
+        record: "RequestRecord",
+        body: RequestBody | BodyError,
+        *,
+        tenant: "Tenant",
+    ) -> None:
+        """Submit a request whose body was read, or refuse it."""
+        refuse = partial(self._refusals.refuse, reply, record)
+        try:
+            if isinstance(body, BodyError):
+                raise body
+            shape = self._shape(api, body, record)
+            urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
+        except BodyError as error:
+            refuse(400, str(error), param=error.param)
+            return
+        group = self._groups.find(shape.model)
+        unknown = refuse_model(tenant, shape.model)
+        if unknown is None:
+            unknown = (
+                unknown_model(shape.model)
+                if group is None
+                else refuse_unlisted(shape.model, group.models)
+            )
+        if unknown is not None or group is None:
+            assert unknown is not None
+            refuse(*unknown, param="model")
+            return
+        asking = Asking(
+            *(self._refusals, tenant, api, shape, urgency),
+            headers=headers,
+            body=body,
+            reply=reply,
+            record=record,
+        )
+        self._submit(asking, group)
+        body.forget_values()
+
+    def _submit(self, asking: Asking, group: "Group") -> None:
+        """Give a request to a group, or refuse it."""
+        shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
+        record.group = group.name
+        eligible = group.routes.eligible(shape.model)
+        refused = group.routes.refuse(shape.model, eligible)
+        if refused is not None:
+            deny_model(asking.deny, *refused)
+            return
+        try:
+            check_direct(shape, group.intake.context.legs.direct)
+            expected_tokens = expected_output_tokens(headers)
+            refuse_if_too_long(asking.api, asking.body, group.served.max_model_len(shape.model))
+        except BadHintError as error:
+            asking.deny(400, str(error))
+            return
+        except BodyError as error:
+            asking.deny(400, str(error), param=error.param)
+            return
+        name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
+        session = session_of(headers, name)
+        group.intake.submit(
+            Arrival(
+                Asked(shape, eligible, expected_tokens, asking.urgency, name, session),
+                asking.body,
+                partial(self._engine_headers, headers),
+                asking.reply,
+                record,
+                asking.limit,
+            )
+        )
+        self._refusals.tell_allowances(asking.reply, record)
+
+    def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
+        """Return what a request asks for, and note it. Raises BodyError."""
+        refuse_state(api, body)
+        shape = read_shape(api, body, max_sequences=self._max_sequences)
+        record.model = shape.model[:128]
+        record.stream = shape.stream
+        record.choices = shape.sequences
+        record.max_tokens = shape.max_tokens
+        return shape
+
+
+def deny_model(deny: Callable[..., None], status: int, reason: str) -> None:
+    """Refuse a request whose model no engine can serve now."""
+    if status == 404:
+        deny(404, reason, param="model")
+    else:
+        deny(status, reason, retry_s=1)

@@ -1,0 +1,274 @@
+"""Several groups of engines behind one proxy: each request is its own group's alone."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.conftest import LARGE, SMALL
+
+from balanceroute.proxy.testing.chaos.group_world import GroupSettings
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+
+
+def ask(model: str | None, **values: object) -> dict[str, object]:
+    named = {} if model is None else {"model": model}
+    return {**named, "prompt": "t1 t2", "max_tokens": 3} | values
+
+
+async def known(site: "Site") -> None:
+    """Wait until the proxy has read the lists of all engines."""
+    await asyncio.sleep(2.0)
+
+
+def only_their_own(site: "Site") -> None:
+    """Check that no engine got a request for a model of another group."""
+    assert site.seen
+    for one in site.seen:
+        group = one.engine.partition(":")[0]
+        if one.request.body:
+            assert one.values["model"].split("-")[0] == group, one.engine
+
+
+def test_each_request_goes_to_the_group_of_its_model(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        sent = [
+            site.send(COMPLETIONS, ask(model, stream=stream, max_tokens=20))
+            for model in ("small", "large", "large", "small")
+            for stream in (True, False)
+        ]
+        for one in sent:
+            assert (await one.end()).status == 200
+        answers = [one.chunks[0]["model"] if one.events else one.json["model"] for one in sent]
+        assert answers == ["small"] * 2 + ["large"] * 4 + ["small"] * 2
+        only_their_own(site)
+        assert {one.group for one in site.world.ended} == {"small", "large"}
+
+    play_groups(scenario)
+
+
+def test_a_model_of_no_group_is_refused_and_one_must_be_named(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        missing = await site.post(COMPLETIONS, ask("medium"))
+        assert missing.status == 404
+        assert missing.json["error"]["message"] == "The model `medium` does not exist."
+        nothing = await site.post(COMPLETIONS, ask(None))
+        assert nothing.status == 400
+        assert "you must provide a model" in nothing.json["error"]["message"]
+        alone = await site.post("/tokenize", {"prompt": "t1"})
+        assert alone.status == 400
+        assert not site.seen
+
+    play_groups(scenario)
+
+
+def test_what_one_engine_answers_goes_to_the_group_too(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for model in ("small", "large"):
+            answer = await site.post("/tokenize", {"model": model, "prompt": "t1 t2"})
+            assert answer.status == 200
+        assert [one.engine[:-1] for one in site.seen] == ["small:prefill/", "large:prefill/"]
+
+    play_groups(scenario)
+
+
+def test_all_models_are_listed_adapters_too(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        listed = [one["id"] for one in (await site.get("/v1/models")).json["data"]]
+        assert listed == ["small", "small-sql", "large"]
+        assert (await site.get("/v1/models/small-sql")).json["parent"] == "small"
+        assert (await site.get("/v1/models/large-sql")).status == 404
+        assert (await site.post(COMPLETIONS, ask("small-sql"))).status == 200
+        only_their_own(site)
+
+    groups = {
+        "small": GroupSettings(replace(SMALL, adapters=("small-sql",))),
+        "large": GroupSettings(LARGE),
+    }
+    play_groups(scenario, groups=groups)
+
+
+def test_a_group_with_a_list_serves_no_other_names(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        listed = [one["id"] for one in (await site.get("/v1/models")).json["data"]]
+        assert listed == ["small", "large"]
+        assert (await site.post(COMPLETIONS, ask("small-sql"))).status == 404
+
+    groups = {
+        "small": GroupSettings(replace(SMALL, adapters=("small-sql",)), table='model = ["small"]'),
+        "large": GroupSettings(LARGE),
+    }
+    play_groups(scenario, groups=groups)
+
+
+def test_one_group_that_is_full_does_not_hold_up_another(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        slow = [
+            site.send(COMPLETIONS, ask("large", max_tokens=400, ignore_eos=True)) for _ in "123456"
+        ]
+        await asyncio.sleep(1.0)
+        begin_s = site.loop.time()
+        for _ in range(10):
+            assert (await site.post(COMPLETIONS, ask("small", max_tokens=20))).status == 200
+        assert site.loop.time() - begin_s < 10.0
+        assert not any(one.over for one in slow)
+        for one in slow:
+            assert (await one.end()).status == 200
+
+    groups = {
+        "small": GroupSettings(SMALL),
+        "large": GroupSettings(replace(LARGE, batch_limit=1), proxy="batch = 1"),
+    }
+    play_groups(scenario, groups=groups)
+
+
+def test_a_group_without_engines_is_down_and_the_others_serve(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        for engine in ("prefill/0", "decode/0", "decode/1"):
+            site.fleet.kill(engine)
+        await asyncio.sleep(20.0)
+        down = await site.post(COMPLETIONS, ask("small"))
+        assert down.status == 503
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
+        # The proxy is of use while any group is.
+        assert (await site.get("/ready")).status == 200
+        for engine in ("prefill/0", "decode/0", "decode/1"):
+            await site.fleet.restore(engine)
+        await asyncio.sleep(20.0)
+        assert (await site.post(COMPLETIONS, ask("small"))).status == 200
+
+    play_groups(scenario)
+
+
+def test_every_group_has_settings_of_its_own(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        small, large = site.world.plane.deployments.values()
+        assert (small.policy, large.policy) == ("jsq", "fifo")
+        assert (small.config.scheduling.batch, large.config.scheduling.batch) == (3, 7)
+
+    groups = {
+        "small": GroupSettings(SMALL, proxy='policy = "jsq"\nbatch = 3'),
+        "large": GroupSettings(LARGE),
+    }
+    play_groups(scenario, groups=groups, more='[proxy]\npolicy = "fifo"\nbatch = 7')
+
+
+def test_administrators_see_and_change_single_groups(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        groups = (await site.admin("/admin/state")).json["groups"]
+        assert [len(one["ranks"]) for one in groups.values()] == [2, 2]
+        rows = (await site.admin("/admin/instances")).json["instances"]
+        assert [row["group"] for row in rows] == ["small"] * 3 + ["large"] * 4
+        assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 400
+        order = {"policy": "jsq", "group": "large"}
+        assert (await site.admin("/admin/policy", order)).status == 200
+        policies = [one.policy for one in site.world.plane.deployments.values()]
+        assert policies == ["br-h", "jsq"]
+        assert (await site.admin("/admin/policy", order | {"group": "x"})).status == 404
+
+    play_groups(scenario)
+
+
+def test_engines_are_drained_removed_and_added_by_their_group(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert isinstance(site.world.plane.deployments, dict)
+        url = site.fleet.decode_urls[1]
+        where = {"role": "decode", "url": url}
+        assert (await site.admin("/admin/instances/drain", where)).status == 200
+        assert (await site.admin("/admin/instances/remove", where)).status == 200
+        assert (await site.post(COMPLETIONS, ask("small"))).status == 200
+        # An engine that is new must be said to be of a group, and is of one.
+        assert (await site.admin("/admin/instances", where | {"ranks": 1})).status == 400
+        again = where | {"ranks": 1, "group": "small"}
+        assert (await site.admin("/admin/instances", again)).status == 200
+        other = where | {"ranks": 1, "group": "large"}
+        assert (await site.admin("/admin/instances", other)).status == 409
+        small = site.world.plane.deployments["small"]
+        assert [rank.open for rank in small.instances.ranks] == [True, False, True]
+
+    play_groups(scenario)
+
+
+def test_metrics_have_the_group(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for model in ("small", "large", "large"):
+            assert (await site.post(COMPLETIONS, ask(model))).status == 200
+        page = (await site.get("/metrics")).body.decode()
+        assert 'balanceroute_group_requests_total{group="large",outcome="ok"} 2' in page
+        assert 'balanceroute_live_requests{group="small",state="queued"} 0' in page
+        assert 'balanceroute_decode_step_seconds{group="large"}' in page
+        # Each family once, and what is of the whole proxy without a group.
+        lines = page.splitlines()
+        types = [line for line in lines if line.startswith("# TYPE ")]
+        assert len(types) == len(set(types))
+        samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+        assert len(samples) == len(set(samples))
+        assert any(line.startswith("balanceroute_client_connections ") for line in lines)
+
+    play_groups(scenario)
+
+
+TENANTS = """
+[[tenant]]
+name = "t"
+default = true
+requests_per_minute = 3
+"""
+
+
+def test_a_tenants_limits_hold_over_all_groups(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        statuses = [
+            (await site.post(COMPLETIONS, ask(model))).status
+            for model in ("small", "large", "small", "large", "small")
+        ]
+        assert statuses == [200, 200, 200, 429, 429]
+
+    play_groups(scenario, tenants=TENANTS)
+
+
+@pytest.mark.parametrize("connector", ["mooncake", "mooncake-layerwise"])
+def test_every_connector_may_be_behind_a_group(play_groups: "Play", connector: str) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(3.0)
+        sent = [site.send(COMPLETIONS, ask(m, stream=True)) for m in ("small", "large") * 4]
+        for one in sent:
+            assert (await one.end()).status == 200, one.body
+        only_their_own(site)
+
+    groups = {
+        "small": GroupSettings(replace(SMALL, connector=connector)),
+        "large": GroupSettings(LARGE),
+    }
+    play_groups(scenario, groups=groups)
+
+
+def test_the_log_says_which_group_it_was(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await site.post(COMPLETIONS, ask("large"), headers=[(b"x-request-id", b"r1")])
+        (row,) = (await site.admin("/admin/requests?id=r1")).json["requests"]
+        assert row["group"] == "large"
+
+    play_groups(scenario)
+
+
+def test_a_proxy_without_groups_says_nothing_of_them(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.post(COMPLETIONS, ask("tiny"))).status == 200
+        page = (await site.get("/metrics")).body.decode()
+        assert "group" not in page
+        state: Any = (await site.admin("/admin/state")).json
+        assert "group" not in json.dumps({**state, "state": {}})
+        await site.post(COMPLETIONS, ask("tiny"), headers=[(b"x-request-id", b"r1")])
+        (row,) = (await site.admin("/admin/requests?id=r1")).json["requests"]
+        assert "group" not in row
+
+    play(scenario)
