@@ -242,7 +242,7 @@ def _proxy(pipe: Connection, engines: list[int], gaps: Gaps) -> None:
         async def start(self) -> None:
             await super().start()
             pipe.send(self.server.port)
-            self._tasks.append(asyncio.create_task(_tick(gaps)))
+            self._tasks["gaps"] = [asyncio.create_task(_tick(gaps))]
 
     setattr(serve, "Proxy", Watched)  # noqa: B010 - it is not to be replaced by others.
     prefill, decode = (f"http://{HOST}:{port}" for port in engines)
