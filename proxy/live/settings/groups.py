@@ -10,6 +10,7 @@ from balanceroute.proxy.live.settings.declared import (
     ListeningSettings,
     LogSettings,
 )
+from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.setting import flag_of, settings_of
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _OF_ALL = frozenset(
     {
         *chain.from_iterable(
             (one.name for one in settings_of(section))
-            for section in (ListeningSettings, ExchangeLimits, LogSettings)
+            for section in (ListeningSettings, Http3Settings, ExchangeLimits, LogSettings)
         ),
         *("tenants", "client_priority", "client_deadline"),
         *("engine_key_file", "drain_timeout_s", "roster_state"),
