@@ -11,7 +11,7 @@ from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
-from balanceroute.proxy.live.frontend import gateway
+from balanceroute.proxy.live.frontend import asking
 from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
@@ -89,7 +89,7 @@ def any_key_is_the_first_tenants(patch: Patch) -> None:
 
 @bug("is logged as")
 def a_refused_request_is_not_logged_as_rejected(patch: Patch) -> None:
-    patch.setattr(gateway, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
+    patch.setattr(asking, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
 
 
 @bug("that its tenant has not")
