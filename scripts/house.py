@@ -57,15 +57,15 @@ MAY_IMPORT = {
         *("proxy.live.prediction", "proxy.live.request", "proxy.live.telemetry"),
     },
     "proxy.live.settings": {
-        *("proxy.core", "proxy.wire", "topologies"),
+        *("proxy.core", "proxy.model_choice", "proxy.wire", "topologies"),
         *("proxy.live.engines", "proxy.live.prediction"),
         *("proxy.live.request", "proxy.live.security", "proxy.live.telemetry"),
     },
     "proxy.live.frontend": {
-        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.core", "proxy.model_choice", "proxy.wire", "__version__"),
         *("proxy.live.connectors", "proxy.live.engines", "proxy.live.openai"),
         *("proxy.live.request", "proxy.live.scheduling", "proxy.live.security"),
-        "proxy.live.telemetry",
+        *("proxy.live.settings", "proxy.live.telemetry"),
     },
     "proxy.live.control": {
         *("proxy.core", "proxy.wire", "__version__"),

@@ -53,3 +53,10 @@ class StepModel:
         residual = max(0.0, self._ns_ns - slope * self._tokens_ns)
         error = (residual / self._weight / self._tokens_tokens) ** 0.5
         return slope if slope > 0.0 and slope >= _CERTAINTY * error else None
+
+    def step_ns(self, envelope_tokens: float) -> float | None:
+        """Return what a step with such a load takes, in ns; None while it is not known."""
+        slope = self.ns_per_token
+        if slope is None:
+            return None
+        return max(0.0, self._ns + slope * (envelope_tokens - self._tokens))

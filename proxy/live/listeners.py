@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin, Control, Orders
+from balanceroute.proxy.live.frontend.aliases import make_aliases
 from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
@@ -58,6 +59,7 @@ class PublicListener:
             pages=pages,
             log=log,
             settings=_gateway_settings(config),
+            aliases=make_aliases(config.aliases, groups, groups.context.clock),
             clients=clients_of(config, config.credentials),
             unix_s=unix_s,
         )

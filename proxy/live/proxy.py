@@ -11,6 +11,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.listeners import PublicListener
+from balanceroute.proxy.live.scheduling.forecast import Forecast
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.deployment import Deployment
@@ -123,4 +124,5 @@ def _group(name: str, deployment: "Deployment") -> Group:
         pass_through=deployment.pass_through,
         tenancy=deployment.tenancy,
         key_is_tenant=config.admission.fair_queue != "none",
+        forecast=Forecast(deployment.driver),
     )

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from balanceroute.proxy.live.frontend.clients import allowance_headers
 from balanceroute.proxy.live.frontend.refusals import outcome_of
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
@@ -96,6 +98,12 @@ class Asking:
         self.body = body
         self.reply = reply
         self.record = record
+
+    def for_model(self, model: str) -> "Asking":
+        """Have engines asked for another model than the client named; return itself."""
+        self.shape = replace(self.shape, model=model)
+        self.body.model = model
+        return self
 
     def deny(
         self, status: int, reason: str, *, param: str | None = None, retry_s: int | None = None

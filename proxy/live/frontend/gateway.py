@@ -6,6 +6,7 @@ What the head of a request rules out is rejected before its body is read.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute import __version__
@@ -38,6 +39,7 @@ from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
+    from balanceroute.proxy.live.frontend.aliases import Alias
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
@@ -82,8 +84,10 @@ class Gateway:
         settings: GatewaySettings,
         clients: Clients,
         unix_s: Callable[[], float],
+        aliases: "Mapping[str, Alias]" = MappingProxyType({}),
     ) -> None:
         self._groups = groups
+        self._aliases = aliases
         self._pages = pages
         self._settings = settings
         self._clients = clients
@@ -99,6 +103,7 @@ class Gateway:
         self._late = LateRefusals(groups, metrics, log)
         self._generation = Generation(
             groups,
+            aliases,
             self._late,
             max_sequences=settings.max_sequences,
             engine_headers=self._headers,
@@ -199,7 +204,7 @@ class Gateway:
         refused = refuse_route(self._clients.find(request.headers), route, model)
         group = self._groups.find(model)
         if refused is None and group is None:
-            refused = unknown_alone(route, model)
+            refused = unknown_alone(route, model, is_alias=model in self._aliases)
         if refused is not None or group is None:
             assert refused is not None
             self._refuse(reply, record, *refused)
@@ -295,11 +300,15 @@ class Gateway:
     ) -> None:
         self._late.refuse(reply, record, status, message, param=param, retry_s=retry_s)
 
+    def _model_page(self, request: "Request") -> "bytes | Rejection":
+        tenant = self._tenant_of(request.headers)
+        return model_page(request.path, self._groups, self._aliases, tenant)
+
     def _answer_itself(self, request: "Request", reply: "Reply") -> None:
         request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if is_of_models(request.path):
-            page = model_page(request.path, self._groups, self._tenant_of(request.headers))
+            page = self._model_page(request)
             if isinstance(page, Rejection):
                 self._reject(request, reply, page)
             else:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.frontend.aliases import UnknownTaskError
 from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
 from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
 from balanceroute.proxy.live.frontend.groups import unknown_model
@@ -20,6 +21,9 @@ from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from balanceroute.proxy.live.frontend.aliases import Alias
     from balanceroute.proxy.live.frontend.groups import Group, Groups
     from balanceroute.proxy.live.security.credentials import Tenant
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -32,6 +36,7 @@ class Generation:
 
     Args:
         groups: Those of the listener.
+        aliases: Names that stand for several models.
         refusals: Refuse requests.
         max_sequences: The most answers that one request may ask for.
         engine_headers: Returns the headers of every engine leg, given the client's and what the engines
@@ -41,12 +46,14 @@ class Generation:
     def __init__(
         self,
         groups: "Groups",
+        aliases: "Mapping[str, Alias]",
         refusals: LateRefusals,
         *,
         max_sequences: int,
         engine_headers: "Callable[[Headers, str], Headers]",
     ) -> None:
         self._groups = groups
+        self._aliases = aliases
         self._refusals = refusals
         self._max_sequences = max_sequences
         self._engine_headers = engine_headers
@@ -71,18 +78,6 @@ class Generation:
         except BodyError as error:
             refuse(400, str(error), param=error.param)
             return
-        group = self._groups.find(shape.model)
-        unknown = refuse_model(tenant, shape.model)
-        if unknown is None:
-            unknown = (
-                unknown_model(shape.model)
-                if group is None
-                else refuse_unlisted(shape.model, group.models)
-            )
-        if unknown is not None or group is None:
-            assert unknown is not None
-            refuse(*unknown, param="model")
-            return
         asking = Asking(
             *(self._refusals, tenant, api, shape, urgency),
             headers=headers,
@@ -90,8 +85,42 @@ class Generation:
             reply=reply,
             record=record,
         )
-        self._submit(asking, group)
+        unknown = refuse_model(tenant, shape.model)
+        if unknown is not None:
+            asking.deny(*unknown, param="model")
+        elif shape.model in self._aliases:
+            self._choose(asking, self._aliases[shape.model])
+        else:
+            self._find(asking)
         body.forget_values()
+
+    def _find(self, asking: Asking) -> None:
+        """Give a request to the group of its model, or refuse it."""
+        model = asking.shape.model
+        group = self._groups.find(model)
+        if group is None:
+            asking.deny(*unknown_model(model), param="model")
+            return
+        unlisted = refuse_unlisted(model, group.models)
+        if unlisted is not None:
+            asking.deny(*unlisted, param="model")
+            return
+        self._submit(asking, group)
+
+    def _choose(self, asking: Asking, alias: "Alias") -> None:
+        """Give a request to one of an alias's groups, or refuse it."""
+        record = asking.record
+        record.alias = alias.config.name
+        try:
+            record.task = alias.task(asking.headers, asking.tenant, record.endpoint)
+        except UnknownTaskError as error:
+            asking.deny(400, str(error))
+            return
+        group = next(alias.choose(record.task, asking.shape), None)
+        if group is None:
+            asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
+            return
+        self._submit(asking.for_model(group.model), group)
 
     def _submit(self, asking: Asking, group: "Group") -> None:
         """Give a request to a group, or refuse it."""
@@ -125,6 +154,8 @@ class Generation:
             )
         )
         self._refusals.tell_allowances(asking.reply, record)
+        if record.alias:
+            asking.reply.more_headers.append((b"x-balanceroute-model", shape.model.encode()))
 
     def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""

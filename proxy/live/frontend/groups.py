@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.live.openai.routes import Media
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.intake import Intake
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.frontend.tenancy import Limits
     from balanceroute.proxy.live.openai.routes import Route
+    from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.request.session_host import SessionContext
 
 NO_MODEL = (400, "you must provide a model parameter: the proxy serves several")
@@ -37,6 +38,8 @@ class Group:
         pass_through: Serves requests that one of its engines answers alone.
         tenancy: The tenants' limits.
         key_is_tenant: Whether each API key is a tenant of its queue.
+        forecast: Returns what time per output token and to the first one a request would meet, in ms;
+            None if nobody asks.
     """
 
     name: str
@@ -47,6 +50,12 @@ class Group:
     pass_through: "PassThrough"
     tenancy: "Limits"
     key_is_tenant: bool = False
+    forecast: "Callable[[Shape], tuple[float, float]] | None" = None
+
+    @property
+    def model(self) -> str:
+        """The name by which the proxy itself asks its engines."""
+        return self.models[0] if self.models else self.name
 
     def serves(self, model: str) -> bool:
         """Return whether a model is one of its own."""
@@ -109,6 +118,10 @@ class Groups:
         del self._groups[name]
         self._change()
 
+    def get(self, name: str) -> Group | None:
+        """Return a group by its own name."""
+        return self._groups.get(name)
+
     def find(self, model: str) -> Group | None:
         """Return the group that serves a model; None if there is none.
 
@@ -135,8 +148,10 @@ def unknown_model(model: str) -> tuple[int, str]:
     return (404, f"The model `{model[:128]}` does not exist.") if model else NO_MODEL
 
 
-def unknown_alone(route: "Route", model: str) -> tuple[int, str]:
+def unknown_alone(route: "Route", model: str, *, is_alias: bool) -> tuple[int, str]:
     """Return the same for a request that one engine is to answer."""
+    if is_alias:
+        return 400, f"`{model}` stands for several models: name one of them for this route"
     if route.media is Media.JSON:
         return unknown_model(model)
     return 400, "the proxy serves several models, and the request cannot tell which one it is for"

@@ -69,17 +69,19 @@ class RequestBody:
 
     Attributes:
         values: The members, decoded. One of more than `SMALL_BYTES` is refused when it is asked for.
+        model: What engines get for `model` in place of the client's; None for that.
 
     Raises:
         BodyError: Not a JSON object, or a key stands twice: two parsers might then read two
             different requests. Or it costs more to read than any request should.
     """
 
-    __slots__ = ("_data", "_digests", "_places", "_summaries", "values")
+    __slots__ = ("_data", "_digests", "_places", "_summaries", "model", "values")
 
     def __init__(self, data: bytes, scan: JsonScanner | None = None) -> None:
         data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
         self._data = data
+        self.model: str | None = None
         self._digests: dict[tuple[int, int], bytes] = {}
         self._summaries: dict[str, PromptSummary] = {}
         self.values: Mapping[str, Any]
@@ -113,6 +115,8 @@ class RequestBody:
             drop: Names of members that are left out.
             last: More members as JSON, of names that are in `drop`; empty for none.
         """
+        if self.model is not None:
+            overrides = {"model": self.model, **overrides}
         # Pieces of a large body itself, so that a prompt of megabytes is copied once.
         data = self._data if len(self._data) <= SMALL_BYTES else memoryview(self._data)
         parts: list[bytes | memoryview] = []

@@ -27,6 +27,7 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Role
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
+from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -193,7 +194,11 @@ class Driver:
 
     def ticket(self, asked: Asked) -> Ticket:
         """Return what is known of a request."""
-        return asked.ticket(self._feedback.estimate.tokens(asked.shape), self.context)
+        return asked.ticket(self.prompt_tokens(asked.shape), self.context)
+
+    def prompt_tokens(self, shape: Shape) -> int:
+        """Return the length of a request's prompt, which may be an estimate."""
+        return self._feedback.estimate.tokens(shape)
 
     def refuse(self, ticket: Ticket, record: "RequestRecord") -> Refusal | None:
         """Return why a request that comes now cannot be taken, or None."""

@@ -42,6 +42,7 @@ class Tenant:
         level: What the levels of its requests begin from; lower goes first.
         deadline_s: When the first token of its requests is due, unless they say; None for never.
         models: Those that it may use; empty for all.
+        task: The task of its requests to an alias of models, unless they say; empty for none.
         client_priority: Whether its requests may choose their level.
         client_deadline: Whether they may choose their deadline.
         default: Whether it has the requests of clients whose key is no tenant's.
@@ -54,6 +55,7 @@ class Tenant:
     level: int = 0
     deadline_s: float | None = None
     models: tuple[str, ...] = ()
+    task: str = ""
     client_priority: bool = False
     client_deadline: bool = False
     default: bool = False

@@ -19,6 +19,7 @@ from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
+from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (
     EngineSettings,
     ExchangeLimits,
@@ -54,6 +55,7 @@ class ProxyConfig:
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
             the engine says of a single request goes first.
         groups: The deployments if there are several; then it has no engines of its own.
+        aliases: Names that stand for several of their models.
     """
 
     topology: str | None
@@ -76,6 +78,7 @@ class ProxyConfig:
     direct: Direct
     lease_s: float | None
     groups: "tuple[GroupConfig, ...]" = ()
+    aliases: tuple[AliasConfig, ...] = ()
 
     @property
     def deployments(self) -> "tuple[ProxyConfig, ...]":
@@ -139,7 +142,7 @@ class ProxyConfig:
         """Return the configuration for JSON; of a secret it only tells that there is one."""
         plain = _plain(self)
         assert isinstance(plain, dict)
-        for name in ("groups",):
+        for name in ("groups", "aliases"):
             if not plain[name]:
                 del plain[name]
         return plain
@@ -157,11 +160,6 @@ class GroupConfig:
     name: str
     models: tuple[str, ...]
     config: ProxyConfig
-
-    @property
-    def model(self) -> str:
-        """The name by which the proxy itself asks its engines."""
-        return self.models[0] if self.models else self.name
 
 
 def _ns(time_s: float | None) -> int | None:

@@ -29,6 +29,7 @@ from balanceroute.proxy.live.security.host_check import is_loopback
 from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
+from balanceroute.proxy.live.settings.aliases import read_aliases
 from balanceroute.proxy.live.settings.checks import base_address
 from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 from balanceroute.proxy.live.settings.declared import (
@@ -89,7 +90,7 @@ def make_config(
         for one in topology.groups
     )
     check_apart(topology, groups)
-    return replace(whole, groups=groups)
+    return replace(whole, groups=groups, aliases=read_aliases(topology, groups))
 
 
 def _configured(

@@ -225,6 +225,18 @@ def numbers(text: str, least: float, most: float, *, metavar: str) -> tuple[floa
     return _declare(nothing, text, _all_of(check, _parse_number), "", metavar)
 
 
+def table(text: str, check: Callable[[str, object], T]) -> tuple[tuple[str, T], ...]:
+    """Declare a table of a file; `check` returns what a key has, given its value."""
+
+    def checked(value: object) -> tuple[tuple[str, T], ...]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"is {shown(value)}, must be a table")
+        return tuple((key, check(key, one)) for key, one in value.items())
+
+    nothing: tuple[tuple[str, T], ...] = ()
+    return _declare(nothing, text, checked, "", "TABLE")
+
+
 def file(text: str, *, metavar: str = "FILE") -> Path | None:
     """Declare the name of a file."""
     return _declare(None, text, lambda value: Path(_text(value)), "", metavar, is_path=True)

@@ -71,6 +71,9 @@ class TenantTable:
     models: tuple[str, ...] = texts(
         "those that it may use", model_name, metavar="NAME", shown_default="all", at_top=False
     )
+    task: str = text(
+        "", "the task of its requests to an alias of models, unless they say", metavar="TASK"
+    )
     client_priority: bool = switch(False, "as --client-priority, for its requests")
     client_deadline: bool = switch(False, "as --client-deadline, for its requests")
     default: bool = switch(
@@ -128,6 +131,7 @@ def _read(path: Path, place: int, table: dict[str, object]) -> Tenant:
         level=read.level,
         deadline_s=read.deadline_s,
         models=read.models,
+        task=read.task,
         client_priority=read.client_priority,
         client_deadline=read.client_deadline,
         default=read.default,

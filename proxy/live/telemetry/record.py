@@ -74,6 +74,8 @@ class RequestRecord:
         hint: What told predictors how long its answer may be, in tokens; None if nothing did.
         hint_source: "client", or "limit" (its `max_tokens`); empty without a hint.
         group: Which of several groups had it last; empty if there is one, or none had it.
+        alias: The alias of models that it named; empty if it named none.
+        task: What it was taken to ask for, among the tasks of that alias.
     """
 
     request_id: str
@@ -120,6 +122,8 @@ class RequestRecord:
     hint: int | None = None
     hint_source: str = ""
     group: str = ""
+    alias: str = ""
+    task: str = ""
 
     @property
     def begun_ns(self) -> int | None:

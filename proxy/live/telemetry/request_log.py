@@ -52,7 +52,8 @@ Times are seconds, rounded to microseconds. The first three names are those of t
 format (`balanceroute.traces`), so that a log can be replayed as it is;
 `balanceroute.predictors.logged` reads it for training.
 
-A proxy with several groups writes `group` too: the one that had the request last, if one had it.
+A proxy with several groups writes `group` too: the one that had the request last, if one had it. Of a
+request that named an alias of models it writes `alias` and `task`; `model` is then the alias.
 
 Only these fields are written: no other headers, no bodies, nothing secret, of a prompt no more than
 64-bit hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
@@ -149,6 +150,8 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
     }
     if record.group:  # Most proxies have no groups.
         fields["group"] = record.group
+    if record.alias:
+        fields |= {"alias": record.alias, "task": record.task}
     return fields
 
 
