@@ -68,6 +68,7 @@ class ControlPlane(ABC):
             processes=environment.processes,
         )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
+        self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
         self.deployments: dict[str, Deployment]
         if config.groups:
             self.deployments = {}

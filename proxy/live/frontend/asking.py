@@ -45,6 +45,8 @@ class LateRefusals:
             headers.append((b"retry-after", b"%d" % retry_s))
         body = error_body(status, message, param=param, endpoint=record.endpoint)
         reply.send(status, [*JSON_HEADERS, *headers], body)
+        if record.superseded:  # Another group is asked instead.
+            return
         record.status = status
         record.outcome = outcome_of(status)
         record.reason = message
@@ -104,6 +106,17 @@ class Asking:
         self.shape = replace(self.shape, model=model)
         self.body.model = model
         return self
+
+    def attempt(self, model: str, reply: "Reply", record: "RequestRecord") -> "Asking":
+        """Return the same for engines that are asked for this model, with an answer of its own."""
+        asking = Asking(
+            *(self.refusals, self.tenant, self.api, self.shape, self.urgency),
+            headers=self.headers,
+            body=self.body,
+            reply=reply,
+            record=record,
+        )
+        return asking.for_model(model)
 
     def deny(
         self, status: int, reason: str, *, param: str | None = None, retry_s: int | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.frontend.aliases import UnknownTaskError
 from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
 from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
+from balanceroute.proxy.live.frontend.fall_back import FallBack
 from balanceroute.proxy.live.frontend.groups import unknown_model
 from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
 from balanceroute.proxy.live.frontend.request_head import (
@@ -116,11 +117,17 @@ class Generation:
         except UnknownTaskError as error:
             asking.deny(400, str(error))
             return
-        group = next(alias.choose(record.task, asking.shape), None)
-        if group is None:
+        groups = alias.choose(record.task, asking.shape)
+        if alias.config.fall_back:
+            context = self._groups.context
+            begun = FallBack(asking, groups, alias.config, self._submit, context).begin()
+        else:
+            group = next(groups, None)
+            begun = group is not None
+            if group is not None:
+                self._submit(asking.for_model(group.model), group)
+        if not begun:
             asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
-            return
-        self._submit(asking.for_model(group.model), group)
 
     def _submit(self, asking: Asking, group: "Group") -> None:
         """Give a request to a group, or refuse it."""
@@ -153,6 +160,8 @@ class Generation:
                 asking.limit,
             )
         )
+        if record.superseded:  # Refused, and another group was asked.
+            return
         self._refusals.tell_allowances(asking.reply, record)
         if record.alias:
             asking.reply.more_headers.append((b"x-balanceroute-model", shape.model.encode()))

@@ -151,8 +151,9 @@ class Feedback:
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
         self._admission.ended(session.ticket, _ending(record, began=began), self._now_ns())
-        self._metrics.requests.ended(record)
-        self._log.request_ended(record)
+        if not record.superseded:
+            self._metrics.requests.ended(record)
+            self._log.request_ended(record)
 
 
 def _ending(record: RequestRecord, *, began: bool) -> Ending:

@@ -18,6 +18,7 @@ from balanceroute.proxy.live.settings.setting import (
     texts,
     words,
 )
+from balanceroute.proxy.live.telemetry.alias_metrics import AliasWorth
 from balanceroute.proxy.model_choice.base import Targets
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
 from balanceroute.proxy.model_choice.greedy import Greedy
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.topologies import Topology
 
 CHOOSERS = ("static", "greedy", "ddqn")
+FALL_BACKS = ("429", "503", "timeout")
 ANY_TASK = "any"
 _MOST_TASKS = 64
 
@@ -43,6 +45,12 @@ def _scores(task: str, value: object) -> tuple[float, ...]:
 def _is_score(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and isfinite(value) and 0 <= value <= 1  # type: ignore[operator, arg-type]
+
+
+def _reason(word: str) -> str:
+    if word not in FALL_BACKS:
+        raise ConfigError(f"has {shown(word)}, must be of {', '.join(FALL_BACKS)}")
+    return word
 
 
 def _task(path: str, value: object) -> str:
@@ -81,6 +89,21 @@ class AliasTable:
     paths: tuple[tuple[str, str], ...] = table(
         'the task of requests to a path that say none, as in "/v1/completions" = "code"', _task
     )
+    fall_back: tuple[str, ...] = texts(
+        "what sends a request on to the next group while nothing of an answer has been sent: "
+        f"{', '.join(FALL_BACKS)}",
+        _reason,
+        metavar="REASON",
+        shown_default="nothing",
+        at_top=False,
+    )
+    fall_back_after_s: float | None = number(
+        None,
+        "with timeout, for a stream's first byte (default: the groups' own time limits)",
+        0.001,
+        1e6,
+        word="none",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +120,9 @@ class AliasConfig:
         scores: The worth of an answer by task and group; empty if it was not told.
         default_task: The task of requests that say none.
         paths: The task of requests to a path that say none.
+        fall_back: What sends a request on to the next group; empty for nothing.
+        fall_back_after_s: How long a stream may wait for its first byte before it goes on; None for as
+            long as its group lets it.
     """
 
     name: str
@@ -109,6 +135,22 @@ class AliasConfig:
     scores: tuple[tuple[float, ...], ...]
     default_task: str
     paths: tuple[tuple[str, str], ...]
+    fall_back: tuple[str, ...] = ()
+    fall_back_after_s: float | None = None
+
+    @property
+    def worth(self) -> AliasWorth:
+        """What its answers are worth."""
+        by_task = zip(self.tasks, self.scores, strict=bool(self.scores))
+        scores = {
+            (task, group): score
+            for task, row in by_task
+            for group, score in zip(self.groups, row, strict=True)
+        }
+        targets = self.targets
+        if targets is None:
+            return AliasWorth(None, None, scores)
+        return AliasWorth(targets.tpot_ms, targets.ttft_ms, scores)
 
     def make_choice(self) -> "ModelChoice":
         """Return what chooses. Raises ConfigError: the weights cannot be read."""
@@ -164,7 +206,11 @@ def _read(name: str, given: Given, names: set[str]) -> AliasConfig:
         scores,
         _one_of(tasks, read.default_task, "default_task", where) or tasks[0],
         read.paths,
+        read.fall_back,
+        read.fall_back_after_s,
     )
+    if read.fall_back_after_s is not None and "timeout" not in read.fall_back:
+        raise ConfigError(f"{where('fall_back_after_s')}: needs timeout in fall_back")
     for path, task in read.paths:
         _one_of(tasks, task, "paths", where)
         if not path.startswith("/"):

@@ -13,6 +13,7 @@ Rules:
 from collections.abc import Callable, Mapping, Sequence
 
 from balanceroute.proxy.live.telemetry import exposition
+from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
 from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
@@ -57,7 +58,11 @@ class Metrics:
         registry.collect_from(self.tenants)
         self.groups = GroupMetrics()
         registry.collect_from(self.groups)
-        self.requests = RequestMetrics(registry, self.tenants, self.groups)
+        self.aliases = AliasMetrics()
+        registry.collect_from(self.aliases)
+        self.requests = RequestMetrics(
+            registry, tenants=self.tenants, groups=self.groups, aliases=self.aliases
+        )
         self.legs = LegMetrics(registry)
         self.engines = EngineMetrics(registry)
         self.predictors = PredictorMetrics(registry)

@@ -76,6 +76,9 @@ class RequestRecord:
         group: Which of several groups had it last; empty if there is one, or none had it.
         alias: The alias of models that it named; empty if it named none.
         task: What it was taken to ask for, among the tasks of that alias.
+        fall_backs: The groups that had it before, each with why it went on: a status, or "timeout".
+        superseded: Whether it is an attempt in whose place another group was asked. Then it is neither
+            counted nor logged.
     """
 
     request_id: str
@@ -124,6 +127,8 @@ class RequestRecord:
     group: str = ""
     alias: str = ""
     task: str = ""
+    fall_backs: tuple[tuple[str, str], ...] = ()
+    superseded: bool = False
 
     @property
     def begun_ns(self) -> int | None:

@@ -53,7 +53,8 @@ format (`balanceroute.traces`), so that a log can be replayed as it is;
 `balanceroute.predictors.logged` reads it for training.
 
 A proxy with several groups writes `group` too: the one that had the request last, if one had it. Of a
-request that named an alias of models it writes `alias` and `task`; `model` is then the alias.
+request that named an alias of models it writes `alias`, `task`, and `fall_backs`, the groups that had it
+before, each with why it went on; `model` is then the alias.
 
 Only these fields are written: no other headers, no bodies, nothing secret, of a prompt no more than
 64-bit hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
@@ -152,6 +153,7 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
         fields["group"] = record.group
     if record.alias:
         fields |= {"alias": record.alias, "task": record.task}
+        fields["fall_backs"] = [f"{group}: {why}" for group, why in record.fall_backs]
     return fields
 
 

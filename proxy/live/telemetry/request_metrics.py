@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import ROUTES
+from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
 from balanceroute.proxy.live.telemetry.engine_requests import EngineRequests
 from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
@@ -103,8 +104,15 @@ _SUMMED = (
 class RequestMetrics:
     """Counts requests when they have ended."""
 
-    def __init__(self, registry: Registry, tenants: TenantMetrics, groups: GroupMetrics) -> None:
-        self._tenants, self._groups = tenants, groups
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        tenants: TenantMetrics,
+        groups: GroupMetrics,
+        aliases: AliasMetrics,
+    ) -> None:
+        self._tenants, self._groups, self._aliases = tenants, groups, aliases
         self._model_label, self._status_label = CappedLabel(MAX_MODELS), CappedLabel(MAX_STATUSES)
         self._requests = registry.counter(
             "requests",
@@ -201,6 +209,8 @@ class RequestMetrics:
             self._tenants.ended(record)
         if record.group:
             self._groups.ended(record)
+        if record.alias:
+            self._aliases.ended(record)
 
     def _model(self, record: RequestRecord) -> str:
         # A client can invent model names without end, but not make an engine answer for one.

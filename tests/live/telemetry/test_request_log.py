@@ -141,7 +141,7 @@ def test_a_first_token_of_an_earlier_binding_tells_no_transfer() -> None:
 
 def test_every_field_of_a_record_is_in_the_line() -> None:
     # A field that a record gains must not be forgotten here.
-    written = {"arrived_unix_s", "outcome"}
+    written = {"arrived_unix_s", "outcome", "superseded"}
     plain = set(fields_of(replace(RECORD, group="large", alias="auto")))
     timed = {"arrived_ns", "ended_ns", "prefill_started_ns", "prefilled_ns", "first_token_ns"}
     timed |= {"second_token_ns"}
