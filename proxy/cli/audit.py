@@ -15,11 +15,10 @@ from balanceroute.proxy.audit.plots import write_plots
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.report import Audit, as_json, lines
 from balanceroute.proxy.audit.verdict import judge
-from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
+from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer, number
-from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     watched = read_flags(arguments, Watched).read(Watched)
     check_output("--json", arguments.json)
-    if arguments.plots is not None:
-        require_matplotlib()
-        arguments.plots.mkdir(parents=True, exist_ok=True)
+    make_plots_folder(arguments.plots)
     requests = None if arguments.trace is None else read_trace(arguments.trace)
     looks = asyncio.run(_watch(arguments.prefill, arguments.decode, watched))
     seen = observe(looks, batch=watched.batch)

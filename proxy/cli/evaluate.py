@@ -12,7 +12,13 @@ from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.questions import Replay
 from balanceroute.proxy.cli.evaluation_plots import write_plots
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
-from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
+from balanceroute.proxy.cli.outputs import (
+    check_output,
+    for_people,
+    make_plots_folder,
+    options,
+    write_output,
+)
 from balanceroute.proxy.cli.past_flags import (
     MAX_HORIZON,
     Chosen,
@@ -99,8 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         bar.show(f"reading {source_of(arguments)}")
         history, judged = _parts(read_past(arguments, chosen), asked.train_share)
         replay = Replay(judged, horizon_steps=asked.horizon, age_step=asked.age_step)
-        if arguments.plots is not None:
-            _make_folder(arguments.plots)
+        make_plots_folder(arguments.plots)
         baselines: dict[str, Predictor] = {
             "none": NoPrediction(),
             _BASELINE: Survival.of_past(history),
@@ -155,13 +160,6 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         require_matplotlib()
         if arguments.plots.exists() and not arguments.plots.is_dir():
             raise ConfigError(f"--plots: {arguments.plots} is not a directory")
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--plots: {path}: {error.strerror}") from error
 
 
 def _models(paths: "Sequence[Path]") -> "dict[str, Predictor]":

@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
+from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
-from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer
+from balanceroute.proxy.model_choice.base import Outlook
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
 from balanceroute.proxy.model_choice.greedy import Greedy
 from balanceroute.proxy.model_choice.judgement import RATES, THRESHOLDS, WINDOW, Judgement, judge
@@ -25,7 +25,6 @@ from balanceroute.proxy.model_choice.scenario_file import read_scenario
 from balanceroute.proxy.model_choice.static import Static
 from balanceroute.proxy.model_choice.training import Trainer, Window
 from balanceroute.proxy.model_choice.workload import bursty, stable
-from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ _LENGTHS = Path("azure_2023_conv")
 _PHASE_S = 40  # Of a stable rate, as in the paper.
 _LEAST_REQUESTS = 1_000
 _BURSTY_REQUESTS = 8_000
+_CHOICES = 2_000  # Timed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
             gaps = bursty(_BURSTY_REQUESTS, np.random.default_rng(seed))
             bursts[name] = judge(scenario, lengths, choice, gaps, seed)
     with for_people(arguments.json):
-        _print(rates, bursts)
+        _print(rates, bursts, {name: _choice_us(one, scenario) for name, one in choices.items()})
     if arguments.json is not None:
         figures = {
             name: {
@@ -186,12 +186,7 @@ def _stable(rate: float, seed: int) -> "Iterator[float]":
 
 def _read(arguments: argparse.Namespace) -> tuple[Scenario, list[tuple[int, int]]]:
     """Read the scenario and the lengths, and find out now that pictures cannot be drawn."""
-    if arguments.plots is not None:
-        require_matplotlib()
-        try:
-            arguments.plots.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--plots: {arguments.plots}: {error.strerror}") from error
+    make_plots_folder(arguments.plots)
     chosen = arguments.scenario
     scenario = paper_scenario() if chosen is None else read_scenario(chosen)
     trace = read_trace(arguments.trace)
@@ -209,8 +204,19 @@ def _choices(scenario: Scenario, weights: Path | None) -> "Mapping[str, ModelCho
     return choices
 
 
+def _choice_us(choice: "ModelChoice", scenario: Scenario) -> float:
+    """Return what one choice takes, in us of this machine."""
+    outlooks = [Outlook(0.5) for _ in scenario.groups]
+    begin_s = time.perf_counter()
+    for number in range(_CHOICES):
+        choice.choose(number % len(scenario.tasks), 10.0, outlooks)
+    return 1e6 * (time.perf_counter() - begin_s) / _CHOICES
+
+
 def _print(
-    rates: "Mapping[str, Mapping[float, Judgement]]", bursts: "Mapping[str, Judgement]"
+    rates: "Mapping[str, Mapping[float, Judgement]]",
+    bursts: "Mapping[str, Judgement]",
+    choice_us: "Mapping[str, float]",
 ) -> None:
     console = Console()
     table = Table(title="Mean worth of an answer, by requests/s")
@@ -231,4 +237,5 @@ def _print(
     for place, threshold in enumerate(THRESHOLDS):
         counts = (f"{one.windows()[place]:,}" for one in bursts.values())
         table.add_row(f"at least {threshold:.2f}", *counts)
+    table.add_row("us a choice", *(f"{choice_us[name]:.1f}" for name in bursts))
     console.print(table)

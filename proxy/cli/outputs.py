@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.pictures import require_matplotlib
 
 STDOUT = Path("-")
 
@@ -33,6 +34,21 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag}: {path} is a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{flag}: {path} cannot be written: permission denied")
+
+
+def make_plots_folder(path: Path | None) -> None:
+    """Make the folder of --plots, before hours are spent on what the pictures show.
+
+    Raises:
+        ConfigError: It cannot be made, or pictures cannot be drawn.
+    """
+    if path is None:
+        return
+    require_matplotlib()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--plots: {path}: {error.strerror}") from error
 
 
 def write_output(flag: str, path: Path, text: str) -> None:

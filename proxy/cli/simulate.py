@@ -14,7 +14,13 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.cli.goodput_flags import Goodput
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
-from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
+from balanceroute.proxy.cli.outputs import (
+    check_output,
+    for_people,
+    make_plots_folder,
+    options,
+    write_output,
+)
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.errors import ConfigError
@@ -25,7 +31,6 @@ from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import integer, number, text
-from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.service_levels import Targets
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -209,12 +214,7 @@ def _policies(names: str) -> list[str]:
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Find out now, not after the simulation, that its figures cannot be written."""
     check_output("--json", arguments.json)
-    if arguments.plots is not None:
-        require_matplotlib()
-        try:
-            arguments.plots.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--plots: {arguments.plots}: {error.strerror}") from error
+    make_plots_folder(arguments.plots)
 
 
 def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workload], int]":

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute import __version__
+from balanceroute.proxy.cli.outputs import make_plots_folder
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer
-from balanceroute.proxy.pictures import require_matplotlib
 from balanceroute.proxy.validate.load_log import read_load_log
 from balanceroute.proxy.validate.matching import match, read_traces
 from balanceroute.proxy.validate.plots import write_plots
@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     min_tokens = read_flags(arguments, Samples).read(Samples).min_tokens
     given = _given(arguments.map)
-    if arguments.plots is not None:
-        require_matplotlib()
-        arguments.plots.mkdir(parents=True, exist_ok=True)
+    make_plots_folder(arguments.plots)
     log = read_load_log(arguments.log)
     spans = [(samples.times_ns[0], samples.times_ns[-1]) for samples in log.values()]
     span_ns = (int(min(begin for begin, _ in spans)), int(max(end for _, end in spans)))
