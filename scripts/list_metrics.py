@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.telemetry.alias_metrics import AliasWorth
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
@@ -72,6 +73,7 @@ def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
     metrics = Metrics(lambda: [STATE], process=False)
     metrics.tenants.names = {"t"}
+    metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
     record = RequestRecord(
         request_id="r",
         endpoint="/v1/completions",
@@ -87,6 +89,10 @@ def full_page() -> bytes:
         ended_ns=2,
         tenant="t",
         refused_for="rate",
+        group="g",
+        alias="a",
+        task="any",
+        fall_backs=(("h", "503"),),
     )
     metrics.requests.ended(record)
     metrics.requests.passed_through(replace(record, endpoint="/v1/embeddings"))

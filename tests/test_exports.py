@@ -45,7 +45,7 @@ proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reco
 proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
     kv_subscriber kv_transfers model_list
     scrape served_models
-proxy.live.frontend: asking body_queue clients cors gateway generation groups hand_offs intake model_pages model_routes own_pages
+proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway generation groups hand_offs intake model_pages model_routes own_pages
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
@@ -60,13 +60,13 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host short_answer stall_watch
-proxy.live.scheduling: arrival barrier_idle decisions driver feedback isolation open_instances progress pulled_counts pushed_counts session_table
+proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission aimd_options checks config configure declared discovery engines groups http3
+proxy.live.settings: admission aimd_options aliases checks config configure declared discovery engines groups http3
     policy_options reader scheduling score_options
     setting tenant_file
-proxy.live.telemetry: decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics json_line
+proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot tenant_metrics
 proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network scenario

@@ -96,9 +96,8 @@ class FallBack:
 
     def _late(self) -> None:
         self._timer = None
-        attempt = self._attempt
-        if attempt is None or attempt.inner.started or not self._go_on(attempt, "timeout"):
-            return
+        if self._attempt is not None and not self._attempt.inner.started:
+            self._go_on(self._attempt, "timeout")
 
 
 class Attempt:

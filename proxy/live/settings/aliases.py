@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,12 +180,13 @@ def read_aliases(topology: "Topology", groups: "Sequence[GroupConfig]") -> tuple
         except ConfigError as error:
             raise ConfigError(f"{topology.path}: [{where}] {error}") from None
         given = Given((AliasTable,), flags={}, table=content, table_name=where, file=topology.path)
-        aliases.append(_read(name, given, names))
+        place = f"{topology.path}: [{where}]"
+        aliases.append(_read(name, given, names, partial(_key_of, place)))
     return tuple(aliases)
 
 
-def _read(name: str, given: Given, names: set[str]) -> AliasConfig:
-    read, where = given.read(AliasTable), given.where
+def _read(name: str, given: Given, names: set[str], where: "_Where") -> AliasConfig:
+    read = given.read(AliasTable)
     if not read.groups:
         raise ConfigError(f"{where('groups')}: names no group")
     for group in read.groups:
@@ -221,6 +223,10 @@ def _read(name: str, given: Given, names: set[str]) -> AliasConfig:
 
 
 _Where = Callable[[str], str]
+
+
+def _key_of(place: str, key: str) -> str:
+    return f"{place}.{key}"
 
 
 def _targets(read: AliasTable, where: _Where) -> Targets | None:

@@ -43,12 +43,12 @@ def test_groups_are_deployments_with_the_settings_of_all_and_their_own(tmp_path:
 
 def test_one_table_is_a_group_too(tmp_path: Path) -> None:
     (group,) = made(tmp_path, ONE).groups
-    assert (group.name, group.models, group.model) == ("small", (), "small")
+    assert (group.name, group.models) == ("small", ())
 
 
-def test_the_first_listed_name_is_the_one_that_engines_are_asked_for(tmp_path: Path) -> None:
+def test_a_group_may_list_its_names(tmp_path: Path) -> None:
     (group,) = made(tmp_path, ONE + 'model = ["qwen", "qwen-sql"]').groups
-    assert (group.name, group.models, group.model) == ("small", ("qwen", "qwen-sql"), "qwen")
+    assert (group.name, group.models) == ("small", ("qwen", "qwen-sql"))
 
 
 @pytest.mark.parametrize(
