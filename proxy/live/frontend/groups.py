@@ -101,6 +101,8 @@ class Groups:
     @property
     def uses_keys(self) -> bool:
         """Whether any of them asks for the keys of requests."""
+        if self._only is not None:
+            return self._only.intake.uses_keys
         return any(one.intake.uses_keys for one in self)
 
     @property

@@ -27,7 +27,6 @@ from balanceroute.proxy.model_choice.static import Static
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.settings.config import GroupConfig
     from balanceroute.proxy.model_choice.base import ModelChoice
     from balanceroute.topologies import Topology
 
@@ -162,14 +161,14 @@ class AliasConfig:
         return DoubleDqn.read(self.weights, groups=len(self.groups), tasks=len(self.tasks))
 
 
-def read_aliases(topology: "Topology", groups: "Sequence[GroupConfig]") -> tuple[AliasConfig, ...]:
+def read_aliases(topology: "Topology") -> tuple[AliasConfig, ...]:
     """Return the aliases of a file.
 
     Raises:
         ConfigError: One of them cannot be used.
     """
-    names = {one.name for one in groups}
-    taken = names.union(*(one.models for one in groups))
+    names = {one.name for one in topology.groups}
+    taken = names.union(*(one.models for one in topology.groups))
     aliases = []
     for name, content in topology.aliases.items():
         where = f"alias.{name}"

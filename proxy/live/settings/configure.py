@@ -90,7 +90,7 @@ def make_config(
         for one in topology.groups
     )
     check_apart(topology, groups)
-    return replace(whole, groups=groups, aliases=read_aliases(topology, groups))
+    return replace(whole, groups=groups, aliases=read_aliases(topology))
 
 
 def _configured(
