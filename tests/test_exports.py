@@ -38,7 +38,7 @@ proxy.live: announcement connectors control control_plane deployment deployment_
     engine_connections engines environment following_kv_events frontend http3_listener kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin engine_orders errors live_view load_log memory page rank_slots roster standing state view
+proxy.live.control: admin engine_orders errors live_view load_log memory orders page rank_slots roster standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file

@@ -35,6 +35,14 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.live_view import EVENTS, LiveView, Viewer
+from balanceroute.proxy.live.control.orders import (
+    Refusal,
+    group_of,
+    instance_of,
+    read_order,
+    seconds_of,
+    text_of,
+)
 from balanceroute.proxy.live.control.page import HEADERS, PAGE
 from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Workers
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -47,12 +55,10 @@ from balanceroute.proxy.wire.messages import Headers, Request
 
 MAX_BODY_BYTES = 65_536
 """Of an order; the listener refuses a larger one."""
-MAX_TEXT = 2048
 MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
 MAX_WAITS = 256
 """Orders to drain whose end may be waited for at a time."""
-MAX_WAIT_S = 86_400.0
 _WAIT_STEP_S = 0.25
 
 _COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
@@ -134,19 +140,6 @@ class Reply(Viewer, Protocol):
         ...
 
 
-class _Refusal(Exception):  # noqa: N818
-    """A request that gets an error answer."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Headers | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.headers = headers or []
-
-
 class Admin:
     """The application of the admin listener: call it with a request and where its answer goes."""
 
@@ -207,15 +200,15 @@ class Admin:
             named = request.path.startswith(PATH + b"/")
             methods = self._of_worker if named else self._routes.get(request.path)
             if methods is None:
-                raise _Refusal(404, "there is no such page")
+                raise Refusal(404, "there is no such page")
             handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
             if handler is None:
                 allowed = b", ".join(methods).replace(b"GET", b"GET, HEAD")
-                raise _Refusal(
+                raise Refusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
             if request.query and handler not in (self._state, self._requests):
-                raise _Refusal(400, "the page takes no query")
+                raise Refusal(400, "the page takes no query")
             handler(request, reply)
 
     def close(self) -> None:
@@ -231,13 +224,13 @@ class Admin:
             foreign = check_host(request.headers, self._names)
             if foreign is not None:
                 _log.warning("admin: refused what a web page may have sent", extra=_where(request))
-                raise _Refusal(foreign.status, foreign.message)
+                raise Refusal(foreign.status, foreign.message)
             return
         given = [value for name, value in request.headers if name == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
         if scheme.lower() != b"bearer" or not self.token.matches(token):
             _log.warning("admin: refused a request without the token", extra=_where(request))
-            raise _Refusal(
+            raise Refusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
             )
 
@@ -257,7 +250,7 @@ class Admin:
 
     def _state(self, request: Request, reply: Reply) -> None:
         if request.query not in {b"", b"requests=0", b"requests=1"}:
-            raise _Refusal(400, "the page takes requests=1 and nothing else", param="requests")
+            raise Refusal(400, "the page takes requests=1 and nothing else", param="requests")
         state = {
             "versions": {"balanceroute": __version__, "python": platform.python_version()},
             "config": self._config,
@@ -269,29 +262,31 @@ class Admin:
         if request.method == b"HEAD":
             reply.send(200, EVENTS, b"")
         elif self._live_view.full:
-            raise _Refusal(503, "too many look at the live view")
+            raise Refusal(503, "too many look at the live view")
         else:
             self._live_view.open(reply)
 
     def _requests(self, request: Request, reply: Reply) -> None:
         asked = parse_qs(request.query.decode("latin-1"))
         if asked.keys() != {"id"} or len(asked["id"]) != 1:
-            raise _Refusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
+            raise Refusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
         _send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
 
     def _instances(self, _request: Request, reply: Reply) -> None:
         _send_json(reply, 200, {"instances": self._control.instance_rows()})
 
     def _add(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"ranks", "bootstrap", "group"})
-        role, url = _instance(order)
-        bootstrap = _text(order, "bootstrap") if "bootstrap" in order else None
-        group = _group(order)
+        order = read_order(
+            request, required={"role", "url"}, optional={"ranks", "bootstrap", "group"}
+        )
+        role, url = instance_of(order)
+        bootstrap = text_of(order, "bootstrap") if "bootstrap" in order else None
+        group = group_of(order)
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
-            raise _Refusal(400, "ranks must be a positive integer", param="ranks")
+            raise Refusal(400, "ranks must be a positive integer", param="ranks")
         if len(self._additions) >= MAX_ADDITIONS:
-            raise _Refusal(429, "too many instances are being added")
+            raise Refusal(429, "too many instances are being added")
 
         async def add() -> None:
             with _answering(reply):
@@ -302,12 +297,12 @@ class Admin:
         _begin(self._additions, add())
 
     def _drain(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
-        role, url = _instance(order)
-        wait_s = _seconds(order, "wait_s") or 0.0
-        deadline_s = _seconds(order, "deadline_s")
+        order = read_order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
+        role, url = instance_of(order)
+        wait_s = seconds_of(order, "wait_s") or 0.0
+        deadline_s = seconds_of(order, "deadline_s")
         if (wait_s or deadline_s) and len(self._waits) >= MAX_WAITS:
-            raise _Refusal(429, "too many instances are being waited for")
+            raise Refusal(429, "too many instances are being waited for")
         self._engines.drain(role, url)
         _log.info("admin: drains an instance", extra=_where(request, order))
         if deadline_s is not None:
@@ -328,7 +323,7 @@ class Admin:
         self._engines.move_away(role, url)
 
     async def _until_idle(self, role: Role, url: str, limit_s: float) -> None:
-        """Wait until nothing is in flight on an instance. Raises _Refusal: not in time."""
+        """Wait until nothing is in flight on an instance. Raises Refusal: not in time."""
         base, clock = EngineUrl.parse(url).base, asyncio.get_running_loop().time
         end_s = clock() + limit_s
         while True:
@@ -340,15 +335,15 @@ class Admin:
             if not any(in_flight):
                 return
             if clock() >= end_s:
-                raise _Refusal(504, f"{in_flight[0]} requests are in flight on {base} still")
+                raise Refusal(504, f"{in_flight[0]} requests are in flight on {base} still")
             await asyncio.sleep(_WAIT_STEP_S)
 
     def _remove(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"role", "url"}, optional={"force"})
+        order = read_order(request, required={"role", "url"}, optional={"force"})
         force = order.get("force", False)
         if not isinstance(force, bool):
-            raise _Refusal(400, "force must be true or false", param="force")
-        self._engines.remove(*_instance(order), force=force)
+            raise Refusal(400, "force must be true or false", param="force")
+        self._engines.remove(*instance_of(order), force=force)
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
 
@@ -359,9 +354,9 @@ class Admin:
         _send_json(reply, 200, self._workers.one(request.path))
 
     def _add_worker(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
+        order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
         if len(self._additions) >= MAX_ADDITIONS:
-            raise _Refusal(429, "too many instances are being added")
+            raise Refusal(429, "too many instances are being added")
 
         async def add() -> None:
             with _answering(reply):
@@ -372,26 +367,26 @@ class Admin:
 
     def _remove_worker(self, request: Request, reply: Reply) -> None:
         if len(self._waits) >= MAX_WAITS:
-            raise _Refusal(429, "too many instances are being waited for")
+            raise Refusal(429, "too many instances are being waited for")
         answer, role, url = self._workers.begin_removal(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
         _begin(self._waits, self._workers.end_removal(role, url))
         _send_json(reply, 202, answer)
 
     def _set_policy(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"policy"}, optional={"group"})
-        self._control.set_policy(_text(order, "policy"), _group(order))
+        order = read_order(request, required={"policy"}, optional={"group"})
+        self._control.set_policy(text_of(order, "policy"), group_of(order))
         _log.info("admin: changed the policy", extra=_where(request, order))
         _send_json(reply, 200, order)
 
     def _set_log_level(self, request: Request, reply: Reply) -> None:
-        order = _order(request, required={"level"})
-        self._control.set_log_level(_text(order, "level"))
+        order = read_order(request, required={"level"})
+        self._control.set_log_level(text_of(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
         _send_json(reply, 200, order)
 
     def _reload(self, request: Request, reply: Reply) -> None:
-        _order(request, required=set())
+        read_order(request, required=set())
         counts = self._control.reload()
         _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
         _send_json(reply, 200, counts)
@@ -408,17 +403,17 @@ def _answering(reply: Reply) -> Iterator[None]:
     """Turn what is raised into an error answer."""
     try:
         yield
-    except _Refusal as error:
+    except Refusal as error:
         _send_error(reply, error)
     except ConfigError as error:
-        _send_error(reply, _Refusal(400, str(error)))
+        _send_error(reply, Refusal(400, str(error)))
     except UnknownInstanceError as error:
-        _send_error(reply, _Refusal(404, str(error)))
+        _send_error(reply, Refusal(404, str(error)))
     except ConflictError as error:
-        _send_error(reply, _Refusal(409, str(error)))
+        _send_error(reply, Refusal(409, str(error)))
     except Exception:
         _log.exception("admin: a page failed")
-        _send_error(reply, _Refusal(500, "internal error; the log says more"))
+        _send_error(reply, Refusal(500, "internal error; the log says more"))
 
 
 def _send_json(reply: Reply, status: int, value: object) -> None:
@@ -426,7 +421,7 @@ def _send_json(reply: Reply, status: int, value: object) -> None:
     reply.send(status, [*JSON_HEADERS, *_COMMON_HEADERS], body)
 
 
-def _send_error(reply: Reply, error: _Refusal) -> None:
+def _send_error(reply: Reply, error: Refusal) -> None:
     reply.send(
         error.status,
         [*JSON_HEADERS, *_COMMON_HEADERS, *error.headers],
@@ -439,69 +434,6 @@ def _as_json(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type | Secret):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return str(value)
-
-
-def _order(
-    request: Request, *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
-) -> dict[str, object]:
-    """Return the body of an order.
-
-    Raises:
-        _Refusal: It is not a JSON object with the required keys and no others.
-    """
-    try:
-        order = json.loads(request.body, object_pairs_hook=_without_duplicates)
-    # RecursionError: nesting too deep for the decoder. UnicodeDecodeError is a ValueError.
-    except (ValueError, RecursionError) as error:
-        raise _Refusal(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(order, dict):
-        raise _Refusal(400, "the body must be a JSON object")
-    for key in sorted(required - order.keys()):
-        raise _Refusal(400, f"{key} is missing", param=key)
-    for key in sorted(order.keys() - required - optional):
-        raise _Refusal(400, f"unknown key {key[:64]!r}")
-    return order
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise ValueError("a key appears twice")
-    return result
-
-
-def _instance(order: dict[str, object]) -> tuple[Role, str]:
-    role, url = _text(order, "role"), _text(order, "url")
-    try:
-        return Role(role), url
-    except ValueError:
-        roles = " or ".join(role.value for role in Role)
-        raise _Refusal(400, f"role must be {roles}", param="role") from None
-
-
-def _seconds(order: Mapping[str, object], name: str) -> float | None:
-    """Return a time of an order; None if it names none. Raises _Refusal: it is none."""
-    if name not in order:
-        return None
-    value = order[name]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= MAX_WAIT_S
-    ):
-        raise _Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
-    return value
-
-
-def _group(order: dict[str, object]) -> str | None:
-    return _text(order, "group") if "group" in order else None
-
-
-def _text(order: dict[str, object], key: str) -> str:
-    value = order[key]
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise _Refusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
-    return value
 
 
 def _where(request: Request, order: dict[str, object] | None = None) -> dict[str, object]:

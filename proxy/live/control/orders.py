@@ -1,0 +1,97 @@
+"""What administrators send: the JSON of an order, and what is in it."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.live.engines.instances import Role
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers, Request
+
+MAX_TEXT = 2048
+MAX_WAIT_S = 86_400.0
+
+
+class Refusal(Exception):  # noqa: N818
+    """A request that gets an error answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: "Headers | None" = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = headers or []
+
+
+def read_order(
+    request: "Request", *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+) -> dict[str, object]:
+    """Return the body of an order.
+
+    Raises:
+        Refusal: It is not a JSON object with the required keys and no others.
+    """
+    try:
+        order = json.loads(request.body, object_pairs_hook=_without_duplicates)
+    # RecursionError: nesting too deep for the decoder. UnicodeDecodeError is a ValueError.
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(order, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    for key in sorted(required - order.keys()):
+        raise Refusal(400, f"{key} is missing", param=key)
+    for key in sorted(order.keys() - required - optional):
+        raise Refusal(400, f"unknown key {key[:64]!r}")
+    return order
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def instance_of(order: dict[str, object]) -> tuple[Role, str]:
+    """Return the role and the address that an order names. Raises Refusal: it names none."""
+    role, url = text_of(order, "role"), text_of(order, "url")
+    try:
+        return Role(role), url
+    except ValueError:
+        roles = " or ".join(role.value for role in Role)
+        raise Refusal(400, f"role must be {roles}", param="role") from None
+
+
+def seconds_of(order: Mapping[str, object], name: str) -> float | None:
+    """Return a time of an order; None if it names none. Raises Refusal: it is none."""
+    if name not in order:
+        return None
+    value = order[name]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= MAX_WAIT_S
+    ):
+        raise Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
+    return value
+
+
+def group_of(order: dict[str, object]) -> str | None:
+    """Return the group that an order names; None if it names none. Raises Refusal: it is no text."""
+    return text_of(order, "group") if "group" in order else None
+
+
+def text_of(order: dict[str, object], key: str) -> str:
+    """Return a text that an order has. Raises Refusal: it is none."""
+    value = order[key]
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise Refusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
+    return value
