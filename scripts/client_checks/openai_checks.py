@@ -87,9 +87,10 @@ class Checks:
         assert answer.usage.prompt_tokens == 3
 
     def stream_is_the_whole_answer_with_usage(self) -> None:
-        whole = self._chat("tell me", max_tokens=60)
+        values = {"max_tokens": 60, "temperature": 0}  # Two samples need not be the same.
+        whole = self._chat("tell me", **values)
         options = {"include_usage": True}
-        chunks = list(self._chat("tell me", max_tokens=60, stream=True, stream_options=options))
+        chunks = list(self._chat("tell me", stream=True, stream_options=options, **values))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == whole.choices[0].message.content
         assert chunks[-1].usage == whole.usage
@@ -251,6 +252,7 @@ class Checks:
 
             async def ask(number: int) -> tuple[str, str]:
                 values = {"model": MODEL, "messages": say(f"number {number}"), "max_tokens": 15}
+                values["temperature"] = 0  # Two samples need not be the same.
                 whole = await client.chat.completions.create(**values)
                 text = ""
                 async for chunk in await client.chat.completions.create(**values, stream=True):

@@ -17,7 +17,10 @@ from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text
 from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError, tokens_of
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
+# The errors that no engine reports.
 _OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
+_UNTOLD = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
+OWN_ERRORS = frozenset({_OTHERWISE, _UNTOLD})
 
 
 class ContinuationStream(CompletionStream):
@@ -93,13 +96,13 @@ class ContinuationStream(CompletionStream):
         try:
             written = [_as_delta(choice, self._logprobs) for choice in choices]
         except UntoldError:
-            return self._stop()
+            return self._stop(_UNTOLD)
         ending = _dump({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
-    def _stop(self) -> bytes:
+    def _stop(self, error: bytes = _OTHERWISE) -> bytes:
         self.over = True
-        self._opening.error = _OTHERWISE
+        self._opening.error = error
         return b""
 
     def _leave_out(self, choice: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from balanceroute.proxy.live.openai.answer import (
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
+from balanceroute.proxy.live.openai.continuation_stream import OWN_ERRORS, ContinuationStream
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
@@ -443,6 +443,7 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
     what = What.REFUSED if status < 500 else What.ERROR_EVENT
     if opened:  # The status was sent long ago.
         words = error.get("message") if isinstance(error, dict) else error
-        return Failure(what, Fault.SERVER_ERROR, f"the engine reported: {words}"[:_MOST_WORDS])
+        said = words if event in OWN_ERRORS else f"the engine reported: {words}"
+        return Failure(what, Fault.SERVER_ERROR, str(said)[:_MOST_WORDS])
     answer = (status, JSON_HEADERS, payload)
     return Failure(what, Fault.SERVER_ERROR, f"status {status}", answer)
