@@ -11,7 +11,8 @@ from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.h3.connection import H3Connection
 from aioquic.h3.events import DataReceived, HeadersReceived
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.events import ConnectionTerminated, QuicEvent, StreamReset
+from aioquic.quic.events import ConnectionTerminated, HandshakeCompleted, QuicEvent, StreamReset
+from aioquic.tls import SessionTicket
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
@@ -46,6 +47,7 @@ class Http3Client(QuicConnectionProtocol):
 
     Attributes:
         ended: How the connection ended; None while it has not.
+        early_data_accepted: Whether the server took what was sent before the handshake.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -55,6 +57,7 @@ class Http3Client(QuicConnectionProtocol):
         # It would take the length in the answer to a HEAD for that of its body.
         self.h3._check_content_length = lambda stream: None  # type: ignore[method-assign]
         self.ended: ConnectionTerminated | None = None
+        self.early_data_accepted = False
         self.streams: dict[int, Answered] = {}
 
     def quic_event_received(self, event: QuicEvent) -> None:
@@ -62,6 +65,8 @@ class Http3Client(QuicConnectionProtocol):
             self.ended = event
             for one in self.streams.values():
                 one.over.set()
+        if isinstance(event, HandshakeCompleted):
+            self.early_data_accepted = event.early_data_accepted
         if isinstance(event, StreamReset) and event.stream_id in self.streams:
             self.streams[event.stream_id].reset = event.error_code
             self.streams[event.stream_id].over.set()
@@ -103,14 +108,34 @@ class Http3Client(QuicConnectionProtocol):
 
 
 @asynccontextmanager
-async def http3_client(port: int, certificate: str, **options: Any) -> AsyncIterator[Http3Client]:
-    """Connect to a port of loopback, whose certificate is this one, or made by it."""
+async def http3_client(
+    port: int,
+    certificate: str,
+    *,
+    tickets: list[SessionTicket] | None = None,
+    wait: bool = True,
+    **options: Any,
+) -> AsyncIterator[Http3Client]:
+    """Connect to a port of loopback, whose certificate is this one, or made by it.
+
+    Args:
+        port: The port.
+        certificate: The certificate.
+        tickets: Takes those that the server issues.
+        wait: For the end of the handshake.
+        options: Of the connection.
+    """
     configuration = QuicConfiguration(
         alpn_protocols=["h3"], is_client=True, server_name=HOST, **options
     )
     configuration.load_verify_locations(cadata=certificate.encode())
     async with connect(
-        HOST, port, configuration=configuration, create_protocol=Http3Client
+        HOST,
+        port,
+        configuration=configuration,
+        create_protocol=Http3Client,
+        session_ticket_handler=None if tickets is None else tickets.append,
+        wait_connected=wait,
     ) as client:
         assert isinstance(client, Http3Client)
         yield client

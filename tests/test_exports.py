@@ -77,11 +77,12 @@ proxy.sim: api decode_fleet driver engine_options entrance experiment forecast h
     prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.audit: energy looking observation pages plots replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
-proxy.wire: addresses body_budget connection_limit http1 http3 messages quic reply sse tcp_timeout
+proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
     incoming_request reply server server_connection service
-proxy.wire.http3: control_frames framing heads leaky_bucket reply server_connection server_stream
+proxy.wire.http3: client control_frames framing heads leaky_bucket reply server_connection server_stream
+    stream_numbers
 proxy.wire.quic: carrier connection endpoint stream_orders
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server

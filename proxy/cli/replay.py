@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections import deque
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class Target:
     model: str | None = text(None, "its name (default: the first of /v1/models)", metavar="M")
     api: Api = choice(_DEFAULTS.api, "endpoint", named(Api))
     timeout: float = seconds(_DEFAULTS.timeout_s, "seconds until a whole answer must be there")
+    http3: bool = flag("send over one connection of HTTP/3 (https; the extra h3)")
     api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
     tenant_keys: Path | None = file(
         'the key of each tenant of the trace, sent instead: TOML lines NAME = "KEY"', metavar="F"
@@ -188,7 +190,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
     target, pace, replayed = given.read(Target), given.read(Pace), given.read(Replayed)
-    parse_target("--target", arguments.target)
+    parsed = parse_target("--target", arguments.target)
+    if target.http3 and not parsed.tls:
+        raise ConfigError("--http3: needs a --target of https, as HTTP/3 is always encrypted")
+    if target.http3 and find_spec("aioquic") is None:
+        raise ConfigError("--http3: needs aioquic: pip install 'balanceroute[h3]'")
     if target.emulation is not None:
         parse_target("--emulation", target.emulation)
     return ReplaySettings(
@@ -206,6 +212,7 @@ def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
         emulation=target.emulation,
         lengths=_lengths(replayed.lengths, target.emulation),
         drain=not replayed.stop_at_last_arrival,
+        http3=target.http3,
     )
 
 

@@ -25,7 +25,7 @@ from balanceroute.proxy.replay.target import Target, first_model, parse_target
 from balanceroute.proxy.replay.urgency import check, headers_of
 from balanceroute.proxy.replay.workload import PlannedRequest, due_s
 from balanceroute.proxy.service_levels import ByGroup
-from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.messages import Headers
 
 _PROGRESS_INTERVAL_S = 0.2
@@ -105,7 +105,7 @@ async def replay(
     headers: Headers = []
     if settings.api_key is not None:
         headers.append((b"authorization", b"Bearer " + settings.api_key.encode()))
-    with closing(target.connect()) as endpoint:
+    with closing(target.connect(http3=settings.http3)) as endpoint:
         try:
             if fleet_client is not None:
                 await fleet_client.reset()
@@ -142,7 +142,7 @@ class _Run:
         requests: Sequence[PlannedRequest],
         *,
         target: Target,
-        endpoint: Endpoint,
+        endpoint: Caller,
         headers: Headers,
         model: str,
         clock_ns: Callable[[], int] | None,

@@ -7,7 +7,7 @@ from balanceroute.proxy.replay.answer import AnswerReader
 from balanceroute.proxy.replay.faults import TIMEOUT, Fault, from_status, from_wire, shown
 from balanceroute.proxy.replay.recorder import Recorder
 from balanceroute.proxy.replay.sample import Sample
-from balanceroute.proxy.wire.http1.client import Call, Endpoint
+from balanceroute.proxy.wire.caller import Caller, Calling
 from balanceroute.proxy.wire.messages import Headers, WireError, first_value
 
 # The part of an error's body that is kept for the message.
@@ -37,7 +37,7 @@ class Exchange:
         "_timer",
         "sample",
     )
-    _call: Call
+    _call: Calling
     _timer: asyncio.TimerHandle
 
     def __init__(
@@ -60,7 +60,7 @@ class Exchange:
 
     def start(
         self,
-        endpoint: Endpoint,
+        endpoint: Caller,
         target: bytes,
         headers: Headers,
         body: bytes,
@@ -70,7 +70,7 @@ class Exchange:
         """Send the request.
 
         Args:
-            endpoint: The target's connections.
+            endpoint: The target.
             target: The request target.
             headers: Other than host and content-length.
             body: The body.

@@ -42,6 +42,7 @@ class ReplaySettings:
         lengths: How the engines get the answers' lengths; HIDDEN needs `emulation`.
         drain: Whether to wait for every answer. Otherwise the replay ends when its last request is
             sent, which closes the window of the figures, and cancels what still runs.
+        http3: Whether to send over HTTP/3.
         targets: What a good request gets, for figures by tenant and class; None for none of these.
     """
 
@@ -59,4 +60,5 @@ class ReplaySettings:
     emulation: str | None = None
     lengths: Lengths = Lengths.MAX_TOKENS
     drain: bool = True
+    http3: bool = False
     targets: Targets | None = None

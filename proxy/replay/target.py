@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.replay.faults import from_status
 from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Headers
@@ -36,8 +37,18 @@ class Target:
     tls: bool
     prefix: str
 
-    def connect(self) -> Endpoint:
-        """Return a pool of connections to it; needs a running loop."""
+    def connect(self, *, http3: bool = False) -> Caller:
+        """Return what sends requests to it; needs a running loop.
+
+        Args:
+            http3: Over one connection of HTTP/3, which needs the extra `h3`; otherwise a pool of those
+                of HTTP/1.1.
+        """
+        if http3:
+            # Here, so that nothing of it is loaded without the flag: an extra.
+            from balanceroute.proxy.wire.http3.client import Http3Endpoint  # noqa: PLC0415
+
+            return Http3Endpoint(self.host, self.port)
         context = ssl.create_default_context() if self.tls else None
         host = bracketed(self.host)
         default = 443 if self.tls else 80
@@ -81,7 +92,7 @@ def parse_target(flag: str, url: str) -> Target:
 
 
 async def call_json(
-    endpoint: Endpoint,
+    endpoint: Caller,
     target: Target,
     method: str,
     path: str,
@@ -114,7 +125,7 @@ async def call_json(
     return value
 
 
-async def first_model(endpoint: Endpoint, target: Target, headers: Headers) -> str:
+async def first_model(endpoint: Caller, target: Target, headers: Headers) -> str:
     """Return the name of the first model that the target serves.
 
     Raises:

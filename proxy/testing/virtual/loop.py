@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.testing.virtual.address import resolve
+from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, VirtualDatagrams
 from balanceroute.proxy.testing.virtual.network import Network
 from balanceroute.proxy.testing.virtual.server import VirtualServer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 P = TypeVar("P", bound=asyncio.BaseProtocol)
+D = TypeVar("D", bound=asyncio.DatagramProtocol)
 
 START_S = 1000.0  # Not zero, so that a clock read before it is set, or a falsy time, shows.
 LIMIT_S = 7 * 86_400.0
@@ -111,6 +113,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     Attributes:
         errors: Every unhandled exception and misuse reported to the loop, in order.
         callbacks_run: Callbacks run so far.
+        datagrams: What create_datagram_endpoint works on; None for no datagrams.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.callbacks_run = 0
         self.errors: list[UnhandledError] = []
         self._network: Network | None = None
+        self.datagrams: DatagramNetwork | None = None
 
     # Time and callbacks
 
@@ -403,6 +407,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
             await server.start_serving()
         return server
 
+    async def create_datagram_endpoint(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], D],
+        local_addr: tuple[str, int] | None = None,
+        remote_addr: tuple[str, int] | None = None,
+        **ignored: object,
+    ) -> tuple[VirtualDatagrams, D]:
+        """Open a socket for datagrams over the links of `datagrams`.
+
+        Raises:
+            OSError: The address is in use.
+        """
+        del ignored
+        if self.datagrams is None:
+            raise RuntimeError("this virtual loop has no datagrams: set its `datagrams`")
+        return self.datagrams.bind(protocol_factory(), local_addr, remote_addr)
+
 
 # What only a real machine has.
 _REAL = """
@@ -410,7 +431,7 @@ _REAL = """
     add_writer remove_writer add_signal_handler remove_signal_handler getnameinfo
     sock_accept sock_connect sock_recv sock_recv_into sock_recvfrom sock_recvfrom_into
     sock_sendall sock_sendfile sock_sendto sendfile start_tls connect_accepted_socket
-    connect_read_pipe connect_write_pipe create_datagram_endpoint create_unix_connection
+    connect_read_pipe connect_write_pipe create_unix_connection
     create_unix_server subprocess_exec subprocess_shell
 """
 for _name in _REAL.split():

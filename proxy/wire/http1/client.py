@@ -6,7 +6,8 @@ from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
 
 from balanceroute.proxy.wire.addresses import Addresses, Resolve, bracketed
-from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection, ResponseHandler
+from balanceroute.proxy.wire.caller import ResponseHandler
+from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
 from balanceroute.proxy.wire.http1.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, WireFault
 from balanceroute.proxy.wire.tcp_timeout import end_if_silent

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
 
+from balanceroute.proxy.wire.caller import ResponseHandler
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.heads import (
     WITHOUT_BODY,
@@ -23,29 +24,13 @@ from balanceroute.proxy.wire.http1.heads import (
     check_partial_head,
     parse_response_head,
 )
-from balanceroute.proxy.wire.messages import Headers, MalformedError, WireError, WireFault
+from balanceroute.proxy.wire.messages import MalformedError, WireError, WireFault
 from balanceroute.proxy.wire.turn_writes import TurnTransport, WriteTurn
 
 _VERSION = b"HTTP/1."
 _SWITCHING_PROTOCOLS = 101
 # A larger body is written separately: copying it behind its head would cost more than a second write.
 _JOIN_BYTES = 65_536
-
-
-class ResponseHandler(Protocol):
-    """Receives one response. Nothing is called within `Endpoint.request`, nor after an abort."""
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        """Process the head of the final response."""
-
-    def on_data(self, data: bytes) -> None:
-        """Process payload without framing; called once per segment that contains some."""
-
-    def on_end(self) -> None:
-        """Note that the response is complete; the last call."""
-
-    def on_error(self, error: WireError) -> None:
-        """Note that the exchange failed; the last call."""
 
 
 class ConnectionPool(Protocol):

@@ -3,7 +3,7 @@
 import asyncio
 from io import BytesIO
 
-from balanceroute.proxy.wire.http1.client import Call, Endpoint
+from balanceroute.proxy.wire.caller import Caller, Calling
 from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault
 
 
@@ -12,7 +12,7 @@ class _Collector:
 
     __slots__ = ("_body", "_cut", "_max_bytes", "_status", "call", "headers", "result")
 
-    call: Call
+    call: Calling
 
     def __init__(self, result: "asyncio.Future[Response]", max_bytes: int, *, cut: bool) -> None:
         self.result = result
@@ -46,7 +46,7 @@ class _Collector:
 
 
 async def fetch(
-    endpoint: Endpoint,
+    endpoint: Caller,
     method: bytes,
     target: bytes,
     headers: Headers,
@@ -59,7 +59,7 @@ async def fetch(
     """Make one exchange and return its response, whatever its status.
 
     Args:
-        endpoint: The engine; for the next four see `Endpoint.request`.
+        endpoint: The engine; for the next four see `Caller.request`.
         method: In upper case.
         target: In origin form, encoded.
         headers: Without Host.

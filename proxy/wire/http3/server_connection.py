@@ -28,6 +28,7 @@ from balanceroute.proxy.wire.http3.control_frames import ControlError, ControlFr
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
 from balanceroute.proxy.wire.http3.leaky_bucket import LeakyBucket
 from balanceroute.proxy.wire.http3.server_stream import ServerStream
+from balanceroute.proxy.wire.http3.stream_numbers import StreamNumbers
 from balanceroute.proxy.wire.messages import Headers, Rejection
 from balanceroute.proxy.wire.quic.carrier import Carrier, NetworkAddress
 from balanceroute.proxy.wire.quic.stream_orders import Standing
@@ -78,8 +79,9 @@ class Http3ServerConnection:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._early_levels: dict[int, int] = {}
         self._cancelled = LeakyBucket(_CANCELLED_BURST, _CANCELLED_PER_S, service.loop.time)
-        self._next = 0  # The number of the first stream that was not opened yet.
+        self._numbers = StreamNumbers()
         self._turned_away: int | None = None  # Streams from here on, as the client was told.
+        self._last_s = 0.0  # Until when one more request is waited for then.
         self._is_counted = self._is_served = False
         self._idle_since_s = service.loop.time()
 
@@ -96,7 +98,8 @@ class Http3ServerConnection:
                 self._on_data(event)
             case StreamReset() | StopSendingReceived():
                 self._framing.handle_event(event)
-                self._on_cancel(event.stream_id)
+                if not stream_is_unidirectional(event.stream_id):
+                    self._on_cancel(event.stream_id)
             case _:
                 pass
 
@@ -106,8 +109,8 @@ class Http3ServerConnection:
             stream.resume()
             if stream.has_left:
                 self._settle(stream)
-        if self._turned_away is not None and not self._streams and self._is_counted:
-            self._close(ErrorCode.H3_NO_ERROR, "")
+        if self._turned_away is not None and self._is_counted:
+            self._close_if_done()
 
     def _begin(self) -> None:
         service = self.service
@@ -134,8 +137,6 @@ class Http3ServerConnection:
             return
         stream = self._streams.get(number)
         if stream is None:
-            if number < self._next:
-                return  # What was left of a stream that is over.
             stream = self._open(number)
         if stream is None or not stream.reads:
             return
@@ -171,30 +172,30 @@ class Http3ServerConnection:
             raise ControlError(ErrorCode.H3_ID_ERROR, "a PRIORITY_UPDATE is for no request")
         if number in self._streams:
             self._quic.stand(number, self._quic.standing(number)._replace(level=level))
-        elif number >= self._next:  # The request may be behind it.
+        elif self._numbers.is_to_come(number):  # The request may be behind it.
             self._early_levels[number] = level
 
     def _open(self, number: int) -> ServerStream | None:
-        for passed in range(self._next, number, 4):
-            self._early_levels.pop(passed, None)
-        self._next = number + 4
-        if self._turned_away is not None:
+        if not self._numbers.come(number):
+            return None
+        if self._turned_away is not None and number >= self._turned_away:
             self.refuse_rest(number)
             self._quic.reset_stream(number, ErrorCode.H3_REQUEST_REJECTED)
             return None
         stream = self._streams[number] = ServerStream(self, number)
-        self.deadline_s = min(self.deadline_s, stream.deadline_s)
+        check_s = self.service.loop.time() + self._check_s
+        self.deadline_s = min(self.deadline_s, stream.deadline_s, check_s)
         return stream
 
     def _on_cancel(self, number: int) -> None:
         stream = self._streams.get(number)
-        if stream is None:
-            return
-        if not stream.has_left and not self._cancelled.take():
+        is_open = self._numbers.come(number) if stream is None else not stream.has_left
+        self._early_levels.pop(number, None)
+        if is_open and not self._cancelled.take():
             self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many requests were given up")
-            return
-        self._quic.reset_stream(number, ErrorCode.H3_REQUEST_CANCELLED)
-        stream.lose()
+        elif stream is not None:
+            self._quic.reset_stream(number, ErrorCode.H3_REQUEST_CANCELLED)
+            stream.lose()
 
     # Called by the streams.
 
@@ -246,6 +247,11 @@ class Http3ServerConnection:
     # Called by the server.
 
     @property
+    def _check_s(self) -> float:
+        """How often streams are looked at: their deadlines change with what they wait for."""
+        return self.service.limits.write_timeout_s / 4
+
+    @property
     def idle_since_s(self) -> float | None:
         """See `Evictable`."""
         return None if self._streams else self._idle_since_s
@@ -260,14 +266,15 @@ class Http3ServerConnection:
     def end(self, idle_s: float) -> None:
         """See `SweptConnection`."""
         if self._turned_away is None:
-            self._turned_away = self._next
-            self._framing.send_goaway(self._next)
-        if self._streams:
-            self._carrier.send_soon()
-        elif idle_s:
-            self.deadline_s = min(self.deadline_s, self.service.loop.time() + idle_s)
-        else:
-            self._close(ErrorCode.H3_NO_ERROR, "")
+            self._turned_away = self._numbers.end
+            self._framing.send_goaway(self._numbers.end)
+        if not self._numbers.complete:
+            idle_s = max(idle_s, _LINGER_S)
+        if idle_s:
+            self._last_s = self.service.loop.time() + idle_s
+            self.deadline_s = min(self.deadline_s, self._last_s)
+        self._carrier.send_soon()
+        self._close_if_done()
 
     def drop(self) -> None:
         """Abort now; the replies are closed."""
@@ -283,19 +290,29 @@ class Http3ServerConnection:
             return
         if not self._streams:
             limit_s = self.service.limits.keep_alive_timeout_s
-            if not self._next:
+            if not self._numbers.end:
                 limit_s = min(limit_s, self.service.limits.header_timeout_s)
             self.deadline_s = self._idle_since_s + (limit_s if self._is_served else _LINGER_S)
-            if self.deadline_s <= now_s or self._turned_away is not None:
+            if self._turned_away is not None:
+                self.deadline_s = min(self.deadline_s, self._last_s)
+            if self.deadline_s <= now_s:
                 self._close(ErrorCode.H3_NO_ERROR, "")
             return
         silent_s = self._quic.idle_timeout_s / _SILENT_SHARE
         if now_s - self._carrier.heard_s >= silent_s:
             self._quic.send_ping(0)
-        self.deadline_s = min(now_s + silent_s, *(one.deadline_s for one in self._streams.values()))
+        self.deadline_s = min(
+            now_s + min(silent_s, self._check_s),
+            *(one.deadline_s for one in self._streams.values()),
+        )
         self._carrier.send_soon()
 
     # Ends.
+
+    def _close_if_done(self) -> None:
+        """Close a connection that is to end, behind its last answer."""
+        if not self._streams and self.service.loop.time() >= self._last_s:
+            self._close(ErrorCode.H3_NO_ERROR, "")
 
     def _run_out(self, stream: ServerStream) -> None:
         """End a stream whose deadline has passed, unless all of its answer was sent."""
@@ -313,7 +330,7 @@ class Http3ServerConnection:
             self.reset(number)
         if not self._quic.is_sent(number):
             return
-        del self._streams[number]
+        self._streams.pop(number, None)
         timer = self._timers.pop(number, None)
         if timer is not None:
             timer.cancel()
@@ -322,6 +339,8 @@ class Http3ServerConnection:
         if not self._streams:
             self._idle_since_s = self.service.loop.time()
             self.deadline_s = self._idle_since_s + self.service.limits.keep_alive_timeout_s
+            if not self._is_served:
+                self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
 
     def _close(self, code: ErrorCode, reason: str) -> None:
         self._quic.close(error_code=code, reason_phrase=reason)

@@ -1,12 +1,15 @@
 """The HTTP/3 server over real sockets, before aioquic's client: what it serves, and what it refuses."""
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
+from aioquic.tls import CipherSuite, Epoch, SessionTicket
+from tests.http3_client import HOST
 from tests.wire.http3.conftest import http3_site
 
 from balanceroute.proxy.wire.messages import Rejection, ServerLimits
@@ -224,3 +227,62 @@ def test_an_application_that_fails_is_a_500(
 
     run(main())
     assert "the application failed" in caplog.text
+
+
+def test_a_stream_may_overtake_another(run: "Run", tmp_path: "Path") -> None:
+    """Packets are lost, and clients send by priority: a later stream can come first."""
+
+    async def main() -> None:
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            client.quic._local_next_stream_id_bidi = 8
+            third = client.begin(b"GET", b"/third")
+            assert bytes((await client.answer(third)).body) == b"GET /third? "
+            client.quic._local_next_stream_id_bidi = 4
+            second = client.begin(b"GET", b"/second")
+            client.quic._local_next_stream_id_bidi = 0
+            first = client.begin(b"GET", b"/first")
+            assert bytes((await client.answer(second)).body) == b"GET /second? "
+            assert bytes((await client.answer(first)).body) == b"GET /first? "
+
+    run(main())
+
+
+def forged_ticket() -> SessionTicket:
+    """Return a ticket that this server never issued."""
+    now = datetime.now(UTC)
+    return SessionTicket(
+        age_add=0,
+        cipher_suite=CipherSuite.AES_128_GCM_SHA256,
+        not_valid_after=now + timedelta(hours=1),
+        not_valid_before=now - timedelta(hours=1),
+        resumption_secret=bytes(32),
+        server_name=HOST,
+        ticket=bytes(64),
+        max_early_data_size=0xFFFFFFFF,
+    )
+
+
+def test_early_data_is_refused(run: "Run", tmp_path: "Path") -> None:
+    """A POST that a client sends before the handshake could be sent again by somebody else."""
+    recorder = Recorder()
+    tickets: list[SessionTicket] = []
+
+    async def main() -> None:
+        async with http3_site(recorder, tmp_path) as site:
+            async with site.client(tickets=tickets) as client:
+                number = client.begin(b"GET", b"/")
+                (await recorder.next()).send(200, [], b"")
+                await client.answer(number)
+            assert not tickets
+            recorder.requests.clear()
+            # As of another server with the same name.
+            async with site.client(session_ticket=forged_ticket(), wait=False) as client:
+                number = client.begin(b"POST", b"/", end=False)
+                client.more(number, b"early")
+                assert client.quic._cryptos[Epoch.ZERO_RTT].send.is_valid()  # It was sent.
+                await client.wait_connected()
+                assert not client.early_data_accepted
+                await recorder.next()
+                assert [one.body for one in recorder.requests] == [b"early"]
+
+    run(main())
