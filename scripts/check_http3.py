@@ -1,0 +1,296 @@
+"""Compares the answers over HTTP/3, to clients that others wrote, with those over HTTP/1.1.
+
+    python scripts/check_http3.py [--requests N] [--client NAME ..]
+
+Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and sends the same requests by each way:
+streams, whole answers and bad requests. Status, headers and body have to be the same, byte for byte, but
+for the time at which an answer was made, and the headers that frame a message. The clients:
+
+* `aioquic`: its `H3Connection` and asyncio client;
+* `quic-go`: Go's http.Client over github.com/quic-go/quic-go (needs go; downloads it once);
+* `own`: the product's client.
+
+Exits with 1 if an answer differs.
+"""
+
+import argparse
+import asyncio
+import base64
+import json
+import random
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aioquic.asyncio.client import connect
+from aioquic.asyncio.protocol import QuicConnectionProtocol
+from aioquic.h3.connection import H3Connection
+from aioquic.h3.events import DataReceived, HeadersReceived
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.events import QuicEvent
+
+from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.wire.caller import Caller
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
+from balanceroute.proxy.wire.messages import Headers
+
+HOST, PATH = "127.0.0.1", b"/v1/completions"
+GO = Path(__file__).parent / "http3_checks"
+AT_ONCE = 32
+LIMIT_S, MOST_BYTES = 120.0, 1 << 24
+# Of one protocol alone, or of the moment.
+_NOT_COMPARED = {b"transfer-encoding", b"connection", b"date"}
+_MADE = re.compile(rb'"created": ?[0-9]+')
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its body, and its id, from which engines make that of the answer."""
+
+    body: bytes
+    request_id: bytes
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer, as far as it is compared."""
+
+    status: int
+    headers: frozenset[tuple[bytes, bytes]]
+    body: bytes
+
+
+def got(status: int, headers: Headers, body: bytes) -> Got:
+    """Return what is compared."""
+    compared = frozenset(field for field in headers if field[0] not in _NOT_COMPARED)
+    # A streamed answer has no length over HTTP/1.1, and needs none.
+    return Got(status, compared, _MADE.sub(b'"created":0', body))
+
+
+def draw(count: int, rng: random.Random) -> list[Asked]:
+    """Return requests of every kind."""
+    drawn = []
+    for number in range(count):
+        values: dict[str, object] = {
+            "model": "tiny",
+            "prompt": " ".join(f"t{rng.randrange(999)}" for _ in range(rng.randrange(1, 60))),
+            "max_tokens": rng.randrange(1, 40),
+            "seed": number,
+            "ignore_eos": True,
+            "stream": rng.random() < 0.6,
+        }
+        if rng.random() < 0.1:
+            values[rng.choice(["model", "max_tokens", "n"])] = rng.choice([-1, "other"])
+        drawn.append(Asked(json.dumps(values).encode(), b"check-%d" % number))
+    return drawn
+
+
+def headers_of(one: Asked) -> Headers:
+    """Return the headers of a request."""
+    return [(b"content-type", b"application/json"), (b"x-request-id", one.request_id)]
+
+
+async def over(caller: Caller, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with a client of the product."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(one: Asked) -> Got:
+        async with gate:
+            answer = await fetch(
+                caller,
+                b"POST",
+                PATH,
+                headers_of(one),
+                one.body,
+                timeout_s=LIMIT_S,
+                max_bytes=MOST_BYTES,
+            )
+            return got(answer.status, answer.headers, answer.body)
+
+    answers = await asyncio.gather(*(ask(one) for one in asked))
+    caller.close()
+    return answers
+
+
+class AioquicClient(QuicConnectionProtocol):
+    """One connection of aioquic's client."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._h3 = H3Connection(self._quic)
+        self._answers: dict[int, tuple[Headers, bytearray, asyncio.Future[Got]]] = {}
+
+    def quic_event_received(self, event: QuicEvent) -> None:
+        for message in self._h3.handle_event(event):
+            if not isinstance(message, HeadersReceived | DataReceived):
+                continue
+            headers, body, over = self._answers[message.stream_id]
+            if isinstance(message, HeadersReceived):
+                headers += message.headers
+            else:
+                body += message.data
+            if message.stream_ended:
+                status = int(dict(headers)[b":status"])
+                plain = [field for field in headers if field[0] != b":status"]
+                over.set_result(got(status, plain, bytes(body)))
+
+    async def ask(self, one: Asked) -> Got:
+        number = self._quic.get_next_available_stream_id()
+        over: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        self._answers[number] = ([], bytearray(), over)
+        pseudo: Headers = [(b":method", b"POST"), (b":scheme", b"https"), (b":path", PATH)]
+        authority: Headers = [(b":authority", HOST.encode())]
+        self._h3.send_headers(number, [*pseudo, *authority, *headers_of(one)])
+        self._h3.send_data(number, one.body, end_stream=True)
+        self.transmit()
+        return await over
+
+
+async def over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with aioquic's client."""
+    configuration = QuicConfiguration(alpn_protocols=["h3"], server_name=HOST)
+    configuration.load_verify_locations(cafile=str(cert))
+    gate = asyncio.Semaphore(AT_ONCE)
+    async with connect(
+        HOST, port, configuration=configuration, create_protocol=AioquicClient
+    ) as client:
+        assert isinstance(client, AioquicClient)
+
+        async def ask(one: Asked) -> Got:
+            async with gate:
+                return await client.ask(one)
+
+        return await asyncio.gather(*(ask(one) for one in asked))
+
+
+def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with quic-go."""
+    requests = [{"body": one.body.decode(), "id": one.request_id.decode()} for one in asked]
+    done = subprocess.run(
+        ["go", "run", ".", f"https://{HOST}:{port}{PATH.decode()}", str(cert)],  # noqa: S607
+        cwd=GO,
+        input=json.dumps(requests).encode(),
+        capture_output=True,
+        check=True,
+    )
+    answers = []
+    for one in json.loads(done.stdout):
+        if one["error"]:
+            raise RuntimeError(one["error"])
+        headers = [
+            (name.lower().encode(), value.encode("latin-1"))
+            for name, values in one["headers"].items()
+            for value in values
+        ]
+        answers.append(got(one["status"], headers, base64.b64decode(one["body"] or "")))
+    return answers
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a self-signed certificate for loopback."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    words += f" -subj /CN=localhost -addext subjectAltName=IP:{HOST} -keyout {key} -out {cert}"
+    subprocess.run(words.split(), check=True, capture_output=True)
+    key.chmod(0o600)
+    return cert, key
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=1_000, metavar="N")
+    parser.add_argument(
+        "--client", nargs="+", choices=("aioquic", "quic-go", "own"), metavar="NAME"
+    )
+    chosen = parser.parse_args()
+    clients = chosen.client or ["aioquic", "own", *(["quic-go"] if shutil.which("go") else [])]
+    asked = draw(chosen.requests, random.Random(1))
+    program = [sys.executable, "-m", "balanceroute.proxy"]
+    engines = [
+        "emulate",
+        "--model",
+        "tiny",
+        "--prefillers",
+        "1",
+        "--ranks",
+        "1",
+        "--time-scale",
+        "50",
+        "--json-ready",
+    ]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        emulated_engines([*program, *engines]) as urls,
+    ):
+        cert, key = make_certificate(Path(name))
+        flags = ["--http3", "--tls-cert", str(cert), "--tls-key", str(key), "--log", "none"]
+        flags += ["--port", "0", "--no-admin", "--queue-limit", "10000"]
+        for role in ("prefill", "decode"):
+            flags += [f"--{role}", *map(str, urls[role])]  # type: ignore[call-overload]
+        with subprocess.Popen(
+            [*program, "serve", *flags], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                found = re.search(r"https://\S+:(\d+)", process.stdout.readline())
+                assert found is not None, "the proxy did not start"
+                return compare(int(found[1]), cert, asked, clients)
+            finally:
+                process.terminate()
+
+
+def difference(one: Got, other: Got) -> str:
+    """Return what is different first."""
+    if (one.status, one.headers) != (other.status, other.headers):
+        return f"{one.status}, not {other.status}; {set(one.headers ^ other.headers)}"
+    pairs = zip(one.body, other.body, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), 0)
+    return f"from byte {same} on: {one.body[same:][:80]!r}, not {other.body[same:][:80]!r}"
+
+
+def compare(port: int, cert: Path, asked: Sequence[Asked], clients: Sequence[str]) -> int:
+    """Print a line for each client; return 1 if an answer differs."""
+
+    async def own(*, http3: bool) -> list[Got]:
+        if http3:
+            return await over(Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
+        context = ssl.create_default_context(cafile=cert)
+        return await over(Endpoint(HOST, port, ssl=context), asked)
+
+    expected = asyncio.run(own(http3=False))
+    counts = dict.fromkeys(sorted({one.status for one in expected}), 0)
+    for one in expected:
+        counts[one.status] += 1
+    print(f"{len(expected)} answers over HTTP/1.1: {counts}")
+    differ = 0
+    for name in clients:
+        if name == "own":
+            answers = asyncio.run(own(http3=True))
+        elif name == "aioquic":
+            answers = asyncio.run(over_aioquic(port, cert, asked))
+        else:
+            answers = over_quic_go(port, cert, asked)
+        wrong = [
+            n for n, pair in enumerate(zip(expected, answers, strict=True)) if pair[0] != pair[1]
+        ]
+        differ += len(wrong)
+        print(f"{name}: {len(answers) - len(wrong)} of {len(answers)} the same")
+        for number in wrong[:3]:
+            print(
+                f"  {asked[number].request_id.decode()}: {difference(expected[number], answers[number])}"
+            )
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
