@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import pytest
 from tests.script import ROOT, script
@@ -354,6 +354,16 @@ def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
     (beside,) = module.figures_of(module.PLAIN, workloads, in_flight)
     assert limited.idle_fraction == pytest.approx(beside.idle_fraction, abs=0.02)
     assert limited.mean_running == pytest.approx(beside.mean_running, rel=0.03)
+
+
+@pytest.mark.parametrize("cost", ["request", "kv-token-seconds"])
+def test_first_tokens_come_when_they_are_expected_under_fair_queueing(cost: str) -> None:
+    module = script("forecast_table")
+    seen = module.seen_of(cost, span_s=40.0)
+    for tenant in ("gold", "silver", "bronze"):
+        ratios = [one.real_ns / one.expected_ns for one in seen if one.tenant == tenant]
+        assert len(ratios) > 10
+        assert 0.6 < median(ratios) < 1.5
 
 
 def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

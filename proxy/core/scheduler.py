@@ -55,7 +55,7 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder, MakeStartOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -81,7 +81,7 @@ class Scheduler:
         queue_order: Makes the order of each queue before prefill, and of the pool.
         prefill_choice: Makes the rule that chooses a request's prefiller.
         intake: Limits and measures what starts. If it shares starts among tenants, `queue_order`
-            holds within each before prefill. None for none of it.
+            holds within each before prefill, and it makes the pool's order. None for none of it.
         on_failure: Called when the policy or its projection raises. That round is decided oldest
             first, and the projection is rebuilt for the next one. None lets the exception
             propagate; all other state stays consistent.
@@ -105,7 +105,6 @@ class Scheduler:
         _check_ranks(config, policy)
         self.config = config
         self.policy = policy
-        self.pool = Pool(queue_order())
         self._on_failure = on_failure
         choice = prefill_choice()
         self.intake = intake = intake or Intake()
@@ -119,7 +118,11 @@ class Scheduler:
             choice=choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        make_order = queue_order if intake.fair is None else intake.fair.make_order
+        make_order: MakeStartOrder = queue_order
+        make_pool = queue_order
+        if intake.fair is not None:
+            make_order, make_pool = intake.fair.make_order, intake.fair.make_pool
+        self.pool = Pool(make_pool())
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)

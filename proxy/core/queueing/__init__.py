@@ -28,6 +28,7 @@ from balanceroute.proxy.core.queueing.by_ticket import (
 )
 from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
 from balanceroute.proxy.core.queueing.fcfs import Fcfs
+from balanceroute.proxy.core.queueing.in_turn import InTurn
 from balanceroute.proxy.core.queueing.kv_meter import KvMeter
 from balanceroute.proxy.core.queueing.sharing import (
     FAIR_COSTS,
@@ -45,6 +46,7 @@ __all__ = [
     "FairQueueing",
     "FairShares",
     "Fcfs",
+    "InTurn",
     "KvMeter",
     "MakeQueueOrder",
     "MakeStartOrder",

@@ -23,6 +23,10 @@ from typing import Any
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.queueing.base import MakeStartOrder, StartOrder
 
+# In running means, which so cover about 64 starts of all tenants, and 32 of one.
+_START_WEIGHT = 1 / 64
+_OWN_WEIGHT = 1 / 32
+
 Cost = Callable[[Ticket], float]
 
 COSTS: dict[str, Cost] = {
@@ -46,6 +50,9 @@ class FairShares:
         self._counters: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._served_last = 0.0
+        # Means: by how much a start moves that on, and by tenant, what a start adds to its counter.
+        self._advance = 0.0
+        self._added: dict[str, float] = {}
         # The deposits of requests, and what tenants owe; below 0 is credit.
         self._deposits: dict[RequestId, float] = {}
         self._owed: dict[str, float] = {}
@@ -72,15 +79,36 @@ class FairShares:
 
     def charge(self, request: RequestId, ticket: Ticket) -> None:
         """Charge a tenant for a request that starts."""
-        counter, cost = self._counters[ticket.tenant], self._cost(ticket)
-        self._served_last = max(self._served_last, counter)
+        tenant, counter, cost = ticket.tenant, self._counters[ticket.tenant], self._cost(ticket)
+        moved = max(0.0, counter - self._served_last)
+        self._served_last += moved
+        self._advance += (_START_WEIGHT if self._advance else 1.0) * (moved - self._advance)
         if self._has_deposits:
             self._deposits[request] = cost
-            cost += self._owed.pop(ticket.tenant, 0.0)
+            cost += self._owed.pop(tenant, 0.0)
             if cost < 0.0:
-                self._owed[ticket.tenant] = cost
-                return
-        self._counters[ticket.tenant] = counter + cost / ticket.weight
+                self._owed[tenant] = cost
+                cost = 0.0
+        added = cost / ticket.weight
+        self._counters[tenant] = counter + added
+        before = self._added.setdefault(tenant, added)
+        self._added[tenant] = before + _OWN_WEIGHT * (added - before)
+
+    def starts_before(self, ticket: Ticket, own: int) -> float:
+        """Return about how many requests start before one of a tenant, `own` of the same among them.
+
+        All tenants are served when the counter that was served last comes to theirs, and each start
+        moves it on by its mean: whoever comes meanwhile, and whatever it costs, is in that mean.
+        """
+        tenant = ticket.tenant
+        if not self._advance:
+            return own
+        added = self._added.get(tenant)
+        if added is None:
+            # It is taken to start what others start.
+            added = sum(self._added.values()) / len(self._added)
+        counter = max(self._counters.get(tenant, 0.0), self._served_last)
+        return max(own, (counter + own * added - self._served_last) / self._advance)
 
     def owe(self, tenant: str, cost: float) -> None:
         """Add a cost to a tenant's next charge."""
@@ -108,9 +136,6 @@ class FairQueue:
         self._make_order = make_order
         self._tickets: dict[RequestId, Ticket] = {}
         self._queues: dict[str, StartOrder] = {}
-        # Of the tenants that wait, and their sum.
-        self._weights: dict[str, float] = {}
-        self._weight = 0.0
         # (counter, tenant), one for each tenant that waits, and for some that do so no longer. Counters
         # only grow, so an entry is too low if it is out of date: it is corrected at the top.
         self._heap: list[tuple[float, str]] = []
@@ -124,8 +149,6 @@ class FairQueue:
         self._tickets[request] = ticket
         if tenant not in self._queues:
             self._queues[tenant] = self._make_order()
-            self._weights[tenant] = ticket.weight
-            self._weight += ticket.weight
         if tenant not in self._in_heap:
             self._in_heap.add(tenant)
             heapq.heappush(self._heap, (self._shares.counter(tenant), tenant))
@@ -140,9 +163,6 @@ class FairQueue:
         queue.remove(request)
         if not len(queue):
             del self._queues[tenant]
-            # Summed up again when there are none, so that rounding does not add up.
-            self._weight -= self._weights.pop(tenant)
-            self._weight *= bool(self._queues)
 
     def serve(self, request: RequestId) -> None:
         """Remove a request that starts, and charge its tenant."""
@@ -165,16 +185,10 @@ class FairQueue:
         return None
 
     def ahead(self, ticket: Ticket) -> int:
-        """Return about how many requests would go before one that came now.
-
-        They are its tenant's own, and as many of the others as their weights let start meanwhile, if
-        all requests cost the same.
-        """
+        """Return about how many requests would go before one that came now, see `starts_before`."""
         queue = self._queues.get(ticket.tenant)
         own = 0 if queue is None else queue.ahead(ticket)
-        others = len(self._tickets) - (0 if queue is None else len(queue))
-        weight = self._weight - (0.0 if queue is None else self._weights[ticket.tenant])
-        return own + min(others, int((own + 1) * weight / ticket.weight))
+        return round(self._shares.starts_before(ticket, own))
 
     def place(self, request: RequestId) -> Any:
         """Return what sorts a request among the heads of queues with the same counters."""

@@ -129,26 +129,45 @@ def test_as_many_go_ahead_as_the_order_says(tickets: list[Ticket], order: str) -
     assert expected == len(queue.ahead_of(newest))
 
 
-@pytest.mark.parametrize(
-    ("tenant", "weight", "ahead"), [("a", 1.0, 8), ("b", 2.0, 3), ("c", 2.0, 1)]
-)
-def test_other_tenants_go_ahead_by_their_weights(tenant: str, weight: float, ahead: int) -> None:
-    queue = fair_queueing("request", QUEUE_ORDERS["fcfs"]).make_order()
-    for number in range(30):
-        # Two of a, then many of b.
-        other = "a" if number < 2 else "b"
-        queue.add(RequestId(number), Ticket(1, tenant=other, weight={"a": 1.0, "b": 2.0}[other]))
-    for number in range(4, 30):
-        if tenant == "b":
-            queue.remove(RequestId(number))
-    assert queue.ahead(Ticket(1, tenant=tenant, weight=weight)) == ahead
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+COSTS = {"a": 10, "b": 40, "c": 10}
 
 
-def test_the_weights_of_tenants_that_left_do_not_count() -> None:
+@pytest.mark.parametrize("cost", ["request", "prompt-tokens"])
+@pytest.mark.parametrize("tenant", ["a", "b", "c", "new"])
+def test_as_many_go_ahead_as_start_before_it(cost: str, tenant: str) -> None:
+    """Three tenants always wait, and start as their weights and costs let them."""
+    queue = fair_queueing(cost, QUEUE_ORDERS["fcfs"]).make_order()
+    numbers = map(RequestId, range(10_000))
+
+    def come(name: str) -> RequestId:
+        request = next(numbers)
+        prompt_tokens, weight = COSTS.get(name, 20), WEIGHTS.get(name, 1.0)
+        queue.add(request, Ticket(prompt_tokens, tenant=name, weight=weight))
+        owners[request] = name
+        return request
+
+    def start() -> RequestId:
+        request = queue.head()
+        assert request is not None
+        queue.serve(request)
+        # Whoever starts sends another one.
+        come(owners.pop(request))
+        return request
+
+    owners: dict[RequestId, str] = {}
+    for name in [*"abc"] * 10:
+        come(name)
+    for _ in range(300):
+        start()
+    expected = queue.ahead(Ticket(20, tenant=tenant, weight=WEIGHTS.get(tenant, 1.0)))
+    newest = come(tenant)
+    real = next(started for started in range(1_000) if start() == newest)
+    assert expected == pytest.approx(real, rel=0.25, abs=4)
+
+
+def test_before_anything_started_only_a_tenants_own_go_ahead() -> None:
     queue = fair_queueing("request", QUEUE_ORDERS["fcfs"]).make_order()
     for number in range(30):
-        queue.add(RequestId(number), Ticket(1, tenant=f"{number}", weight=0.1 * (number + 1)))
-    for number in range(30):
-        queue.remove(RequestId(number))
-    assert queue.ahead(Ticket(1, tenant="x")) == 0
-    assert queue._weight == 0.0  # type: ignore[attr-defined]
+        queue.add(RequestId(number), Ticket(1, tenant="ab"[number % 2]))
+    assert queue.ahead(Ticket(1, tenant="a")) == 15
