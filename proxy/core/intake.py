@@ -10,7 +10,7 @@ from balanceroute.proxy.core.events import Observer, Ticket
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import FairQueueing
+from balanceroute.proxy.core.queueing import FairQueueing, MakeQueueOrder, MakeStartOrder
 from balanceroute.proxy.core.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class Intake:
     def observer(self) -> Observer | None:
         """What learns from every event; None for nothing."""
         return None if self.local_prefill is None else self.local_prefill.observe
+
+    def orders(self, order: MakeQueueOrder) -> tuple[MakeStartOrder, MakeQueueOrder]:
+        """Return what makes the order of each queue before prefill, and that of the pool."""
+        fair = self.fair
+        return (order, order) if fair is None else (fair.make_order, fair.make_pool)
 
     def advance(self, now_ns: int, requests: int, waiting: int) -> None:
         """Note the time before an event, and the requests until then: all, and before prefill."""

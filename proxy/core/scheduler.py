@@ -55,7 +55,7 @@ from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder, MakeStartOrder
+from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -118,10 +118,7 @@ class Scheduler:
             choice=choice,
         )
         self.requests: dict[RequestId, Request] = {}
-        make_order: MakeStartOrder = queue_order
-        make_pool = queue_order
-        if intake.fair is not None:
-            make_order, make_pool = intake.fair.make_order, intake.fair.make_pool
+        make_order, make_pool = intake.orders(queue_order)
         self.pool = Pool(make_pool())
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
