@@ -5,8 +5,7 @@
 Everything that can be counted is counted once, on a proxy with every feature on, and the page read.
 """
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.core.admission import TenantLimits

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from balanceroute.predictors import PastRequest, RequestFeatures
 from balanceroute.predictors.logged import read_log
@@ -60,7 +61,7 @@ def test_a_compressed_log_is_read(tmp_path: Path) -> None:
 
 
 def test_requests_come_by_arrival_though_logged_by_end(tmp_path: Path) -> None:
-    early = replace(RECORD, arrived_unix_s=1_795_230_201.0, output_tokens=9)
+    early = structs.replace(RECORD, arrived_unix_s=1_795_230_201.0, output_tokens=9)
     outputs = [
         one.output_tokens for one in read_log(write(tmp_path, *map(line_of, (RECORD, early))))
     ]

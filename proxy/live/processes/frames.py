@@ -65,6 +65,10 @@ class FrameReader(Generic[_Message]):
         Raises:
             FrameError: A frame is too long, or is none of the protocol.
         """
+        if not self._data and len(data) >= _LENGTH_BYTES:
+            length = int.from_bytes(data[:_LENGTH_BYTES])
+            if length == len(data) - _LENGTH_BYTES:  # Nearly always it is one whole frame.
+                return self._decode(memoryview(data)[_LENGTH_BYTES:])
         self._data += data
         messages: list[_Message] = []
         begin = 0
@@ -76,13 +80,16 @@ class FrameReader(Generic[_Message]):
             if len(self._data) - body < length:
                 break
             begin = body + length
-            try:
-                messages += self._decoder.decode(self._data[body:begin])
-            except DecodeError as error:
-                message = f"a frame of {length:,} bytes is none of the protocol: {error}"
-                raise FrameError(message) from None
+            messages += self._decode(self._data[body:begin])
         del self._data[:begin]
         return messages
+
+    def _decode(self, body: bytearray | memoryview) -> list[_Message]:
+        try:
+            return self._decoder.decode(body)
+        except DecodeError as error:
+            message = f"a frame of {len(body):,} bytes is none of the protocol: {error}"
+            raise FrameError(message) from None
 
 
 def for_relay() -> FrameReader[ToRelay]:

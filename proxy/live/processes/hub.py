@@ -96,6 +96,7 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._states: States = {}
         self._states_of: list[object] = []
+        self._has_changed = True
         driver.changed = self.changed
 
     def hello(self, desk: Desk, hello: from_relay.Hello) -> None:
@@ -133,15 +134,18 @@ class Hub:
 
     def changed(self) -> None:
         """See that relays are told of every change of the deployment with their next frame."""
+        self._has_changed = True
         for desk in self.desks.values():
             desk.out.flush_soon()
 
     def states(self) -> "States":
         """Return the state of the deployment, each part by its name; another object if it changed."""
-        # Asked with every frame to a relay: to compare what may change is cheaper than to make it.
-        live = self._live()
-        if live != self._states_of:
-            self._states_of, self._states = live, dict(self._parts())
+        # Asked with every frame to a relay, while changes are rare.
+        if self._has_changed:
+            self._has_changed = False
+            live = self._live()
+            if live != self._states_of:  # It is only said that something may be another.
+                self._states_of, self._states = live, dict(self._parts())
         return self._states
 
     def _live(self) -> list[object]:
@@ -177,6 +181,7 @@ class Hub:
     def drain(self, drained: Callable[[], None]) -> None:
         """Have every relay take nothing new; `drained` is called when all are done."""
         self._on_drained = drained
+        self.changed()  # Nothing new is taken any more.
         for desk in self.desks.values():
             desk.out.send(to_relay.Drain())
         self.relay_drained()

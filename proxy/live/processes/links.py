@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.arrival import Arrival
 
 
+_BINDINGS = (to_relay.StartPrefill, to_relay.StartDecode)
+
+
 @dataclass(slots=True)
 class Link:
     """One request.
@@ -58,17 +61,17 @@ class Link:
 
     def takes(self, order: Any, now_ns: int) -> bool:
         """Note an order; return whether it is to be obeyed, which a void binding is not."""
-        if isinstance(order, to_relay.StartPrefill | to_relay.StartDecode):
+        if isinstance(order, _BINDINGS):
             if order.heard < self.sent:
                 return False
             self.taken += 1
         standing = self.standing
         assert standing is not None, f"an order for request {order.number}, which is not accepted"
         match order:
-            case to_relay.StartPrefill(_, _, prefiller):
-                standing.start_prefill(prefiller, now_ns)
-            case to_relay.StartDecode(_, _, rank):
-                standing.start_decode(rank)
+            case to_relay.StartPrefill():
+                standing.start_prefill(order.prefiller, now_ns)
+            case to_relay.StartDecode():
+                standing.start_decode(order.rank)
             case to_relay.LeaseEnded():
                 standing.lease_ended()
             case to_relay.PrefillAgain():

@@ -31,10 +31,10 @@ def await_anew(session: "Session") -> None:
 def obey(session: "Session", message: Any, instances: Instances) -> None:
     """Have a session do what is said."""
     match message:
-        case to_relay.StartPrefill(_, _, prefiller):
-            session.start_prefill(instances.prefillers[prefiller])
-        case to_relay.StartDecode(_, _, rank):
-            session.start_decode(instances.ranks[rank])
+        case to_relay.StartPrefill():
+            session.start_prefill(instances.prefillers[message.prefiller])
+        case to_relay.StartDecode():
+            session.start_decode(instances.ranks[message.rank])
         case to_relay.LeaseEnded(_, cheaper):
             session.lease_ended(cheaper=cheaper)
         case to_relay.PrefillAgain():

@@ -31,7 +31,8 @@ class Outbox(Generic[_Message]):
     def send(self, message: _Message) -> None:
         """Send a message with this turn's others."""
         self._messages.append(message)
-        self.flush_soon()
+        if not self._is_due:
+            self.flush_soon()
 
     def flush_soon(self) -> None:
         """See that a frame is sent at the end of this turn, if there is anything to say."""
@@ -48,7 +49,9 @@ class Outbox(Generic[_Message]):
         self._is_due = False
         if self._closed:
             return
-        messages = self._first() + self._messages
-        self._messages = []
+        messages, self._messages = self._messages, []
+        first = self._first()
+        if first:
+            messages = first + messages
         if messages:
             self._write(messages)

@@ -253,21 +253,21 @@ class RelayDesk:
 
     def _report(self, message: Any) -> None:
         report = self._driver.report
-        match message:
-            case from_relay.LegSucceeded(role, url):
-                report(reports.LegSucceeded(Target(role, url)))
-            case from_relay.LegFailed(role, url, fault, reason):
-                report(reports.LegFailed(Target(role, url), fault, reason))
-            case from_relay.PullSucceeded(prefiller, rank):
-                report(reports.PullSucceeded(prefiller, rank))
-            case from_relay.PullFailed(number, prefiller, rank, fault, reason):
-                if number in self.requests:
-                    mine = self.requests[number].number
-                    report(reports.PullFailed(mine, prefiller, rank, fault, reason))
+        match message:  # Ordered by frequency.
+            case from_relay.LegSucceeded():
+                report(reports.LegSucceeded(Target(message.role, message.url)))
             case from_relay.PromptCounted(number, prompt_tokens):
                 if number in self.requests:
                     self.requests[number].record.prompt_tokens = prompt_tokens
                     report(reports.PromptCounted(self.requests[number].number, prompt_tokens))
+            case from_relay.PullSucceeded():
+                report(reports.PullSucceeded(message.prefiller, message.rank))
+            case from_relay.LegFailed(role, url, fault, reason):
+                report(reports.LegFailed(Target(role, url), fault, reason))
+            case from_relay.PullFailed(number, prefiller, rank, fault, reason):
+                if number in self.requests:
+                    mine = self.requests[number].number
+                    report(reports.PullFailed(mine, prefiller, rank, fault, reason))
             case from_relay.KvAbandoned(how):
                 report(reports.KvAbandoned(how))
             case _:
@@ -275,7 +275,7 @@ class RelayDesk:
 
     def _engine_seen(self, message: from_relay.EngineSeen) -> None:
         self._driver.report(reports.EngineSeen(message.prefiller, message.engine_id))
-        self._hub.changed()  # It may have been another engine's.
+        self._hub.changed()  # It may be another engine than before.
 
     def _remote_prefill_ended(self, message: from_relay.RemotePrefillEnded) -> None:
         if not self._hand_offs[message.prefiller]:
@@ -335,18 +335,18 @@ class RelayDesk:
 def _core_event(
     message: from_relay.CoreEvent, number: events.RequestId, *, crossed: bool
 ) -> events.Event:
-    match message:
-        case from_relay.PrefillDone(_, _, prompt_tokens, lease_ns):
-            return events.PrefillDone(number, prompt_tokens, lease_ns)
+    match message:  # Ordered by frequency.
+        case from_relay.PrefillDone():
+            return events.PrefillDone(number, message.prompt_tokens, message.lease_expires_ns)
+        case from_relay.DecodeStarted():
+            return events.DecodeStarted(number)
+        case from_relay.Ended():
+            return _ENDINGS[message.how](number)
         case from_relay.PrefillLost(_, _, elsewhere, decode, same_rank):
             if crossed:  # Whom it was bound to meanwhile was never asked.
                 return events.PrefillLost(number, decode=decode, same_rank=True)
             return events.PrefillLost(number, elsewhere, decode, same_rank)
         case from_relay.DecodeLost():
             return events.DecodeLost(number)
-        case from_relay.DecodeStarted():
-            return events.DecodeStarted(number)
         case from_relay.Recomputed(_, _, elsewhere):
             return events.RequestRecomputed(number, elsewhere)
-        case from_relay.Ended(_, _, how):
-            return _ENDINGS[how](number)

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.processes.relay_tenancy import NO_SCHEDULER, RelayT
 from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.request.reports import Report, SessionEnded
+from balanceroute.proxy.live.request.reports import EngineSeen, Report, SessionEnded
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.isolation import Isolation
@@ -84,6 +84,7 @@ class RemoteHost:
         self._mirror = mirror
         self._counts = counts
         self._arrived = 0
+        self._seen: set[EngineSeen] = set()  # By this scheduler process's ids of the prefillers.
         self.questions = Questions(uplink.send)
         self.tenancy = RelayTenancy(self.questions, limited=limited)
         self._patience = Patience(context.call_later, waiting, self.tenancy.limit_waiting)
@@ -179,6 +180,10 @@ class RemoteHost:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
             self._forget(report.request)
+        elif isinstance(report, EngineSeen):
+            if report in self._seen:
+                return  # Every prefill answer names it.
+            self._seen.add(report)
         self.uplink.send(as_message(report))
 
     # What sessions do: Host.
@@ -324,6 +329,7 @@ class RemoteHost:
 
     def _welcome(self, message: to_relay.Welcome) -> None:
         self._said = message
+        self._seen.clear()
         self._mirror.begin_anew()
 
     def _unwelcome(self, message: to_relay.Unwelcome) -> None:

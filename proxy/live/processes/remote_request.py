@@ -130,7 +130,8 @@ class RemoteRequest:
         self.given = event.taken
         if isinstance(event, from_relay.DecodeStarted):
             self.emitted_before = event.emitted
-            self._counts.update(np.array([self.row]), np.array([event.emitted]))
+            if event.emitted != self.emitted_tokens:  # A first binding begins at none.
+                self._counts.update(np.array([self.row]), np.array([event.emitted]))
             self._kv = self._remote = None
             return crossed
         if isinstance(event, from_relay.PrefillDone):

@@ -51,6 +51,8 @@ _FREEING = frozenset(
 )
 # After these a request may be new in the pool.
 _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
+# With these a request leaves the rank that it is bound to.
+_LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
 
 
 class Decisions:
@@ -99,7 +101,7 @@ class Decisions:
 
         What it decides may be for the very session that feeds, which is ready for that.
         """
-        if isinstance(event, RequestRecomputed | DecodeLost | PrefillLost):
+        if isinstance(event, _LEAVING):
             event = self.progress.left(event)
         elif isinstance(event, DecodeStarted):
             self.progress.began(self._sessions[event.request])

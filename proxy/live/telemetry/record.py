@@ -1,11 +1,12 @@
 """What is known of one client request when it ends: the source of its log line and its metrics."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from balanceroute.predictors.hinted import Hint
+
+from msgspec import Struct
 
 
 class Outcome(Enum):
@@ -34,8 +35,7 @@ class Leg(Enum):
     DIRECT = "direct"  # A prefiller does the whole request.
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Struct, omit_defaults=True):
     """One request's life, filled in as it happens. Times are the loop's, in nanoseconds.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import fields
 
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 

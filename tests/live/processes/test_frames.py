@@ -1,11 +1,11 @@
 """Frames of the relay protocol, and what its page says of the messages."""
 
 import re
-from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.script import ROOT
 
 from balanceroute.proxy.core.events import PrefillerId, RankId

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Info, Summary
 from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.exposition import generate_latest
@@ -182,7 +183,7 @@ def test_a_request_cancelled_in_the_queue_has_no_times() -> None:
 
 def test_only_requests_that_ended_well_have_a_latency() -> None:
     subject = metrics()
-    subject.requests.ended(replace(RECORD, outcome=Outcome.UPSTREAM_ERROR))
+    subject.requests.ended(structs.replace(RECORD, outcome=Outcome.UPSTREAM_ERROR))
     samples = samples_of(subject.render())
     model = (("model", "other"),)
     assert samples["balanceroute_time_to_first_token_seconds_count", model] == 1
@@ -193,14 +194,14 @@ def test_only_requests_that_ended_well_have_a_latency() -> None:
 
 def test_choices_decoded_side_by_side_share_the_time_per_token() -> None:
     subject = metrics()
-    subject.requests.ended(replace(RECORD, choices=2, output_tokens=22))
+    subject.requests.ended(structs.replace(RECORD, choices=2, output_tokens=22))
     total = value(subject, "request_time_per_output_token_seconds_sum", model="m")
     assert total == pytest.approx(0.05)
 
 
 def test_one_token_has_no_time_per_token() -> None:
     subject = metrics()
-    subject.requests.ended(replace(RECORD, output_tokens=1))
+    subject.requests.ended(structs.replace(RECORD, output_tokens=1))
     page = subject.render()
     assert b"balanceroute_request_time_per_output_token_seconds_count" not in page
     assert b"balanceroute_time_to_first_token_seconds_count" in page
@@ -208,7 +209,7 @@ def test_one_token_has_no_time_per_token() -> None:
 
 def test_retries_recomputes_and_lapses_are_counted() -> None:
     subject = metrics()
-    subject.requests.ended(replace(RECORD, retries=3, recomputes=2, lease_lapses=1))
+    subject.requests.ended(structs.replace(RECORD, retries=3, recomputes=2, lease_lapses=1))
     subject.legs.retry("decode", "reset")
     subject.legs.retry("decode", "reset")
     assert value(subject, "retried_requests_total") == 1
@@ -307,17 +308,17 @@ def test_the_histogram_counts_as_the_library_does(values: list[float]) -> None:
 def test_an_endpoint_that_is_not_ours_is_other() -> None:
     subject = metrics()
     for number in range(100):
-        subject.requests.ended(replace(RECORD, endpoint=f"/v1/../{number}"))
+        subject.requests.ended(structs.replace(RECORD, endpoint=f"/v1/../{number}"))
     assert labels_seen(subject, "requests_total", "endpoint") == {"other"}
     for endpoint in sorted(ENDPOINTS):
-        subject.requests.ended(replace(RECORD, endpoint=endpoint))
+        subject.requests.ended(structs.replace(RECORD, endpoint=endpoint))
     assert labels_seen(subject, "requests_total", "endpoint") == ENDPOINTS | {"other"}
 
 
 def test_models_past_the_cap_are_other() -> None:
     subject = metrics()
     for number in range(MAX_MODELS + 20):
-        subject.requests.ended(replace(RECORD, model=f"m{number:02}"))
+        subject.requests.ended(structs.replace(RECORD, model=f"m{number:02}"))
     expected = {f"m{number:02}" for number in range(MAX_MODELS)} | {"other"}
     assert labels_seen(subject, "requests_total", "model") == expected
 
@@ -325,20 +326,20 @@ def test_models_past_the_cap_are_other() -> None:
 def test_invented_models_do_not_take_the_place_of_real_ones() -> None:
     subject = metrics()
     for number in range(1000):
-        record = replace(RECORD, model=f"x{number}", outcome=Outcome.CLIENT_ERROR)
+        record = structs.replace(RECORD, model=f"x{number}", outcome=Outcome.CLIENT_ERROR)
         subject.requests.ended(record)
     assert labels_seen(subject, "requests_total", "model") == {"other"}
     subject.requests.ended(RECORD)
-    subject.requests.ended(replace(RECORD, outcome=Outcome.CANCELLED))
+    subject.requests.ended(structs.replace(RECORD, outcome=Outcome.CANCELLED))
     assert labels_seen(subject, "requests_total", "model") == {"m", "other"}
 
 
 def test_a_request_counts_for_the_engines_that_had_it() -> None:
     subject = metrics()
-    record = replace(RECORD, prefiller=PREFILLER.url, rank=f"{DECODER.url}@1")
+    record = structs.replace(RECORD, prefiller=PREFILLER.url, rank=f"{DECODER.url}@1")
     subject.requests.ended(record)
-    subject.requests.ended(replace(record, outcome=Outcome.UPSTREAM_ERROR))
-    subject.requests.ended(replace(RECORD, outcome=Outcome.REJECTED))
+    subject.requests.ended(structs.replace(record, outcome=Outcome.UPSTREAM_ERROR))
+    subject.requests.ended(structs.replace(RECORD, outcome=Outcome.REJECTED))
     for outcome in ("ok", "upstream_error"):
         for role, name in (("prefill", record.prefiller), ("decode", record.rank)):
             labels = {"role": role, "name": name, "outcome": outcome}
@@ -349,7 +350,7 @@ def test_a_request_counts_for_the_engines_that_had_it() -> None:
 def test_engines_past_the_cap_are_other() -> None:
     subject = metrics()
     for number in range(MAX_ENGINES + 20):
-        subject.requests.ended(replace(RECORD, rank=f"http://d{number}"))
+        subject.requests.ended(structs.replace(RECORD, rank=f"http://d{number}"))
     labels = {"role": "decode", "name": "other", "outcome": "ok"}
     assert value(subject, "engine_requests_total", **labels) == 20
 
@@ -357,7 +358,7 @@ def test_engines_past_the_cap_are_other() -> None:
 def test_statuses_past_the_cap_are_other() -> None:
     subject = metrics()
     for status in range(200, 600):
-        subject.requests.ended(replace(RECORD, status=status))
+        subject.requests.ended(structs.replace(RECORD, status=status))
     assert len(labels_seen(subject, "requests_total", "status")) == MAX_STATUSES + 1
 
 
@@ -464,7 +465,7 @@ def test_hostile_label_values_cannot_leave_their_quotes() -> None:
     hostile = 'a"} 1\nballoons{b="\\'
     ranks = [replace(SNAPSHOT.ranks[0], name=hostile)]
     subject = metrics(replace(SNAPSHOT, ranks=ranks))
-    subject.requests.ended(replace(RECORD, model=hostile))
+    subject.requests.ended(structs.replace(RECORD, model=hostile))
     assert value(subject, "rank_kv_tokens", rank="0", name=hostile) == 4000
     labels = {"endpoint": RECORD.endpoint, "model": hostile, "outcome": "ok", "status": "200"}
     assert value(subject, "requests_total", **labels) == 1

@@ -1,12 +1,12 @@
 """The request log: its lines are safe, complete, and a trace that can be read."""
 
 import json
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from balanceroute.proxy.live.telemetry import request_log
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
