@@ -234,7 +234,7 @@ class ControlPlane(ABC):
         self.deployments[named(self.deployments, group)].set_policy(name)
 
     def set_log_level(self, level: str) -> None:
-        """Change how much this process logs.
+        """Change how much this process logs, and with it its relays.
 
         Raises:
             ConfigError: No level has that name.
@@ -242,6 +242,7 @@ class ControlPlane(ABC):
         set_log_level(level)
         for deployment in self.deployments.values():
             deployment.ordered()
+            deployment.driver.changed()
 
     def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
         """Read keys, certificates and tenants again and use them; return how many there are.

@@ -198,7 +198,7 @@ class PullFailed(Struct, frozen=True, array_like=True, tag=13):
 
 
 class EngineSeen(Struct, frozen=True, array_like=True, tag=14):
-    """A prefill answer named the engine that runs behind a prefiller's address."""
+    """A prefill answer named the engine that runs behind a prefiller's address; told once of each."""
 
     prefiller: PrefillerId
     engine_id: str

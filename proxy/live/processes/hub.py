@@ -8,6 +8,7 @@ from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
 from balanceroute.proxy.live.processes.gathering import Gathering
+from balanceroute.proxy.live.telemetry.process_log import log_level
 
 if TYPE_CHECKING:
     import asyncio
@@ -152,7 +153,8 @@ class Hub:
         instances = self.driver.instances
         prefillers = [(one.status, one.identity, one.lost_kv) for one in instances.prefillers]
         ranks = [one.status for one in instances.ranks]
-        return [*prefillers, *ranks, self._models_told, self.driver.ready]
+        level = log_level(other_than="")
+        return [*prefillers, *ranks, self._models_told, self.driver.ready, level]
 
     def _parts(self) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
         instances = self.driver.instances
@@ -177,6 +179,7 @@ class Hub:
             yield ("rank", rank.id), state
         yield ("models", 0), self._models_told
         yield ("readiness", 0), to_relay.Readiness(self.driver.ready)
+        yield ("log level", 0), to_relay.LogLevel(log_level(other_than=""))
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Have every relay take nothing new; `drained` is called when all are done."""

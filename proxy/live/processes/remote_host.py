@@ -28,6 +28,7 @@ from balanceroute.proxy.live.request.reports import EngineSeen, Report, SessionE
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.isolation import Isolation
+from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.faults import Fault
@@ -102,6 +103,7 @@ class RemoteHost:
             to_relay.RankState: mirror.take_rank,
             to_relay.Models: mirror.take_models,
             to_relay.Readiness: self._readiness,
+            to_relay.LogLevel: self._log_level,
             to_relay.Accepted: self._accepted,
             to_relay.Refused: self._refused,
             to_relay.RetryAnswered: self._answered,
@@ -339,6 +341,10 @@ class RemoteHost:
 
     def _readiness(self, message: to_relay.Readiness) -> None:
         self.ready = message.ready
+
+    def _log_level(self, message: to_relay.LogLevel) -> None:
+        if message.level:
+            set_log_level(message.level)
 
     def _drain(self, message: to_relay.Drain) -> None:
         del message

@@ -244,6 +244,12 @@ class AloneAnswered(Struct, frozen=True, array_like=True, tag=123):
     allowances: dict[str, Allowance] = {}
 
 
+class LogLevel(Struct, frozen=True, array_like=True, tag=124):
+    """How much to log: the least level, as an administrator ordered or as it was set; empty for none."""
+
+    level: str
+
+
 ToRelay = (
     Welcome
     | Unwelcome
@@ -268,4 +274,5 @@ ToRelay = (
     | InstanceRemoved
     | Drain
     | AloneAnswered
+    | LogLevel
 )

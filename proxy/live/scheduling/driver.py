@@ -108,7 +108,7 @@ class Driver:
         isolation: Ends alone what failed.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
-        changed: Called after any instance changed.
+        changed: Called after any instance changed, or what else other processes are told.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Relays and a scheduler process in one virtual-time loop: whole requests, and what both sides count."""
 
 import asyncio
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from balanceroute.proxy.core.events import RequestArrived
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.stream_counts import PROGRESS_S
+from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
@@ -181,6 +183,52 @@ def test_an_engine_that_is_drained_or_added_is_known_to_relays(play: "Play") -> 
         )
 
     play(scenario, relays=2)
+
+
+def test_an_engine_is_told_once_to_each_scheduler_process(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        (relay,) = split(site).relays
+        seen: list[from_relay.EngineSeen] = []
+        send = relay.host.uplink.send
+
+        def tapped(message: from_relay.FromRelay) -> None:
+            if isinstance(message, from_relay.EngineSeen):
+                seen.append(message)
+            send(message)
+
+        relay.host.uplink.send = tapped  # type: ignore[method-assign]
+        for _ in range(3):
+            assert (await site.post(COMPLETIONS, BODY)).status == 200
+        (first,) = seen
+        assert split(site).kill_scheduler(0.5)
+        await site.until(lambda: not relay.host.uplink.connected)
+        await site.until(lambda: relay.host.uplink.connected)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+        assert seen == [first, first]
+        (prefiller,) = site.world.plane.deployment.roster.instances.prefillers
+        assert len(prefiller.engines) == 1
+
+    play(scenario, relays=1, prefillers=1)
+
+
+def test_relays_log_as_much_as_was_ordered(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        said: list[to_relay.ToRelay] = []
+        log = logging.getLogger(LOGGER)
+        split(site).app.connect(said.extend).take([from_relay.Hello(1, 5, "the same")])
+        assert (await site.admin("/admin/log-level", {"level": "error"})).status == 200
+        await asyncio.sleep(0.0)
+        told = [one for one in said if isinstance(one, to_relay.LogLevel)]
+        assert told[-1].level == "error"
+        set_log_level("info")  # A relay has a log of its own, but here.
+        split(site).relays[0].take(told[-1:])
+        assert log.level == logging.ERROR
+
+    before = logging.getLogger(LOGGER).level
+    try:
+        play(scenario, relays=1)
+    finally:
+        logging.getLogger(LOGGER).setLevel(before)
 
 
 def test_a_relay_with_other_settings_is_not_welcome(play: "Play") -> None:
