@@ -13,6 +13,7 @@ import pytest
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
@@ -238,6 +239,11 @@ class Site:
         while not condition():
             assert self.loop.time() < end_s, f"not within {limit_s:g} s"
             await asyncio.sleep(0.001)
+
+    async def ended(self, count: int = 1) -> list[RequestRecord]:
+        """Return the requests that have ended, in order, once there are so many: relays tell it late."""
+        await self.until(lambda: len(self.world.ended) >= count)
+        return self.world.ended
 
     async def rest(self, limit_s: float = 60.0) -> None:
         """Wait until nothing is held anywhere, and check that the books say so."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 COMPLETIONS = "/v1/completions"
 STREAM = [(b"content-type", b"text/event-stream")]
 JSON = [(b"content-type", b"application/json")]
@@ -104,7 +105,7 @@ def test_what_a_rank_may_have_pulled_is_prefilled_again(
         assert engines.pulls == [1, 2]
         if failing == "reset":  # A rank that answers may be tried with another prefiller.
             assert len({one.engine for one in site.received("decode", COMPLETIONS)}) == 2
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert record.retries == 1
 
     play(scenario)

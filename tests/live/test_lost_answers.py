@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
+
 CHAT = "/v1/chat/completions"
 
 
@@ -33,7 +35,7 @@ def test_a_whole_answer_that_its_rank_loses_is_prefilled_and_decoded_elsewhere(
         # By then the rank was thought to have the KV cache, so that the prefiller's is not trusted.
         assert len(site.received("prefill", CHAT)) == 3
         assert [one.engine for one in site.received("decode", CHAT)] == ["decode/0", "decode/1"]
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert (record.retries, record.output_tokens) == (1, 100)
 
     play(scenario, flags={"answer_timeout_s": 4.0})
@@ -56,8 +58,7 @@ def test_the_tokens_of_an_answer_count_if_the_client_leaves_before_its_very_end(
         exchange = site.send("/v1/completions", values)
         await exchange.until_events(2)
         exchange.call.abort()
-        await site.until(lambda: bool(site.world.ended))
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert (record.outcome, record.output_tokens) == (Outcome.OK, 2)
 
     play(scenario)

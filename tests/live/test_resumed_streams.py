@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 EXACT = {"resume": "exact"}
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
@@ -51,7 +52,7 @@ def test_the_client_sees_one_unbroken_stream(
 ) -> None:
     async def scenario(site: "Site") -> None:
         await through_a_failure(site, path, STREAMS[path] | more, **fault)
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
         assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
         first, second = site.received("decode")
@@ -78,7 +79,7 @@ def test_a_stream_may_break_behind_each_of_its_tokens(
             exchange = await site.send(path, STREAMS[path], headers=ID).end()
             assert exchange.done, (tokens, exchange.body)
             assert exchange.text == right.text
-            (record,) = site.world.ended[begun:]
+            (record,) = (await site.ended(begun + 1))[begun:]
             assert record.output_tokens == 20
 
     play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
@@ -90,7 +91,7 @@ def test_a_stream_kills_few_ranks(play: "Play", tokens: int, tries: int, emitted
         site.fleet.faults.set("decode", reset_after_tokens=tokens)
         exchange = await site.post(CHAT, STREAMS[CHAT])
         assert not exchange.done
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert record.outcome is Outcome.UPSTREAM_ERROR
         assert record.output_tokens == emitted
         # One under which two ranks died without a token goes to no third.
@@ -146,7 +147,7 @@ def test_a_removed_engine_takes_no_stream_with_it(play: "Play", path: str) -> No
         gone = {"role": "decode", "url": site.fleet.engine(on.engine).url, "force": True}
         assert (await site.admin("/admin/instances/remove", gone)).status == 200
         same(await exchange.end(), right)
-        assert site.world.ended[0].resumes == 1
+        assert (await site.ended())[0].resumes == 1
 
     play(scenario, flags=EXACT)
 
@@ -251,7 +252,7 @@ def test_what_might_go_on_otherwise_ends_as_without_the_setting(
         site.fleet.faults.set("decode/0", reset_after_tokens=5)
         exchange = await site.post(CHAT, STREAMS[CHAT] | more)
         assert not exchange.done
-        assert site.world.ended[0].resumes == 0
+        assert (await site.ended())[0].resumes == 0
         (leg,) = site.received("decode")
         assert leg.values.get("return_token_ids") == more.get("return_token_ids")
 
@@ -276,7 +277,7 @@ def test_a_reasoning_parser_keeps_back_what_no_id_tells(play: "Play") -> None:
         first, second = site.received("decode")
         assert first.values["return_token_ids"] is True
         assert "return_token_ids" not in second.values
-        assert not any(record.resumes for record in site.world.ended)
+        assert not any(record.resumes for record in await site.ended())
 
     play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, ranks=1, reasoning_parser=True)
 
@@ -285,7 +286,7 @@ def test_a_reasoning_parser_keeps_back_what_no_id_tells(play: "Play") -> None:
 def test_a_request_that_is_handed_back_goes_on_from_its_ids(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         await through_a_failure(site, path, STREAMS[path], recomputed_after_tokens=6)
-        (record,) = site.world.ended
+        (record,) = await site.ended()
         assert (record.recomputes, record.resumes, record.retries) == (3, 0, 0)
         assert isinstance(site.received("decode")[-1].values["prompt"], list)
 

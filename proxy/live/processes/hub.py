@@ -96,7 +96,6 @@ class Hub:
         self._on_drained: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._states: States = {}
-        self._states_of: list[object] = []
         self._has_changed = True
         driver.changed = self.changed
 
@@ -144,17 +143,10 @@ class Hub:
         # Asked with every frame to a relay, while changes are rare.
         if self._has_changed:
             self._has_changed = False
-            live = self._live()
-            if live != self._states_of:  # It is only said that something may be another.
-                self._states_of, self._states = live, dict(self._parts())
+            states = dict(self._parts())
+            if states != self._states:
+                self._states = states
         return self._states
-
-    def _live(self) -> list[object]:
-        instances = self.driver.instances
-        prefillers = [(one.status, one.identity, one.lost_kv) for one in instances.prefillers]
-        ranks = [one.status for one in instances.ranks]
-        level = log_level(other_than="")
-        return [*prefillers, *ranks, self._models_told, self.driver.ready, level]
 
     def _parts(self) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
         instances = self.driver.instances
