@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from balanceroute.proxy.live.engines.instances import Instances, Target
 from balanceroute.proxy.live.processes import to_relay
+from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session import Session
@@ -26,6 +27,12 @@ def await_anew(session: "Session") -> None:
     if session.record.local_prefill:
         session.ticket = replace(session.ticket, prefill=True)
     session.prefill_again()
+
+
+def log_as_told(message: to_relay.LogLevel) -> None:
+    """Log as much as the scheduler process does."""
+    if message.level:
+        set_log_level(message.level)
 
 
 def obey(session: "Session", message: Any, instances: Instances) -> None:

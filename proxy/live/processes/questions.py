@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import PrefillerId
-from balanceroute.proxy.live.processes import from_relay
+from balanceroute.proxy.live.processes import from_relay, to_relay
 
 
 class Questions:
@@ -30,6 +30,11 @@ class Questions:
     def ask_page(self, path: Any, answer: Callable[[bytes], None]) -> None:
         """Ask for a page that tells of all processes."""
         self.ask(answer, lambda question: from_relay.AskPage(question, path))
+
+    def take(self, message: to_relay.RetryAnswered | to_relay.Page) -> None:
+        """Pass an answer on, as it was told."""
+        said = message.allowed if isinstance(message, to_relay.RetryAnswered) else message.body
+        self.answer(message.question, said)
 
     def answer(self, question: int, said: object) -> None:
         """Pass an answer on."""

@@ -1,20 +1,43 @@
 """What sessions report and feed, as messages to the scheduler process."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.processes import from_relay
 from balanceroute.proxy.live.request import reports
 
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.processes.uplink import Uplink
+
 ENDINGS = (events.RequestFinished, events.RequestFailed, events.RequestCancelled)
 """The events after which a request is no more for the scheduler."""
+
+
+class Reports:
+    """Tells the scheduler process what sessions report."""
+
+    def __init__(self, uplink: "Uplink") -> None:
+        self._uplink = uplink
+        self._seen: set[reports.EngineSeen] = set()  # By the scheduler process's ids of prefillers.
+
+    def tell(self, report: reports.Report) -> None:
+        """Pass a report on; an engine that was seen only once, though every prefill answer names it."""
+        if isinstance(report, reports.EngineSeen):
+            if report in self._seen:
+                return
+            self._seen.add(report)
+        self._uplink.send(_as_message(report))
+
+    def begin_anew(self) -> None:
+        """Tell everything to another scheduler process, which may have other ids."""
+        self._seen.clear()
 
 
 def event_message(
     event: events.Event, taken: int, *, pulls: bool, emitted: int
 ) -> from_relay.CoreEvent:
     """Return an event as a message; see the messages for the arguments."""
-    # Ordered by frequency, as in `as_message`: a pattern with arguments costs more than one without.
+    # Ordered by frequency, as in `_as_message`: a pattern with arguments costs more than one without.
     match event:
         case events.PrefillDone():
             number, lease_ns = event.request, event.lease_expires_ns
@@ -37,7 +60,7 @@ def event_message(
             raise AssertionError(f"no session feeds {event}")
 
 
-def as_message(report: reports.Report) -> from_relay.Report:
+def _as_message(report: reports.Report) -> from_relay.Report:
     """Return what a report says as a message; its request is the relay's own number."""
     match report:
         case reports.LegSucceeded():

@@ -15,20 +15,19 @@ from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks, prompt_bl
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.links import Link
-from balanceroute.proxy.live.processes.orders import accept, await_anew, obey
+from balanceroute.proxy.live.processes.orders import accept, await_anew, log_as_told, obey
 from balanceroute.proxy.live.processes.patience import Patience
 from balanceroute.proxy.live.processes.questions import Questions
-from balanceroute.proxy.live.processes.relay_reports import ENDINGS, as_message, event_message
+from balanceroute.proxy.live.processes.relay_reports import ENDINGS, Reports, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
 from balanceroute.proxy.live.processes.relay_tenancy import NO_SCHEDULER, RelayTenancy
 from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.request.reports import EngineSeen, Report, SessionEnded
+from balanceroute.proxy.live.request.reports import Report, SessionEnded
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.isolation import Isolation
-from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.faults import Fault
@@ -85,7 +84,7 @@ class RemoteHost:
         self._mirror = mirror
         self._counts = counts
         self._arrived = 0
-        self._seen: set[EngineSeen] = set()  # By this scheduler process's ids of the prefillers.
+        self._reports = Reports(uplink)
         self.questions = Questions(uplink.send)
         self.tenancy = RelayTenancy(self.questions, limited=limited)
         self._patience = Patience(context.call_later, waiting, self.tenancy.limit_waiting)
@@ -103,12 +102,12 @@ class RemoteHost:
             to_relay.RankState: mirror.take_rank,
             to_relay.Models: mirror.take_models,
             to_relay.Readiness: self._readiness,
-            to_relay.LogLevel: self._log_level,
+            to_relay.LogLevel: log_as_told,
             to_relay.Accepted: self._accepted,
             to_relay.Refused: self._refused,
-            to_relay.RetryAnswered: self._answered,
+            to_relay.RetryAnswered: self.questions.take,
             to_relay.PrefillerChosen: self._prefiller_chosen,
-            to_relay.Page: self._answered,
+            to_relay.Page: self.questions.take,
             to_relay.AloneAnswered: self.tenancy.answered,
             to_relay.Drain: self._drain,
         }
@@ -182,11 +181,7 @@ class RemoteHost:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
             self._forget(report.request)
-        elif isinstance(report, EngineSeen):
-            if report in self._seen:
-                return  # Every prefill answer names it.
-            self._seen.add(report)
-        self.uplink.send(as_message(report))
+        self._reports.tell(report)
 
     # What sessions do: Host.
 
@@ -331,7 +326,7 @@ class RemoteHost:
 
     def _welcome(self, message: to_relay.Welcome) -> None:
         self._said = message
-        self._seen.clear()
+        self._reports.begin_anew()
         self._mirror.begin_anew()
 
     def _unwelcome(self, message: to_relay.Unwelcome) -> None:
@@ -342,19 +337,11 @@ class RemoteHost:
     def _readiness(self, message: to_relay.Readiness) -> None:
         self.ready = message.ready
 
-    def _log_level(self, message: to_relay.LogLevel) -> None:
-        if message.level:
-            set_log_level(message.level)
-
     def _drain(self, message: to_relay.Drain) -> None:
         del message
         self.draining = True
         if not self.sessions:
             self.uplink.send(from_relay.Drained())
-
-    def _answered(self, message: to_relay.RetryAnswered | to_relay.Page) -> None:
-        said = message.allowed if isinstance(message, to_relay.RetryAnswered) else message.body
-        self.questions.answer(message.question, said)
 
     def _prefiller_chosen(self, message: to_relay.PrefillerChosen) -> None:
         chosen = message.prefiller
