@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Role(Enum):
     """What an instance does."""
 
+    # Enum's own hash is Python code, and every request looks its engines up.
+    __hash__ = object.__hash__
+
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers
 
+_TARGETS = {api: api.value.encode() for api in Api}
+
 
 class Holding:
     """Nothing: what a session holds that waits for the scheduler, or has ended."""
@@ -197,7 +199,7 @@ class Attempt(Holding):
     ) -> None:
         session = self._session
         self._deadline_s = session.context.clock() + timeout_s
-        target = self._asked[0].value.encode()
+        target = _TARGETS[self._asked[0]]
         self._call = self.engine.endpoint.request(
             b"POST",
             target,
