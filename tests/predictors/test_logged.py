@@ -115,7 +115,7 @@ def test_logs_of_before_there_were_keys_are_read(tmp_path: Path) -> None:
 def test_what_the_client_expected_is_read_back(
     tmp_path: Path, hint: int | None, source: str, expected: int | None
 ) -> None:
-    record = replace(RECORD, hint=hint, hint_source=source)
+    record = structs.replace(RECORD, hint=hint, hint_source=source)
     (request,) = read_log(write(tmp_path, line_of(record)))
     assert request.features.expected_tokens == expected
 
