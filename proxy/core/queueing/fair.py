@@ -108,7 +108,8 @@ class FairShares:
             # It is taken to start what others start.
             added = sum(self._added.values()) / len(self._added)
         counter = max(self._counters.get(tenant, 0.0), self._served_last)
-        return max(own, (counter + own * added - self._served_last) / self._advance)
+        # Its own start is the last of those that move it there.
+        return max(own, (counter + own * added - self._served_last) / self._advance - 1.0)
 
     def owe(self, tenant: str, cost: float) -> None:
         """Add a cost to a tenant's next charge."""
