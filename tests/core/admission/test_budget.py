@@ -1,6 +1,7 @@
 """The budget in a scheduler: who is granted a start, what is measured, and what a resize does."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -300,6 +301,63 @@ class Granting(RuleBasedStateMachine):
 
 def test_grants_in_any_order_of_events() -> None:
     run_state_machine_as_test(Granting)
+
+
+class Controlling(RuleBasedStateMachine):
+    """Random first tokens, pauses and demand: how the limit moves."""
+
+    @initialize(
+        low=st.integers(1, 8),
+        span=st.integers(0, 30),
+        cooldown=st.integers(0, 4),
+        post_4=st.booleans(),
+    )
+    def build(self, low: int, span: int, cooldown: int, post_4: bool) -> None:
+        self.settings = AimdSettings(
+            cap_min=low,
+            cap_max=low + span,
+            cap_initial=low + span // 2,
+            cooldown_ticks=cooldown,
+        )
+        if post_4:
+            self.settings = replace(self.settings, factor=1.0, step_down=4)
+        self.budget = Budget(self.settings)
+        self.now_ns = 0
+        self.budget.advance(0, demand=False)
+        self.last_decrease_ns: int | None = None
+
+    @rule(ttft_s=st.sampled_from([0.1, 1.9, 2.0, 9.0]), count=st.integers(1, 12))
+    def first_tokens(self, ttft_s: float, count: int) -> None:
+        for _ in range(count):
+            self.budget.first_token(round(ttft_s * S), self.now_ns)
+
+    @rule(tenths=st.integers(1, 50), demand=st.booleans())
+    def wait(self, tenths: int, demand: bool) -> None:
+        budget, before = self.budget, self.budget.cap
+        counts = budget.decisions.copy()
+        self.now_ns += tenths * S // 10
+        budget.advance(self.now_ns, demand=demand)
+        taken = budget.decisions - counts
+        assert taken.total() <= 1
+        moved = budget.cap - before
+        assert moved <= taken[Decision.INCREASE]
+        assert moved >= 0 or taken[Decision.DECREASE]
+        if not demand:
+            assert moved <= 0
+        if taken[Decision.DECREASE]:
+            if self.last_decrease_ns is not None:
+                ticks = (self.now_ns - self.last_decrease_ns) / self.settings.tick_ns
+                # Both lie somewhere behind their ticks.
+                assert ticks > self.settings.cooldown_ticks
+            self.last_decrease_ns = self.now_ns
+
+    @invariant()
+    def it_is_within_its_bounds(self) -> None:
+        if hasattr(self, "budget"):
+            assert self.settings.cap_min <= self.budget.cap <= self.settings.cap_max
+
+
+TestControlling = Controlling.TestCase
 
 
 def test_a_lost_prefill_returns_its_place() -> None:
