@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engine_connections import EngineConnections
+from balanceroute.proxy.live.engines.engine_facts import EngineFacts, facts_of, misfits
 from balanceroute.proxy.live.engines.engine_gauges import (
-    CACHE_CONFIG,
     MAX_PAGE_BYTES,
+    MetricsPageError,
+    cache_configs,
     kv_tokens_of,
 )
 from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.model_list import ServedModel
+from balanceroute.proxy.live.engines.pairing import VersionPage
 from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.topologies import Finding
@@ -32,12 +34,6 @@ if TYPE_CHECKING:
     from balanceroute.topologies import Topology
 
 _AT_ONCE = 32
-
-
-class _Version(msgspec.Struct):
-    """The answer of /version."""
-
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +55,10 @@ class Seen:
     caches: tuple[dict[str, str], ...] = field(default=())
     fault: str = ""
 
-    def cache_values(self, label: str) -> list[str]:
-        """Return the values of a label, each once."""
-        return sorted({cache[label] for cache in self.caches if label in cache})
+    @property
+    def facts(self) -> EngineFacts:
+        """What is compared with other engines."""
+        return facts_of(self.version, self.models, self.caches)
 
     @property
     def kv_tokens(self) -> int | None:
@@ -127,33 +124,14 @@ def _judge_one(topology: "Topology", one: Seen) -> Iterator[Finding]:
 
 def _judge_pair(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Finding, str]]:
     key = f"decode {decode.url} and prefill {prefill.url}"
-    if prefill.version != decode.version:
-        what = f"have vLLM {decode.version} and {prefill.version}"
-        refused = connector == "nixl"
-        result = (
-            'NIXL refuses the pair ("NIXL compatibility hash mismatch")' if refused else "untested"
-        )
-        yield Finding("error" if refused else "note", key, f"{what}: {result}"), what
-    for label in ("cache_dtype", "block_size"):
-        mine, others = decode.cache_values(label), prefill.cache_values(label)
-        if mine and others and mine != others:
-            what = f"have {label} {', '.join(mine)} and {', '.join(others)}"
-            if label == "cache_dtype":
-                yield Finding("error", key, f"{what}: the KV caches differ"), what
-            else:
-                yield Finding("note", key, f"{what}: not every connector converts"), what
-    lengths = {model.name: model for model in prefill.models}
+    for one in misfits(connector, prefill.facts, decode.facts):
+        yield Finding("error" if one.refused else "note", key, str(one)), one.what
+    lengths = {model.name: model.max_model_len for model in prefill.models}
     for model in decode.models:
-        other = lengths.get(model.name)
-        if other is None:
-            continue
-        for label, ours, theirs in (
-            ("weights", model.card.get("root"), other.card.get("root")),
-            ("max_model_len", model.max_model_len, other.max_model_len),
-        ):
-            if ours != theirs:
-                what = f"have {label} {ours} and {theirs} of {model.name!r}"
-                yield Finding("note", key, what), what
+        ours, theirs = model.max_model_len, lengths.get(model.name, model.max_model_len)
+        if ours != theirs:
+            what = f"have max_model_len {ours} and {theirs} of {model.name!r}"
+            yield Finding("note", key, what), what
 
 
 def _memory(config: "ProxyConfig", seen: Sequence[Seen]) -> str:
@@ -194,18 +172,13 @@ async def _look_at(fetcher: Fetcher, role: str, url: str, ranks: int | None) -> 
     page = "/version"
     try:
         version = msgspec.json.decode(
-            await fetcher.body(url + page, max_bytes=1 << 16), type=_Version
+            await fetcher.body(url + page, max_bytes=1 << 16), type=VersionPage
         ).version
         page = "/v1/models"
         models = parse_models(await fetcher.body(url + page, max_bytes=1 << 20))
         page = "/metrics"
         metrics = await fetcher.body(url + page, max_bytes=MAX_PAGE_BYTES)
-        caches = tuple(
-            sample.labels
-            for family in text_string_to_metric_families(metrics.decode(errors="replace"))
-            if family.name == CACHE_CONFIG
-            for sample in family.samples
-        )
-    except (FetchError, ModelsPageError, ValueError) as error:
+        caches = tuple(cache_configs(metrics))
+    except (FetchError, ModelsPageError, MetricsPageError, ValueError) as error:
         return Seen(role, url, fault=f"{page}: {error}")
     return Seen(role, url, ranks, version, models, caches)

@@ -294,6 +294,13 @@ class PrefillerOpened(Struct, frozen=True):
     on_trial: bool = False
 
 
+class PrefillerPaired(Struct, frozen=True):
+    """Only these ranks can use the prefiller's KV caches; None for all, also those added later."""
+
+    prefiller: PrefillerId
+    ranks: frozenset[RankId] | None
+
+
 class EngineLoad(Struct, frozen=True):
     """What an engine's metrics tell; the mean of several ranks.
 
@@ -336,10 +343,13 @@ Event = (
     | RankOpened
     | PrefillerClosed
     | PrefillerOpened
+    | PrefillerPaired
     | PrefillerScraped
     | Tick
 )
-InstanceEvent = RankClosed | RankOpened | PrefillerClosed | PrefillerOpened | PrefillerScraped
+InstanceEvent = (
+    RankClosed | RankOpened | PrefillerClosed | PrefillerOpened | PrefillerPaired | PrefillerScraped
+)
 
 
 class StartPrefill(Struct, frozen=True):

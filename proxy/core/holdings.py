@@ -64,7 +64,7 @@ class Holdings:
             case State.QUEUED:
                 self._prefill_queue.add(request, queue_end_ns(request, config))
             case State.POOLED:
-                self._pool.add(pool_entry(request, config))
+                self._pool.add(pool_entry(request, config, self._prefillers.pairs))
             case State.DECODING:
                 assert request.rank is not None
                 _bind(self.ledger, request, request.rank, emitted=emitted)

@@ -16,7 +16,13 @@ def placed(scheduler: Scheduler, ticket: Ticket, now_ns: int) -> Ticket:
     if able is not None:
         free_slots *= [rank in able.ranks for rank in range(len(free_slots))]
     state = FleetState(
-        [PrefillerId(n) for n, yes in is_open if yes and (able is None or n in able.prefillers)],
+        [
+            PrefillerId(n)
+            for n, yes in is_open
+            if yes
+            and (able is None or n in able.prefillers)
+            and scheduler.prefillers.pairs.feeds(PrefillerId(n), able)
+        ],
         waiting_slots=scheduler.pool.slots,
         free_slots=free_slots,
         loads=ledger.loads,

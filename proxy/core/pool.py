@@ -31,6 +31,7 @@ class PoolEntry:
         overtaken: Entries behind it that were admitted while it waited.
         overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
         home: The rank that it waits for, see `Ticket`; None for none.
+        partners: The only ranks that can use its prefiller's KV cache; None for all.
         since_ns: When it first entered the pool, unless it has been decoded since.
         slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
@@ -50,6 +51,7 @@ class PoolEntry:
     overflow_limit: float = inf
     since_ns: int = 0
     home: RankId | None = None
+    partners: frozenset[RankId] | None = None
     slots: int = field(init=False)
     ranks: frozenset[RankId] | None = field(init=False)
     restricted: bool = field(init=False)
@@ -59,6 +61,9 @@ class PoolEntry:
         eligible = self.ticket.eligible
         self.slots = self.ticket.slots
         self.ranks = None if eligible is None else eligible.ranks
+        if self.partners is not None:
+            self.ranks = self.partners if self.ranks is None else self.ranks & self.partners
+            self.home = self.home if self.home in self.partners else None
         if self.home is not None:
             self.ranks = frozenset((self.home,))
         self.restricted = bool(self.lost_on) or self.ranks is not None

@@ -29,6 +29,7 @@ from balanceroute.proxy.core.events import (
     PrefillDone,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerPaired,
     PrefillerScraped,
     PrefillLost,
     RankClosed,
@@ -52,7 +53,7 @@ from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
 from balanceroute.proxy.core.losses import lose_decode, lose_prefill, recompute
 from balanceroute.proxy.core.policies.base import Policy
-from balanceroute.proxy.core.pool import Pool
+from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
@@ -245,7 +246,7 @@ class Scheduler:
         # Time limits were set from the old configuration.
         for request in self.requests.values():
             if request.state is State.POOLED:
-                self.pool.replace(pool_entry(request, self.config))
+                self.pool.replace(self._pool_entry(request))
             elif request.state is State.QUEUED:
                 self.prefill_queue.expire_at(request, queue_end_ns(request, self.config))
 
@@ -335,7 +336,10 @@ class Scheduler:
         # Deadline and time to live run from the first entry: a repeated prefill extends neither.
         if request.pooled_ns is None:
             request.pooled_ns = now_ns
-        self.pool.add(pool_entry(request, self.config))
+        self.pool.add(self._pool_entry(request))
+
+    def _pool_entry(self, request: Request) -> PoolEntry:
+        return pool_entry(request, self.config, self.prefillers.pairs)
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         actions = lose_prefill(request, event, self._holdings)
@@ -404,7 +408,15 @@ class Scheduler:
                 is_open = isinstance(event, RankOpened)
                 self.ranks.set_open(rank, is_open)
                 self.pool.set_open(rank, is_open)
-                return []
+                self.prefillers.pairs.set_open(rank, is_open)
+                if not self.prefillers.pairs:
+                    return []
+            case PrefillerPaired(prefiller, ranks):
+                self.prefillers.check_known(prefiller)
+                self.prefillers.pairs.set(prefiller, ranks)
+                for request in self.requests.values():
+                    if request.state is State.POOLED and request.prefiller == prefiller:
+                        self.pool.replace(self._pool_entry(request))
             case PrefillerClosed(prefiller):
                 self.prefillers.set_open(prefiller, False)
             case PrefillerOpened(prefiller, on_trial):
@@ -413,6 +425,17 @@ class Scheduler:
         # is open (see `avoidance`).
         return self._start_prefills(now_ns)
 
+    def _unpaired(self) -> list[RequestId]:
+        """Return the pooled requests whose KV caches no open rank can use."""
+        pairs = self.prefillers.pairs
+        return [
+            request.request
+            for request in (self.requests.values() if pairs else ())
+            if request.state is State.POOLED
+            and request.prefiller is not None
+            and not pairs.feeds(request.prefiller, request.ticket.eligible)
+        ]
+
     # Decisions.
 
     def _tick(self, now_ns: int) -> list[Action]:
@@ -420,7 +443,7 @@ class Scheduler:
         actions = self._expire(self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns))
         # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
         # them would decode from another request's KV cache.
-        for number in self.pool.lapsed(now_ns):
+        for number in dict.fromkeys(self.pool.lapsed(now_ns) + self._unpaired()):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
         if self.intake.budget is not None:
             # So that what needs no prefiller is in the pool when the policy decides.

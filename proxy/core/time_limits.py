@@ -3,6 +3,7 @@
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.pool import PoolEntry
+from balanceroute.proxy.core.prefill.pairs import Pairs
 
 # Share of its usable lease after which an entry is late.
 _LATE_SHARE = 0.75
@@ -19,7 +20,7 @@ def earliest(*times_ns: int | None) -> int | None:
     return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
 
 
-def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
+def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolEntry:
     """Return the pool entry of a request that has entered the pool."""
     since_ns = request.pooled_ns
     assert since_ns is not None
@@ -48,4 +49,5 @@ def pool_entry(request: Request, config: SchedulerConfig) -> PoolEntry:
         since_ns=since_ns,
         # A rank that lost it, or gave it back, need not have that part any more.
         home=None if request.lost_on_ranks or request.emitted_before else request.ticket.home,
+        partners=pairs.ranks_of(request.prefiller),
     )

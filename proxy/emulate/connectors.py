@@ -33,6 +33,11 @@ class KvPeer(Protocol):
         """Port of its KV transport."""
         ...
 
+    @property
+    def version(self) -> str:
+        """Its version, which both sides of NIXL compare."""
+        ...
+
 
 class KvSource(KvPeer, Protocol):
     """A prefiller."""
@@ -92,6 +97,7 @@ Claim = Lease | Failure | Stale | Await | AskMetaserver | Hang
 
 def claim(
     connector: str,
+    peer: KvPeer,
     params: Mapping[str, Any],
     sources: list[KvSource],
     book: LeaseBook,
@@ -100,13 +106,15 @@ def claim(
 
     Args:
         connector: The name of the fleet's connector.
+        peer: The rank's engine.
         params: `kv_transfer_params` that ask for a remote prefill.
         sources: All prefillers, including dead ones.
         book: Their leases.
     """
     match CONNECTORS[connector].flow:
         case KvFlow.PULL:
-            return _claim_pull(params, sources, book)
+            same = peer.version if connector == "nixl" else None
+            return _claim_pull(params, sources, book, same)
         case KvFlow.NAMED:
             return _claim_named(params, sources)
         case KvFlow.DECODE_FIRST:
@@ -216,7 +224,9 @@ _OWN_KEYS: dict[str, Callable[[Lease, int, int], dict[str, object]]] = {
 
 # vLLM's NIXL and vllm-ascend's Mooncake read the named blocks. Neither checks whether these are, or
 # ever were, those of the request; only the engine's id is checked.
-def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook) -> Claim:
+def _claim_pull(
+    params: Mapping[str, Any], sources: list[KvSource], book: LeaseBook, version: str | None
+) -> Claim:
     needed = ("remote_host", "remote_port", "remote_engine_id", "remote_request_id")
     if any(params.get(key) is None for key in (*needed, "remote_block_ids")):
         return Hang()
@@ -224,6 +234,9 @@ def _claim_pull(params: Mapping[str, Any], sources: list[KvSource], book: LeaseB
     source = next((known for known in sources if (known.host, known.side_port) == address), None)
     if source is None:
         return Failure(CONNECT_TIMEOUT_S)
+    if version is not None and source.alive and source.version != version:
+        book.mixed_pairs += 1
+        return Failure()  # "NIXL compatibility hash mismatch".
     engine_id, name = str(params["remote_engine_id"]), str(params["remote_request_id"])
     lease = book.find(engine_id, name)
     if not source.alive or engine_id != source.engine_id:

@@ -98,6 +98,11 @@ class Engine:
         return self.role.side_port
 
     @property
+    def version(self) -> str:
+        """What it tells at /version."""
+        return self._hub.settings.engine_versions.get(self.name, VERSION)
+
+    @property
     def url(self) -> str:
         """The server's URL."""
         return self._url(self.port)
@@ -132,7 +137,7 @@ class Engine:
         self.host = host
         self.engine_id = hub.uuid()
         size = f"dp{len(ranks)}-" if len(ranks) > 1 else ""
-        self.fingerprint = f"vllm-{VERSION}-{size}{hub.hexadecimal(8)}"
+        self.fingerprint = f"vllm-{self.version}-{size}{hub.hexadecimal(8)}"
         self.counters = [RankCounters() for _ in ranks]
         self.work = self._begin(self)
         await self.listen(port)

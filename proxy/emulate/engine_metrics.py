@@ -122,6 +122,7 @@ def render_metrics(
     lines += _histogram("request_generation_tokens", outputs, model)
     config = {
         "block_size": str(block_tokens),
+        "cache_dtype": "auto",
         "kv_cache_size_tokens": str(kv_tokens),
         "num_gpu_blocks": blocks,
     }

@@ -214,6 +214,7 @@ class EmulatedFleet:
             "misses": {end.value: book.misses[end] for end in LeaseEnd},
             "misreads": len(book.misreads),
             "overruns": len(book.overruns),
+            "mixed_pairs": book.mixed_pairs,
             "connections": [engine.connections for engine in self.engines],
             "idle": self.idle,
         }
@@ -230,6 +231,7 @@ class EmulatedFleet:
         self._hub.book.misses.clear()
         self._hub.book.misreads.clear()
         self._hub.book.overruns.clear()
+        self._hub.book.mixed_pairs = 0
 
     def _engine(self, role: EngineRole) -> Engine:
         hub = self._hub_of(role)

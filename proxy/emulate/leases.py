@@ -111,12 +111,14 @@ class LeaseBook:
         misses: How often a decode rank claimed an ended lease, by how it had ended.
         misreads: The requests that were answered with another prompt's KV cache.
         overruns: The requests of which a decode engine died, as they need more blocks than there are.
+        mixed_pairs: How often a decode rank refused a prefiller of another version.
     """
 
     ends: Counter[LeaseEnd] = field(default_factory=Counter)
     misses: Counter[LeaseEnd] = field(default_factory=Counter)
     misreads: list[Misread] = field(default_factory=list)
     overruns: list[str] = field(default_factory=list)
+    mixed_pairs: int = 0
     # The last two different prompts of each prefiller, the later one last.
     _written: dict[str, list[Prompt]] = field(default_factory=dict)
     _held: dict[Lease, None] = field(default_factory=dict)

@@ -15,7 +15,6 @@ from balanceroute.proxy.emulate.generation import Generation
 from balanceroute.proxy.emulate.messages import answer_count_tokens
 from balanceroute.proxy.emulate.request import read_json
 from balanceroute.proxy.emulate.small_routes import (
-    VERSION,
     answer_detokenize,
     answer_embeddings,
     answer_models,
@@ -46,7 +45,7 @@ class Routes:
             b"/detokenize": (b"POST", self._posted(answer_detokenize)),
             b"/v1/embeddings": (b"POST", self._posted(answer_embeddings)),
             b"/v1/models": (b"GET", self._got(lambda: answer_models(hub))),
-            b"/version": (b"GET", self._got(lambda: {"version": VERSION})),
+            b"/version": (b"GET", self._got(lambda: {"version": engine.version})),
             b"/load": (b"GET", self._got(lambda: {"server_load": len(engine.exchanges)})),
             b"/health": (b"GET", self._health),
             b"/ping": (b"GET, POST", self._health),

@@ -50,6 +50,7 @@ class EmulationSettings:
         time_scale: How many emulated seconds pass in one second of the event loop.
         engine_models: The names of the model and its adapters, for engines that serve another model, by
             the engine's name ("decode/3").
+        engine_versions: The versions of engines that tell another one than the rest, likewise.
         max_model_len: Limit of a request's prompt and output tokens together.
         mean_output_tokens: Mean length of an answer that ends by itself.
         prompt_tokens_details: Whether usage has `cached_tokens` (`--enable-prompt-tokens-details`).
@@ -90,6 +91,7 @@ class EmulationSettings:
     model: str = "emulated"
     adapters: tuple[str, ...] = ()
     engine_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    engine_versions: Mapping[str, str] = field(default_factory=dict)
     max_model_len: int = 131_072
     mean_output_tokens: float = 256.0
     prompt_tokens_details: bool = False

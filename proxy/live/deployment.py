@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import Event
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import (
@@ -46,6 +47,7 @@ from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
 from balanceroute.proxy.live.engines.model_list import ModelList
+from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
 from balanceroute.proxy.live.following_kv_events import follow_kv_events, subscribed
@@ -91,6 +93,7 @@ class Deployment:
         fetcher: For health probes, scrapes and discovery.
         tenancy: The limits of its tenants.
         models: The models of its engines.
+        pairing: Which prefillers and ranks fit; None if all count as fitting.
         discovery: Registers engines that are found; None if nothing finds any.
         orders: What was ordered and found.
         driver: There after `start`, like the next.
@@ -118,8 +121,19 @@ class Deployment:
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
+        clock = asyncio.get_running_loop().time
         heard = any(one.kv_events is not None for one in config.prefillers)
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
+        self.pairing: Pairing | None = None
+        if config.engines.check_pairs:
+            self.pairing = Pairing(
+                self.instances,
+                config.engines.connector,
+                fetch=self._page,
+                clock=clock,
+                paired=self._fed,
+                changed=self._reopened,
+            )
         self.roster = Roster(
             self.instances,
             connector=config.engines.connector,
@@ -131,8 +145,8 @@ class Deployment:
             ),
             slots=RankSlots(config.scheduling.batch),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
+            pairing=self.pairing,
         )
-        clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
         self.health = Health(
@@ -206,6 +220,8 @@ class Deployment:
             )
         for target in set(standing.draining).intersection(roster.targets()):
             roster.drain(target.role, target.url)
+        if self.pairing is not None:
+            await self.pairing.ask()
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -216,6 +232,8 @@ class Deployment:
             "models",
             ServedModels(self.models, fetch=self._page, clock=clock, changed=changed).run,
         )
+        if self.pairing is not None:
+            yield "pairs of engines", self.pairing.run
         if self.instances.engine_blocks is not None:
             yield (
                 "KV events",
@@ -401,6 +419,13 @@ class Deployment:
         except MetricsPageError as error:
             raise FetchError(Fault.PROTOCOL, str(error)) from None
         return len(gauges.engines)
+
+    # The driver is not there yet when the pairs are made.
+    def _fed(self, event: Event) -> None:
+        self.driver.feed(event)
+
+    def _reopened(self) -> None:
+        self.driver.reopen()
 
     def _health_changed(self, target: Target, up: bool, reason: str) -> None:
         self.roster.health_changed(target, up, reason)

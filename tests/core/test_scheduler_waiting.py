@@ -32,6 +32,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
+from balanceroute.proxy.core.prefill.pairs import Pairs
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
 from balanceroute.proxy.core.time_limits import pool_entry
 
@@ -185,7 +186,7 @@ def test_no_lower_level_is_in_the_window_while_a_higher_one_waits_outside(
     pool = Pool(QUEUE_ORDERS["abs"]())
     for number, level in enumerate(levels):
         request = Request(RequestId(number), Ticket(10, level=level), 0, pooled_ns=0)
-        pool.add(pool_entry(request, SchedulerConfig(1, 1)))
+        pool.add(pool_entry(request, SchedulerConfig(1, 1), Pairs()))
     inside = [entry.ticket.level for entry in pool.first(window)]
     assert inside == sorted(levels)[:window]
 

@@ -173,7 +173,7 @@ class Site:
     def take(self, engine: str, request: Request, reply: Reply) -> bool:
         """Note what an engine received; return whether it was answered."""
         own = request.path == b"/v1/models" and request.header(b"x-request-id") is None
-        if not own and request.path not in (b"/health", b"/metrics"):
+        if not own and request.path not in (b"/health", b"/metrics", b"/version"):
             self.seen.append(Seen(engine, request, self.loop.time()))
         handler = self.handlers.get(request.path)
         if handler is not None:

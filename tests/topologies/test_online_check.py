@@ -136,8 +136,9 @@ def test_engines_that_fit_are_told_with_their_memory(
         (
             Pages(root="/old"),
             Pages(),
-            0,
-            "note: decode D0 and prefill P0: have weights weights and /old of 'm'",
+            2,
+            "error: decode D0 and prefill P0: have weights weights and /old of 'm': NIXL refuses the pair "
+            '("NIXL compatibility hash mismatch")',
         ),
         (
             Pages(),

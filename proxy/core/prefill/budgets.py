@@ -13,6 +13,7 @@ from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.base import PrefillChoice, PrefillRequest
+from balanceroute.proxy.core.prefill.pairs import Pairs
 
 
 class Prefillers:
@@ -35,6 +36,7 @@ class Prefillers:
         prefilling: Their sum.
         direct: By prefiller, sequences of direct requests.
         held_tokens: By prefiller, KV tokens held.
+        pairs: The ranks that can use each one's KV caches.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Prefillers:
         self.prefilling = 0
         self.direct: list[int] = []
         self.held_tokens: list[int] = []
+        self.pairs = Pairs()
         self._choice = choice
         self.reconfigure(
             instances,
@@ -87,10 +90,14 @@ class Prefillers:
         Raises:
             LifecycleError: The prefiller is unknown.
         """
-        if not 0 <= prefiller < len(self.is_open):
-            raise LifecycleError(f"prefiller {prefiller} is unknown: there are {len(self.is_open)}")
+        self.check_known(prefiller)
         self.is_open[prefiller] = is_open
         self.on_trial[prefiller] = on_trial
+
+    def check_known(self, prefiller: PrefillerId) -> None:
+        """Raise LifecycleError if there is no such prefiller."""
+        if not 0 <= prefiller < len(self.is_open):
+            raise LifecycleError(f"prefiller {prefiller} is unknown: there are {len(self.is_open)}")
 
     def choose(
         self,
@@ -113,6 +120,12 @@ class Prefillers:
         # Trials before losses: a busy prefiller on trial counts as closed, and `allowed` ignores
         # losses only if everything else is closed.
         is_open = self.is_open if among is None else self._open(among)
+        if self.pairs and not sequences:
+            eligible = request.ticket.eligible
+            is_open = [
+                able and self.pairs.feeds(PrefillerId(number), eligible)
+                for number, able in enumerate(is_open)
+            ]
         is_open = self._tried(is_open, lost_on) if True in self.on_trial else is_open
         is_open = allowed(is_open, lost_on) if lost_on else is_open
         if withheld:

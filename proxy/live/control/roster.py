@@ -30,6 +30,7 @@ from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.engines.health import Health
+    from balanceroute.proxy.live.engines.pairing import Pairing
     from balanceroute.proxy.live.engines.scrape import Scraper
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -52,6 +53,7 @@ class Roster:
         memory: How many KV tokens fit on a rank.
         slots: Warns where a rank has fewer than it should have.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
+        pairing: Asks each engine what it is before it takes anything; None to ask none.
 
     Attributes:
         servers: What was said of each engine that is not removed.
@@ -68,8 +70,10 @@ class Roster:
         memory: RankMemory,
         slots: RankSlots,
         utilisation_limit: float,
+        pairing: "Pairing | None" = None,
     ) -> None:
         self.instances = instances
+        self._pairing = pairing
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
@@ -122,6 +126,7 @@ class Roster:
                 target,
                 self._endpoint(server.url),
                 bootstrap=None if server.bootstrap is None else server.bootstrap.base,
+                asked=self._pairing is None,
             )
         )
         return target
@@ -184,7 +189,9 @@ class Roster:
         for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
             number = RankId(len(self.instances.ranks))
-            self.instances.ranks.append(Rank(number, url.name, target, endpoint, header))
+            asked = self._pairing is None
+            rank = Rank(number, url.name, target, endpoint, header, asked=asked)
+            self.instances.ranks.append(rank)
         return target
 
     async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
@@ -206,6 +213,7 @@ class Roster:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
         target = Target(role, address.base)
         if self._take_back(target):
+            await self._ask_new()
             return
         if role is Role.PREFILL:
             if ranks is not None:
@@ -219,6 +227,7 @@ class Roster:
             if ranks is None:
                 known = tuple(range(await self._ask(address)))
                 if self._take_back(target):  # It was added while it was asked.
+                    await self._ask_new()
                     return
             server = DecodeServer(address, known)
             self.servers[target] = server if ranks else DecodeServer(address, discover=True)
@@ -226,6 +235,7 @@ class Roster:
         self._reconfigure()
         self._driver.grown()
         self._watch(target)
+        await self._ask_new()
         self._ordered()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
@@ -285,6 +295,10 @@ class Roster:
                 instance.status = Status.UP if up else Status.QUARANTINED
             if isinstance(instance, Prefiller) and not up:
                 instance.identity = None  # A restarted engine has another id.
+        if self._pairing is not None:
+            if up:
+                self._pairing.doubt(target)  # It may have been updated.
+            self._pairing.update()
         _log.warning(
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
@@ -318,12 +332,28 @@ class Roster:
             if isinstance(instance, Prefiller):
                 self._driver.feed(PrefillerScraped(instance.id, load))
 
+    def told(self, target: Target) -> dict[str, str]:
+        """Return an instance's version, if it tells one, and why it fits no other, if so."""
+        if self._pairing is None:
+            return {}
+        facts = self._pairing.facts.get(target)
+        told = {"version": "" if facts is None else facts.version}
+        told["unfit"] = next((one.unfit for one in self.instances.of(target) if one.unfit), "")
+        return {name: value for name, value in told.items() if value}
+
     def close(self) -> None:
         """Close every connection."""
         for endpoint in self.endpoints.values():
             endpoint.close()
 
+    async def _ask_new(self) -> None:
+        """Ask what has come what it is, so that it may take requests at once."""
+        if self._pairing is not None:
+            await self._pairing.ask()
+
     def _watch(self, target: Target) -> None:
+        if self._pairing is not None:
+            self._pairing.doubt(target)
         self._health.add(target)
         self._scraper.add(target)
         self._metrics.added(target)
@@ -361,6 +391,8 @@ class Roster:
         if any(instance.status is not Status.DRAINING for instance in present):
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
+            if self._pairing is not None:
+                self._pairing.doubt(target)  # It may have been updated.
             is_up = {state.target: state.up for state in self._health.states()}[target]
             self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
         return bool(present)
@@ -369,6 +401,8 @@ class Roster:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
+        if self._pairing is not None:
+            self._pairing.update()
         self._ordered()
         self._driver.reopen()
         self._log_readiness()

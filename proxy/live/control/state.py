@@ -109,7 +109,10 @@ def held_by(server: "Server", engine_connections: int) -> Held:
 def instance_rows(
     roster: "Roster", quarantines: "Mapping[Target, Quarantine]"
 ) -> list[dict[str, object]]:
-    """Return one row per instance, with its last quarantine and the requests in flight on it."""
+    """Return one row per instance, with its last quarantine and the requests in flight on it.
+
+    `unfit` says why it is paired with no engine of the other role, where that is so.
+    """
     rows: list[dict[str, object]] = []
     for target in roster.targets():
         parts = roster.instances.of(target)
@@ -125,6 +128,7 @@ def instance_rows(
                 "parts": [part.name for part in live],
                 "in_flight": in_flight,
                 "drained": status is Status.DRAINING and in_flight == 0,
+                **roster.told(target),
             }
         )
     return rows

@@ -13,7 +13,7 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A longer page is refused. One of vLLM 0.32 has 65 kB for each engine."""
 
-CACHE_CONFIG = "vllm:cache_config_info"
+_CACHE_CONFIG = "vllm:cache_config_info"
 """A metric whose value is 1, and whose labels say how the KV cache is configured."""
 
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
@@ -21,7 +21,7 @@ _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
-_SIZES = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS})
+_CACHE_LABELS = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS, "cache_dtype"})
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
 _MAX_LABEL_BYTES = 64
@@ -98,24 +98,39 @@ def _mean(page: bytes, name: bytes) -> float:
 
 
 def kv_tokens_of(cache: Mapping[str, str]) -> int | None:
-    """Return the KV tokens that an engine holds, of the labels of `CACHE_CONFIG`; None if unknown.
+    """Return the KV tokens that an engine holds, of the labels of `_CACHE_CONFIG`; None if unknown.
 
     vLLM before 0.32 has only blocks and their size, and that is too much where layers differ.
     """
-    counts = {name: int(cache[name]) for name in _SIZES if _COUNT.fullmatch(cache.get(name, ""))}
+    names = (_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS)
+    counts = {name: int(cache[name]) for name in names if _COUNT.fullmatch(cache.get(name, ""))}
     blocks = counts.get(_BLOCKS, 0) * counts.get(_BLOCK_TOKENS, 0)
     return counts.get(_KV_TOKENS, blocks) or None
 
 
+def cache_configs(page: bytes) -> list[dict[str, str]]:
+    """Return how the KV cache of each engine of a page is configured: its sizes and its type.
+
+    Raises:
+        MetricsPageError: The page is too long.
+    """
+    if len(page) > MAX_PAGE_BYTES:
+        raise MetricsPageError(f"more than {MAX_PAGE_BYTES} bytes")
+    return list(_cache_configs(b"\n" + page))
+
+
+def _cache_configs(page: bytes) -> Iterator[dict[str, str]]:
+    for line in _lines(page, _CACHE_CONFIG.encode()):
+        try:
+            labels, _ = _labels(line, _CACHE_LABELS)
+        except ValueError:
+            continue  # It has dozens of labels, and little depends on it.
+        yield labels
+
+
 def _kv_tokens(page: bytes) -> int | None:
     """Return what the smallest engine holds."""
-    sizes = []
-    for line in _lines(page, CACHE_CONFIG.encode()):
-        try:
-            labels, _ = _labels(line, _SIZES)
-        except ValueError:
-            continue  # It has dozens of labels, and nothing depends on it.
-        sizes.append(kv_tokens_of(labels))
+    sizes = map(kv_tokens_of, _cache_configs(page))
     return min((size for size in sizes if size is not None), default=None)
 
 

@@ -60,6 +60,9 @@ class Prefiller:
         lost_kv: How often all KV caches that it had handed out were lost.
         engines: Ids of the engines seen behind its address.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
+        asked: Whether it was asked what it is, if anybody asks; see `pairing`.
+        unfit: Why it fits no rank that is up; empty if it fits one, or if that is not known.
+        ranks: The only ranks that it fits; None for all.
         continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
     """
 
@@ -76,13 +79,21 @@ class Prefiller:
     lost_kv: int = 0
     engines: set[str] = field(default_factory=set)
     kv_trial: bool = False
+    asked: bool = True
+    unfit: str = ""
+    ranks: frozenset[RankId] | None = None
     continuous_usage_is_expensive: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up, and fits a rank."""
+        return self.status is Status.UP and not self.unfit
 
     @property
     def open(self) -> bool:
         """Whether it takes prefills."""
-        known = self.bootstrap is None or self.identity is not None
-        return self.status is Status.UP and known and not self.crowded
+        known = (self.bootstrap is None or self.identity is not None) and self.asked
+        return self.usable and known and not self.crowded
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +105,8 @@ class Rank:
         name: URL, with "@rank" behind it if several ranks share it.
         target: What health checks watch: its server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
+        asked: Whether its engine was asked what it is, if anybody asks.
+        unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
         continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
     """
 
@@ -103,12 +116,19 @@ class Rank:
     endpoint: "Endpoint"
     header: bytes | None = None
     status: Status = Status.UP
+    asked: bool = True
+    unfit: str = ""
     continuous_usage_is_expensive: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up, and fits a prefiller."""
+        return self.status is Status.UP and not self.unfit
 
     @property
     def open(self) -> bool:
         """Whether it takes requests."""
-        return self.status is Status.UP
+        return self.usable and self.asked
 
 
 class Instances:
@@ -158,12 +178,12 @@ class Instances:
         # Asked for every request, so it stops at the first one that will do.
         missing = set()
         if not any(
-            one.status is Status.UP and (eligible is None or one.id in eligible.prefillers)
+            one.usable and (eligible is None or one.id in eligible.prefillers)
             for one in self.prefillers
         ):
             missing.add(Role.PREFILL)
         if not any(
-            one.open and (eligible is None or one.id in eligible.ranks) for one in self.ranks
+            one.usable and (eligible is None or one.id in eligible.ranks) for one in self.ranks
         ):
             missing.add(Role.DECODE)
         return missing
@@ -171,6 +191,6 @@ class Instances:
 
 def _any_up(engines: Sequence[Prefiller | Rank]) -> bool:
     for one in engines:  # noqa: SIM110 - every request asks, and a generator costs three times this.
-        if one.status is Status.UP:
+        if one.usable:
             return True
     return False

@@ -20,7 +20,9 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     PrefillDone,
+    PrefillerPaired,
     PrefillLost,
+    RankClosed,
     RankOpened,
     ReleasePrefill,
     RequestAdopted,
@@ -47,7 +49,16 @@ if TYPE_CHECKING:
 
 # After these a slot may be free for a request that waits.
 _FREEING = frozenset(
-    {RequestFinished, RequestFailed, RequestCancelled, RequestRecomputed, RankOpened}
+    {
+        RequestFinished,
+        RequestFailed,
+        RequestCancelled,
+        RequestRecomputed,
+        RankOpened,
+        # What waits for ranks that its prefiller does not fit may have to go elsewhere.
+        RankClosed,
+        PrefillerPaired,
+    }
 )
 # After these a request may be new in the pool.
 _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})

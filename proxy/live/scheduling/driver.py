@@ -381,7 +381,9 @@ class Driver:
         answer: Callable[[Prefiller | None], None],
     ) -> None:
         """Answer at once who prefills; see `Feedback.choose_prefiller`."""
-        answer(self._feedback.choose_prefiller(number, other_than))
+        request = self.scheduler.requests.get(number)
+        rank = None if request is None else request.rank
+        answer(self._feedback.choose_prefiller(number, rank, other_than))
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""

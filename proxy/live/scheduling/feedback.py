@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.admission import Admission, Ending
-from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.token_estimate import TokenEstimate
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
@@ -92,14 +92,16 @@ class Feedback:
         return True
 
     def choose_prefiller(
-        self, number: RequestId, other_than: PrefillerId | None
+        self, number: RequestId, rank: RankId | None, other_than: PrefillerId | None
     ) -> "Prefiller | None":
         """Return the open prefiller with the fewest hand-offs, another than the last if there is.
 
-        If none is open, crowded ones are: the decode rank waits with its blocks taken.
+        It fits the rank that asks. If none is open, crowded ones are: the decode rank waits with its
+        blocks taken.
         """
         eligible = self._table.live[number].ticket.eligible
         up = self._instances.up(None if eligible is None else eligible.prefillers)
+        up = [one for one in up if one.ranks is None or rank in one.ranks]
         able = [prefiller for prefiller in up if prefiller.open] or up
         able = [prefiller for prefiller in able if prefiller.id != other_than] or able
         chosen = min(able, key=lambda prefiller: prefiller.hand_offs, default=None)

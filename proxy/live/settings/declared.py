@@ -107,6 +107,9 @@ class EngineSettings:
     )
     engine_ca_file: Path | None = file("certificates to trust from https engines")
     insecure_engines: bool = switch(False, "do not verify the certificates of https engines")
+    check_pairs: bool = switch(
+        True, "never pair prefill and decode engines whose versions or KV caches do not fit"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from balanceroute.proxy.core.events import (
     Event,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerPaired,
     PrefillerScraped,
     RankClosed,
     RankOpened,
@@ -26,6 +27,7 @@ _NOT_OF_A_REQUEST = (
     RankOpened,
     PrefillerClosed,
     PrefillerOpened,
+    PrefillerPaired,
     PrefillerScraped,
 )
 

@@ -56,6 +56,7 @@ def test_a_drained_rank_finishes_what_it_has_and_gets_nothing_new(play: "Play") 
             "parts": [],
             "in_flight": 0,
             "drained": True,
+            "version": "0.32.0",
         }
         for exchange in later:
             assert (await exchange.end()).done

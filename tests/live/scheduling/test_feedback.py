@@ -60,7 +60,7 @@ class Site:
         )
 
     def choose(self, other_than: PrefillerId | None = None) -> str | None:
-        chosen = self.feedback.choose_prefiller(NUMBER, other_than)
+        chosen = self.feedback.choose_prefiller(NUMBER, R, other_than)
         return None if chosen is None else chosen.name
 
 

@@ -25,6 +25,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "host": "0.0.0.0",  # noqa: S104 - nothing is bound.
     "port": 8001,
     "admin": False,
+    "check_pairs": False,
     "admin_host": "127.0.0.2",
     "admin_port": 9001,
     "workers": 2,
