@@ -69,6 +69,7 @@ PREFIXES = f"{MOONCAKE} --segments 2 {FLEET} --probe-limit none"
 TURNS = f"--trace {DERIVED}/conversations.jsonl {FLEET} --probe-limit none"
 TURNS_WORK = 4.8
 CONVERSATIONS = 1_500
+TURN_CASES = ((4, 0.7), (4, 0.9), (4, 1.1), (2, 0.9), (8, 0.9))
 BLOCK_TOKENS = 512
 # Of the prefillers, the load, and the tokens that each can cache.
 PREFIX_CASES = (
@@ -87,11 +88,12 @@ def prefixes(prefillers: int, load: float, cache: int) -> dict[str, str]:
     }
 
 
-def turns(prefillers: int, load: float, cache: int) -> dict[str, str]:
+def turns(prefillers: int, load: float, cache: int = 2_000_000) -> dict[str, str]:
     """Return the commands of conversations, by name; the last is one fast prefiller with all caches."""
+    name = f"turns_{prefillers}_{load}"
     command = f"{TURNS} --rate {round(load * prefillers / TURNS_WORK, 3)}"
     rules = {
-        f"turns_{rule}": f"{command} --prefill-servers {prefillers} --prefix-cache {cache} "
+        f"{name}_{rule}": f"{command} --prefill-servers {prefillers} --prefix-cache {cache} "
         f"--prefill-choice {rule}"
         for rule in PREFILL_RULES
     }
@@ -100,7 +102,7 @@ def turns(prefillers: int, load: float, cache: int) -> dict[str, str]:
         f"--prefill-base-ms {PREFILL_BASE_MS / prefillers:g} "
         f"--prefill-us-per-token {PREFILL_TOKEN_US / prefillers:g}"
     )
-    return rules | {"turns_one": f"{command} {one} {times}"}
+    return rules | {f"{name}_one": f"{command} {one} {times}"}
 
 
 EXPERIMENTS = (
@@ -207,7 +209,7 @@ EXPERIMENTS = (
         for ranks, slots in SIZES
     }
     | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
-    | turns(4, 0.9, 2_000_000)
+    | {name: command for case in TURN_CASES for name, command in turns(*case).items()}
     | {
         f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
         for beta in (1, 8, 24, 48, 96)
@@ -230,12 +232,15 @@ TABLES = {
         prefixes(prefillers, load, cache)
     )
     for prefillers, load, cache in PREFIX_CASES
-} | {"turns": list(turns(4, 0.9, 2_000_000))}
+} | {
+    f"turns: {prefillers} prefillers, load {load}": list(turns(prefillers, load))
+    for prefillers, load in TURN_CASES
+}
 
 # Names that stand for many experiments.
 FAMILIES = {
-    "prefixes": [one for name, members in TABLES.items() if name != "turns" for one in members],
-    "turns": TABLES["turns"],
+    family: [one for name, members in TABLES.items() if name.startswith(family) for one in members]
+    for family in ("prefixes", "turns")
 }
 
 # Heading, figure, digits, scale.
@@ -244,7 +249,7 @@ PREFIX_COLUMNS = (
     ("computed M tokens", "prefill_tokens", 1, 1e-6),
     ("busiest / mean", "prefiller_peak", 2, 1),
     ("TTFT p50 s", "ttft_s_p50", 2, 1),
-    ("TTFT p99 s", "ttft_s_p99", 1, 1),
+    ("TTFT p99 s", "ttft_s_p99", 2, 1),
     ("idle %", "idle_fraction", 1, 100),
 )
 COLUMNS = (
