@@ -175,7 +175,8 @@ def test_overtakings_and_losses_are_remembered(new_driver: "type[Driver]") -> No
     driver.to_pool(B)
     driver.scheduler.pool.admit(B)
     request = driver.scheduler.requests[B]
-    driver.scheduler.pool.add(pool_entry(request, driver.scheduler.config))
+    entry = pool_entry(request, driver.scheduler.config, driver.scheduler.prefillers.pairs)
+    driver.scheduler.pool.add(entry)
     reconfigure(driver)
     assert [(entry.overtaken, entry.lost_on) for entry in driver.scheduler.pool] == [
         (1, (RANK0,)),
