@@ -22,7 +22,7 @@ proxy.cli: audit drain emulate engine_flags engine_parser evaluate evaluation_pl
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
-    step_model subset time_limits timers trajectories turnover
+    step_model subset switching time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
@@ -42,8 +42,8 @@ proxy.live.control: admin engine_orders errors live_view load_log memory orders 
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
-proxy.live.engines: bootstrap engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
-    kv_subscriber kv_transfers model_list
+proxy.live.engines: bootstrap engine_facts engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
+    kv_subscriber kv_transfers model_list pairing
     scrape served_models
 proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway generation groups hand_offs intake model_pages model_routes own_pages
     pass_through refusals

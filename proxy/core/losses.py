@@ -1,10 +1,13 @@
 """A request whose engine lost it: what it releases, and which instances it avoids from then on."""
 
+from collections.abc import Mapping
+
 from balanceroute.proxy.core.avoidance import with_loss
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import Action, PrefillLost
+from balanceroute.proxy.core.events import Action, PrefillLost, RequestId
 from balanceroute.proxy.core.holdings import Holdings
-from balanceroute.proxy.core.lifecycle import Request, Trigger
+from balanceroute.proxy.core.lifecycle import Request, State, Trigger
+from balanceroute.proxy.core.prefill.pairs import Pairs
 
 
 def lose_prefill(request: Request, event: PrefillLost, holdings: Holdings) -> list[Action]:
@@ -70,3 +73,14 @@ def recompute(
     # It was served in between, so a new wait begins, with new time limits.
     request.wait_anew(now_ns)
     return actions
+
+
+def unpaired(requests: Mapping[RequestId, Request], pairs: Pairs) -> list[RequestId]:
+    """Return the pooled requests whose KV caches no open rank can use."""
+    return [
+        request.request
+        for request in (requests.values() if pairs else ())
+        if request.state is State.POOLED
+        and request.prefiller is not None
+        and not pairs.feeds(request.prefiller, request.ticket.eligible)
+    ]

@@ -24,16 +24,9 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     InBatch,
-    InstanceEvent,
     Observer,
     PrefillDone,
-    PrefillerClosed,
-    PrefillerOpened,
-    PrefillerPaired,
-    PrefillerScraped,
     PrefillLost,
-    RankClosed,
-    RankOpened,
     RequestAdopted,
     RequestArrived,
     RequestCancelled,
@@ -51,13 +44,14 @@ from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
-from balanceroute.proxy.core.losses import lose_decode, lose_prefill, recompute
+from balanceroute.proxy.core.losses import lose_decode, lose_prefill, recompute, unpaired
 from balanceroute.proxy.core.policies.base import Policy
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
 from balanceroute.proxy.core.ranks import Ranks, free_slots_of
+from balanceroute.proxy.core.switching import switch
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
 if TYPE_CHECKING:
@@ -197,7 +191,15 @@ class Scheduler:
             case RequestAdopted():
                 return self._adopt(event)
             case _:
-                return self._switch(event, now_ns)
+                may_start = switch(
+                    event,
+                    ranks=self.ranks,
+                    prefillers=self.prefillers,
+                    pool=self.pool,
+                    requests=self.requests,
+                    config=self.config,
+                )
+                return self._start_prefills(now_ns) if may_start else []
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
@@ -398,44 +400,6 @@ class Scheduler:
         ended = [(self._end(self.requests[number], Trigger.FAIL), number) for number in numbers]
         return [one for actions, number in ended for one in (*actions, Expire(number))]
 
-    # The instances.
-
-    def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
-        match event:
-            case PrefillerScraped():
-                return []  # It is for the choice of prefillers, which observes.
-            case RankClosed(rank) | RankOpened(rank):
-                is_open = isinstance(event, RankOpened)
-                self.ranks.set_open(rank, is_open)
-                self.pool.set_open(rank, is_open)
-                self.prefillers.pairs.set_open(rank, is_open)
-                if not self.prefillers.pairs:
-                    return []
-            case PrefillerPaired(prefiller, ranks):
-                self.prefillers.check_known(prefiller)
-                self.prefillers.pairs.set(prefiller, ranks)
-                for request in self.requests.values():
-                    if request.state is State.POOLED and request.prefiller == prefiller:
-                        self.pool.replace(self._pool_entry(request))
-            case PrefillerClosed(prefiller):
-                self.prefillers.set_open(prefiller, False)
-            case PrefillerOpened(prefiller, on_trial):
-                self.prefillers.set_open(prefiller, True, on_trial=on_trial)
-        # Also after a close: a request that avoids another prefiller may go there once no other one
-        # is open (see `avoidance`).
-        return self._start_prefills(now_ns)
-
-    def _unpaired(self) -> list[RequestId]:
-        """Return the pooled requests whose KV caches no open rank can use."""
-        pairs = self.prefillers.pairs
-        return [
-            request.request
-            for request in (self.requests.values() if pairs else ())
-            if request.state is State.POOLED
-            and request.prefiller is not None
-            and not pairs.feeds(request.prefiller, request.ticket.eligible)
-        ]
-
     # Decisions.
 
     def _tick(self, now_ns: int) -> list[Action]:
@@ -443,7 +407,9 @@ class Scheduler:
         actions = self._expire(self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns))
         # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
         # them would decode from another request's KV cache.
-        for number in dict.fromkeys(self.pool.lapsed(now_ns) + self._unpaired()):
+        for number in dict.fromkeys(
+            self.pool.lapsed(now_ns) + unpaired(self.requests, self.prefillers.pairs)
+        ):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
         if self.intake.budget is not None:
             # So that what needs no prefiller is in the pool when the policy decides.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import Event
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import (
@@ -93,7 +92,6 @@ class Deployment:
         fetcher: For health probes, scrapes and discovery.
         tenancy: The limits of its tenants.
         models: The models of its engines.
-        pairing: Which prefillers and ranks fit; None if all count as fitting.
         discovery: Registers engines that are found; None if nothing finds any.
         orders: What was ordered and found.
         driver: There after `start`, like the next.
@@ -121,32 +119,23 @@ class Deployment:
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
-        clock = asyncio.get_running_loop().time
         heard = any(one.kv_events is not None for one in config.prefillers)
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
-        self.pairing: Pairing | None = None
-        if config.engines.check_pairs:
-            self.pairing = Pairing(
-                self.instances,
-                config.engines.connector,
-                fetch=self._page,
-                clock=clock,
-                paired=self._fed,
-                changed=self._reopened,
-            )
+        pairing = Pairing(self.instances, config.engines.connector, self._page)
         self.roster = Roster(
             self.instances,
             connector=config.engines.connector,
             connect=connect,
-            discover=self._discover,
+            discover=partial(_ranks_of, self._page),
             memory=RankMemory(
                 config.scheduling.rank_kv_tokens,
                 used=config.policies.kv_peak_quantile is not None,
             ),
             slots=RankSlots(config.scheduling.batch),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
-            pairing=self.pairing,
+            pairing=pairing if config.engines.check_pairs else None,
         )
+        clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
         self.health = Health(
@@ -215,13 +204,11 @@ class Deployment:
             ordered=self.ordered,
         )
         if config.discovery.discover:
-            self.discovery = make_reconciler(
-                config.discovery, roster, standing, rng=self._environment.rng, ask=self._discover
-            )
+            ask, rng = partial(_ranks_of, self._page), self._environment.rng
+            self.discovery = make_reconciler(config.discovery, roster, standing, rng=rng, ask=ask)
         for target in set(standing.draining).intersection(roster.targets()):
             roster.drain(target.role, target.url)
-        if self.pairing is not None:
-            await self.pairing.ask()
+        await roster.ask_new()
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -232,8 +219,8 @@ class Deployment:
             "models",
             ServedModels(self.models, fetch=self._page, clock=clock, changed=changed).run,
         )
-        if self.pairing is not None:
-            yield "pairs of engines", self.pairing.run
+        if self.roster.pairing is not None:
+            yield "pairs of engines", self.roster.pairing.run
         if self.instances.engine_blocks is not None:
             yield (
                 "KV events",
@@ -413,20 +400,6 @@ class Deployment:
     async def _page(self, url: str) -> bytes:
         return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)
 
-    async def _discover(self, url: EngineUrl) -> int:
-        try:
-            gauges = parse_engine_gauges(await self._page(f"{url.base}/metrics"))
-        except MetricsPageError as error:
-            raise FetchError(Fault.PROTOCOL, str(error)) from None
-        return len(gauges.engines)
-
-    # The driver is not there yet when the pairs are made.
-    def _fed(self, event: Event) -> None:
-        self.driver.feed(event)
-
-    def _reopened(self) -> None:
-        self.driver.reopen()
-
     def _health_changed(self, target: Target, up: bool, reason: str) -> None:
         self.roster.health_changed(target, up, reason)
         if not up:
@@ -448,3 +421,12 @@ class Deployment:
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)
         self.driver.reopen()
+
+
+async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) -> int:
+    """Return the number of data-parallel ranks of a decode server. Raises FetchError."""
+    try:
+        gauges = parse_engine_gauges(await fetch(f"{url.base}/metrics"))
+    except MetricsPageError as error:
+        raise FetchError(Fault.PROTOCOL, str(error)) from None
+    return len(gauges.engines)

@@ -56,6 +56,7 @@ class Roster:
         pairing: Asks each engine what it is before it takes anything; None to ask none.
 
     Attributes:
+        pairing: As given.
         servers: What was said of each engine that is not removed.
         silent: The decode servers that have not told their ranks yet.
     """
@@ -73,7 +74,7 @@ class Roster:
         pairing: "Pairing | None" = None,
     ) -> None:
         self.instances = instances
-        self._pairing = pairing
+        self.pairing = pairing
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
@@ -106,6 +107,8 @@ class Roster:
         """Set who is notified from now on; they are notified of the present instances at once."""
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
+        if self.pairing is not None:
+            self.pairing.attach(driver.feed, driver.reopen)
         for target in self.targets():
             self._watch(target)
         driver.reopen()
@@ -126,7 +129,7 @@ class Roster:
                 target,
                 self._endpoint(server.url),
                 bootstrap=None if server.bootstrap is None else server.bootstrap.base,
-                asked=self._pairing is None,
+                asked=self.pairing is None,
             )
         )
         return target
@@ -189,7 +192,7 @@ class Roster:
         for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
             number = RankId(len(self.instances.ranks))
-            asked = self._pairing is None
+            asked = self.pairing is None
             rank = Rank(number, url.name, target, endpoint, header, asked=asked)
             self.instances.ranks.append(rank)
         return target
@@ -213,7 +216,7 @@ class Roster:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
         target = Target(role, address.base)
         if self._take_back(target):
-            await self._ask_new()
+            await self.ask_new()
             return
         if role is Role.PREFILL:
             if ranks is not None:
@@ -227,7 +230,7 @@ class Roster:
             if ranks is None:
                 known = tuple(range(await self._ask(address)))
                 if self._take_back(target):  # It was added while it was asked.
-                    await self._ask_new()
+                    await self.ask_new()
                     return
             server = DecodeServer(address, known)
             self.servers[target] = server if ranks else DecodeServer(address, discover=True)
@@ -235,7 +238,7 @@ class Roster:
         self._reconfigure()
         self._driver.grown()
         self._watch(target)
-        await self._ask_new()
+        await self.ask_new()
         self._ordered()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
@@ -295,10 +298,10 @@ class Roster:
                 instance.status = Status.UP if up else Status.QUARANTINED
             if isinstance(instance, Prefiller) and not up:
                 instance.identity = None  # A restarted engine has another id.
-        if self._pairing is not None:
+        if self.pairing is not None:
             if up:
-                self._pairing.doubt(target)  # It may have been updated.
-            self._pairing.update()
+                self.pairing.doubt(target)  # It may have been updated.
+            self.pairing.update()
         _log.warning(
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
@@ -334,9 +337,9 @@ class Roster:
 
     def told(self, target: Target) -> dict[str, str]:
         """Return an instance's version, if it tells one, and why it fits no other, if so."""
-        if self._pairing is None:
+        if self.pairing is None:
             return {}
-        facts = self._pairing.facts.get(target)
+        facts = self.pairing.facts.get(target)
         told = {"version": "" if facts is None else facts.version}
         told["unfit"] = next((one.unfit for one in self.instances.of(target) if one.unfit), "")
         return {name: value for name, value in told.items() if value}
@@ -346,14 +349,14 @@ class Roster:
         for endpoint in self.endpoints.values():
             endpoint.close()
 
-    async def _ask_new(self) -> None:
+    async def ask_new(self) -> None:
         """Ask what has come what it is, so that it may take requests at once."""
-        if self._pairing is not None:
-            await self._pairing.ask()
+        if self.pairing is not None:
+            await self.pairing.ask()
 
     def _watch(self, target: Target) -> None:
-        if self._pairing is not None:
-            self._pairing.doubt(target)
+        if self.pairing is not None:
+            self.pairing.doubt(target)
         self._health.add(target)
         self._scraper.add(target)
         self._metrics.added(target)
@@ -391,8 +394,8 @@ class Roster:
         if any(instance.status is not Status.DRAINING for instance in present):
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
-            if self._pairing is not None:
-                self._pairing.doubt(target)  # It may have been updated.
+            if self.pairing is not None:
+                self.pairing.doubt(target)  # It may have been updated.
             is_up = {state.target: state.up for state in self._health.states()}[target]
             self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
         return bool(present)
@@ -401,8 +404,8 @@ class Roster:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
-        if self._pairing is not None:
-            self._pairing.update()
+        if self.pairing is not None:
+            self.pairing.update()
         self._ordered()
         self._driver.reopen()
         self._log_readiness()

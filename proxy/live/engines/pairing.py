@@ -59,9 +59,6 @@ class Pairing:
         instances: Each has `asked` and `unfit` set here.
         connector: The name of the KV connector.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
-        clock: The loop's time, in seconds.
-        paired: Called with each prefiller whose ranks are others, before it opens.
-        changed: Called after that.
 
     Attributes:
         facts: What each engine told last.
@@ -71,18 +68,14 @@ class Pairing:
         self,
         instances: Instances,
         connector: str,
-        *,
         fetch: Callable[[str], Awaitable[bytes]],
-        clock: Callable[[], float],
-        paired: Callable[[PrefillerPaired], None],
-        changed: Callable[[], None],
     ) -> None:
         self.facts: dict[Target, EngineFacts] = {}
         self._instances = instances
         self._fetch = fetch
-        self._clock = clock
-        self._paired = paired
-        self._changed = changed
+        self._clock = asyncio.get_running_loop().time
+        self._paired: Callable[[PrefillerPaired], None]
+        self._changed: Callable[[], None]
         self._asked: dict[Target, _Asked] = {}
         self._ranks: dict[int, frozenset[RankId]] = {}  # By prefiller, as was told last.
         # By reason, the prefillers and the ranks that it concerns, and what of it was logged.
@@ -95,6 +88,12 @@ class Pairing:
             return str(next(found, ""))
 
         self._refusal = refusal
+
+    def attach(
+        self, paired: Callable[[PrefillerPaired], None], changed: Callable[[], None]
+    ) -> None:
+        """Set who is told: of each prefiller whose ranks are others, before it opens, and then again."""
+        self._paired, self._changed = paired, changed
 
     async def ask(self) -> None:
         """Ask all engines that have to be asked now, and wait for what they tell."""
