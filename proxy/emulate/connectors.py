@@ -97,19 +97,19 @@ Claim = Lease | Failure | Stale | Await | AskMetaserver | Hang
 
 def claim(
     connector: str,
-    peer: KvPeer,
     params: Mapping[str, Any],
     sources: list[KvSource],
     book: LeaseBook,
+    peer: KvPeer,
 ) -> Claim:
     """Return what a decode rank does about the parameters of a request.
 
     Args:
         connector: The name of the fleet's connector.
-        peer: The rank's engine.
         params: `kv_transfer_params` that ask for a remote prefill.
         sources: All prefillers, including dead ones.
         book: Their leases.
+        peer: The rank's engine.
     """
     match CONNECTORS[connector].flow:
         case KvFlow.PULL:

@@ -119,7 +119,7 @@ class Decoder:
         if call.exchange.over:
             return
         arrival = self._arrive(call, number)
-        match claim(self._settings.connector, self._peer, call.kv, self._sources, self._book):
+        match claim(self._settings.connector, call.kv, self._sources, self._book, self._peer):
             case Lease() as lease:
                 self._pull(arrival, lease)
             case Stale(engine_id, end):
