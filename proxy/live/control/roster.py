@@ -335,15 +335,6 @@ class Roster:
             if isinstance(instance, Prefiller):
                 self._driver.feed(PrefillerScraped(instance.id, load))
 
-    def told(self, target: Target) -> dict[str, str]:
-        """Return an instance's version, if it tells one, and why it fits no other, if so."""
-        if self.pairing is None:
-            return {}
-        facts = self.pairing.facts.get(target)
-        told = {"version": "" if facts is None else facts.version}
-        told["unfit"] = next((one.unfit for one in self.instances.of(target) if one.unfit), "")
-        return {name: value for name, value in told.items() if value}
-
     def close(self) -> None:
         """Close every connection."""
         for endpoint in self.endpoints.values():

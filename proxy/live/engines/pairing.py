@@ -114,6 +114,13 @@ class Pairing:
         for one in self._instances.of(target):
             one.asked = False
 
+    def told(self, target: Target) -> dict[str, str]:
+        """Return an engine's version, if it tells one, and why it fits no other, if so."""
+        facts = self.facts.get(target, _NOTHING)
+        unfit = next((one.unfit for one in self._instances.of(target) if one.unfit), "")
+        named = {"version": facts.version, "unfit": unfit}
+        return {name: value for name, value in named.items() if value}
+
     def update(self) -> None:
         """Judge all pairs again, after an engine came, went, or told something else."""
         prefillers = _present(self._instances.prefillers)
