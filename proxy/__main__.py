@@ -28,6 +28,7 @@ COMMANDS = (
     "model-router",
     "validate",
     "audit",
+    "advise",
     "hash-key",
 )
 

@@ -104,6 +104,9 @@ MAY_IMPORT = {
         *("proxy.core", "proxy.pictures", "proxy.sim", "proxy.validate.fit", "proxy.wire"),
         "traces",
     },
+    "proxy.advise": {
+        *("proxy.audit", "proxy.core", "proxy.service_levels", "proxy.sim"),
+    },
     "proxy.validate": {
         *("proxy.core.errors", "proxy.pictures"),
         *("engine_patch.reader", "engine_patch.records"),
@@ -121,7 +124,14 @@ MAY_IMPORT = {
     "proxy.testing": set[str](),
     "proxy.cli": {
         *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
-        *("proxy.audit", "proxy.emulate", "proxy.live", "proxy.model_choice", "proxy.replay"),
+        *(
+            "proxy.advise",
+            "proxy.audit",
+            "proxy.emulate",
+            "proxy.live",
+            "proxy.model_choice",
+            "proxy.replay",
+        ),
         "proxy.sim",
         "proxy.validate",
         "proxy.service_levels",

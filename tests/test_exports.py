@@ -16,8 +16,8 @@ engine_patch: hooks identity plugin reader records writer
 predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
-proxy: __main__ audit cli core emulate live model_choice pictures replay service_levels sim validate wire
-proxy.cli: audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
+proxy: __main__ advise audit cli core emulate live model_choice pictures replay service_levels sim validate wire
+proxy.cli: advise audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
@@ -75,6 +75,7 @@ proxy.replay: answer bodies body driver exchange faults figures fleet groups lim
     report sample settings sharegpt target urgency workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
     prefill_fleet prefix_cache recorder report service_log service_plots workload
+proxy.advise: fleets need proxy_page report
 proxy.audit: energy looking observation pages plots replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply sse tcp_timeout

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.audit.pages import Lengths, RankPage
+from balanceroute.proxy.audit.verdict import Verdict, judge
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.validate.fit import Fit, fit_step_time
 
@@ -66,6 +67,17 @@ class Observation:
     def slots_share(self) -> float:
         """Share of the slots in use."""
         return self.running / (self.batch * len(self.ranks))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What bounds it."""
+        return judge(
+            prefillers=self.prefillers,
+            ranks=len(self.ranks),
+            prefill_busy=self.prefill_busy,
+            slots_share=self.slots_share,
+            idle=self.idle,
+        )
 
     @property
     def saturated(self) -> bool:

@@ -6,14 +6,7 @@ from dataclasses import asdict, dataclass
 from balanceroute.proxy.audit.energy import lost_shares
 from balanceroute.proxy.audit.observation import Observation
 from balanceroute.proxy.audit.replica import Recovery
-from balanceroute.proxy.audit.verdict import Bound, Verdict
-
-_MEANINGS = {
-    Bound.PREFILL: "prefill: prefillers are busy, and ranks have free slots",
-    Bound.DECODE: "decode: the ranks are full and evenly loaded",
-    Bound.BARRIER: "the barrier: the ranks are full, and wait for the fullest at every step",
-    Bound.NOTHING: "nothing: both roles have reserves",
-}
+from balanceroute.proxy.audit.verdict import MEANINGS, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ def lines(audit: Audit) -> Iterator[str]:
             f"energy spent on waiting  {100 * low:.1f} to {100 * high:.1f} % (model: a waiting rank "
             "draws 137/300 to all of its power)"
         )
-    yield f"bound by                 {_MEANINGS[audit.verdict.bound]}"
+    yield f"bound by                 {MEANINGS[audit.verdict.bound]}"
     wanted = audit.verdict.prefillers_per_rank
     if wanted is not None and seen.prefillers:
         yield (

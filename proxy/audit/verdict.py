@@ -17,6 +17,15 @@ class Bound(Enum):
     NOTHING = "nothing"
 
 
+MEANINGS = {
+    Bound.PREFILL: "prefill: prefillers are busy, and ranks have free slots",
+    Bound.DECODE: "decode: the ranks are full and evenly loaded",
+    Bound.BARRIER: "the barrier: the ranks are full, and wait for the fullest at every step",
+    Bound.NOTHING: "nothing: both roles have reserves",
+}
+"""In words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What bounds a fleet, and the ratio of its roles that would not.

@@ -14,7 +14,6 @@ from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.plots import write_plots
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.report import Audit, as_json, lines
-from balanceroute.proxy.audit.verdict import judge
 from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
@@ -22,9 +21,7 @@ from balanceroute.proxy.live.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.audit.observation import Observation
     from balanceroute.proxy.audit.replica import Recovery
-    from balanceroute.proxy.audit.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         unknown = str(error)
-    audit = Audit(seen, _verdict(seen), recovery, unknown)
+    audit = Audit(seen, seen.verdict, recovery, unknown)
     with for_people(arguments.json):
         for line in lines(audit):
             print(line)  # noqa: T201 - the command line's answer.
@@ -103,16 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plots is not None:
         write_plots(audit, arguments.plots)
     return 0
-
-
-def _verdict(seen: "Observation") -> "Verdict":
-    return judge(
-        prefillers=seen.prefillers,
-        ranks=len(seen.ranks),
-        prefill_busy=seen.prefill_busy,
-        slots_share=seen.slots_share,
-        idle=seen.idle,
-    )
 
 
 async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:

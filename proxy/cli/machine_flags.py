@@ -136,21 +136,24 @@ class Machines:
     speeds_unknown: bool = flag("do not tell the scheduler the --rank-speeds")
     learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
 
+    def prefill_model(self, servers: int) -> PrefillModel:
+        """Return so many prefill servers."""
+        return PrefillModel(
+            servers=servers,
+            base_ns=round(1e6 * self.prefill_base_ms),
+            ns_per_token=1e3 * self.prefill_us_per_token,
+            cache_tokens=self.prefix_cache,
+            block_tokens=self.prefix_block_tokens,
+        )
+
 
 def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
     """Return the deployment that is asked for; `deadline_s` as in `Deployment`."""
     machines, aimd = given.read(Machines), given.read(AimdOptions)
     queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
     recompute = machines.recompute_us_per_token
-    prefill = None
-    if machines.prefill_servers is not None:
-        prefill = PrefillModel(
-            servers=machines.prefill_servers,
-            base_ns=round(1e6 * machines.prefill_base_ms),
-            ns_per_token=1e3 * machines.prefill_us_per_token,
-            cache_tokens=machines.prefix_cache,
-            block_tokens=machines.prefix_block_tokens,
-        )
+    servers = machines.prefill_servers
+    prefill = None if servers is None else machines.prefill_model(servers)
     return Deployment(
         ranks=machines.ranks,
         batch_limit=machines.batch,

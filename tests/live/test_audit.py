@@ -10,7 +10,7 @@ import pytest
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.audit.replica import recover
-from balanceroute.proxy.audit.verdict import Bound, judge
+from balanceroute.proxy.audit.verdict import Bound
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -96,14 +96,7 @@ def test_its_idle_is_the_engines_own_and_its_prediction_comes_true(play: "Play")
         assert one.observation.output_tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.03)
     assert seen.fit is not None
     assert seen.fit.us_per_token == pytest.approx(5.0, rel=0.15)
-    verdict = judge(
-        prefillers=3,
-        ranks=4,
-        prefill_busy=seen.prefill_busy,
-        slots_share=seen.slots_share,
-        idle=seen.idle,
-    )
-    assert verdict.bound is Bound.BARRIER
+    assert seen.verdict.bound is Bound.BARRIER
     recovery = recover(seen, None, step_base_ms=30.0, step_us_per_token=0.2)
     (ours,) = [one for one in recovery.predictions if one.policy == "br-h"]
     gain = after.tokens_per_s / before.tokens_per_s - 1.0

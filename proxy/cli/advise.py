@@ -1,0 +1,212 @@
+"""`balanceroute advise`: what bounds a fleet, and how many prefillers and decode ranks it needs."""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from rich.console import Console
+
+from balanceroute.proxy.advise.fleets import Fleets, Slo, Trial, plan
+from balanceroute.proxy.advise.need import Needs, needs
+from balanceroute.proxy.advise.proxy_page import ProxyPages
+from balanceroute.proxy.advise.report import as_json, lines, plan_as_json, plan_lines
+from balanceroute.proxy.audit.looking import Engines
+from balanceroute.proxy.audit.observation import Look, Observation, observe
+from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
+from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
+from balanceroute.proxy.cli.simulate import DEPLOYMENT
+from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.live.settings.setting import choice, integer, number, words
+from balanceroute.proxy.sim.forecast import forecast_called
+from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How a running fleet is looked at."""
+
+    minutes: float = number(5.0, "look at a running fleet for so long", 0.1, 1440.0, metavar="N")
+    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
+    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
+    busy: float = number(0.8, "share of the time or the slots to use", 0.05, 1.0, metavar="U")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a trace is planned for."""
+
+    ttft_p99: float | None = number(
+        None,
+        "with --trace: the 99th percentile of the times to first token",
+        1e-3,
+        1e6,
+        metavar="S",
+    )
+    tpot_p95: float | None = number(
+        None,
+        "with --trace: the 95th percentile of the times per output token",
+        1e-6,
+        1e6,
+        metavar="S",
+    )
+    rate: float = number(1.0, "speed up the trace's times", 1 / MAX_RATE, MAX_RATE, metavar="R")
+    requests: int | None = integer(None, "use only the first N of the trace", 1, 10**9)
+    most: int = integer(256, "instances of each role to try", 1, 10_000, metavar="N")
+    policy: str = choice("br-h", "that decides which rank takes a request", words(POLICIES))
+    seed: int = integer(0, "of random policies", 0, 1 << 62)
+
+
+SECTIONS = (Watched, Planned, *DEPLOYMENT)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "advise",
+        help="what bounds a fleet, and how many engines of each role it needs",
+        description=f"{__doc__} From a running fleet (--decode and --prefill, or --proxy): how many its "
+        "present load needs. From --trace, in simulation: likewise for --prefill-servers and --ranks, or "
+        "with --ttft-p99 and --tpot-p95 the smallest fleet that keeps them. Nothing is sent to a model.",
+    )
+    parser.set_defaults(run=run)
+    source = parser.add_argument_group("a running fleet")
+    source.add_argument(
+        "--decode", nargs="+", metavar="URL", help="http://host:port of each engine"
+    )
+    source.add_argument("--prefill", nargs="+", metavar="URL", help="likewise")
+    source.add_argument(
+        "--proxy", metavar="URL", help="http://host:port of the proxy, in place of the engines"
+    )
+    add_flags(source, Watched)
+    trace = parser.add_argument_group("a trace")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help=TRACE_HELP)
+    add_format_flags(trace)
+    add_flags(trace, Planned)
+    add_flags(parser.add_argument_group("the fleet of a trace"), *DEPLOYMENT)
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the advice as JSON; - is standard output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: The fleet cannot be read, says too little, or no fleet keeps the targets.
+        TraceError: The trace cannot be read.
+    """
+    given = read_flags(arguments, *SECTIONS)
+    check_output("--json", arguments.json)
+    sources = {"--decode": arguments.decode, "--proxy": arguments.proxy, "--trace": arguments.trace}
+    named = [flag for flag, value in sources.items() if value is not None]
+    if len(named) != 1:
+        raise ConfigError(f"give one of {', '.join(sources)}, not {' and '.join(named) or 'none'}")
+    if arguments.prefill is not None and arguments.decode is None:
+        raise ConfigError(f"--prefill means nothing with {named[0]}")
+    planned = given.read(Planned)
+    if arguments.trace is not None:
+        told, advice = _from_trace(arguments, given)
+    elif planned.ttft_p99 is not None or planned.tpot_p95 is not None:
+        raise ConfigError(
+            "--ttft-p99 and --tpot-p95 need a --trace: a running fleet cannot be resized"
+        )
+    else:
+        watched = given.read(Watched)
+        seen = asyncio.run(_watch(arguments, watched))
+        found = _of_fleet(seen, watched.busy)
+        told, advice = list(lines(found, watched.busy)), as_json(found)
+    with for_people(arguments.json):
+        for line in told:
+            print(line)  # noqa: T201 - the command line's answer.
+    if arguments.json is not None:
+        write_output("--json", arguments.json, json.dumps(advice, indent=2) + "\n")
+    return 0
+
+
+async def _watch(arguments: argparse.Namespace, watched: Watched) -> Observation:
+    if arguments.proxy is not None:
+        pages = ProxyPages(arguments.proxy, timeout_s=watched.timeout_s)
+        looks = await _looks(pages, watched)
+        return observe(looks, batch=pages.batch)
+    engines = Engines(arguments.prefill or (), arguments.decode, timeout_s=watched.timeout_s)
+    return observe(await _looks(engines, watched))
+
+
+async def _looks(pages: Engines | ProxyPages, watched: Watched) -> list[Look]:
+    with Console(stderr=True).status("looking") as status:
+        try:
+            return await pages.watch(
+                seconds=60.0 * watched.minutes,
+                interval_s=watched.interval_s,
+                progress=lambda looks: status.update(f"{looks:,} looks"),
+            )
+        finally:
+            pages.close()
+
+
+def _of_fleet(seen: Observation, busy: float) -> Needs:
+    work = None
+    if seen.prefill_busy is not None:
+        work = seen.prefillers * seen.prefill_busy
+    return needs(
+        seen.verdict,
+        prefillers=seen.prefillers,
+        ranks=len(seen.ranks),
+        prefill_work=work,
+        decode_work=(seen.running + seen.waiting) / seen.batch,
+        busy=busy,
+    )
+
+
+def _from_trace(
+    arguments: argparse.Namespace, given: Given
+) -> tuple[Iterable[str], dict[str, object]]:
+    planned, watched, machines = given.read(Planned), given.read(Watched), given.read(Machines)
+    slo = Slo(planned.ttft_p99 or inf, planned.tpot_p95 or inf)
+    if slo == Slo() and machines.prefill_servers is None:
+        raise ConfigError(
+            "give --ttft-p99, --tpot-p95 or both to have a fleet planned, or --prefill-servers and "
+            "--ranks to have one judged"
+        )
+    requests = playable(read_flagged_trace(arguments)[: planned.requests])
+    (workload,) = split(requests, segments=1, rate=planned.rate)
+    deployment = deployment_of(given, None)
+    if deployment.prefill is None:
+        deployment = replace(deployment, prefill=machines.prefill_model(1))
+    with Console(stderr=True).status("simulating") as status:
+        fleets = Fleets(
+            deployment,
+            workload,
+            planned.policy,
+            forecast_called("survival"),
+            seed=planned.seed,
+            tried=lambda one: status.update(f"{one.prefillers} prefillers, {one.ranks} ranks"),
+        )
+        present = None
+        if machines.prefill_servers is not None:
+            present = fleets.trial(machines.prefill_servers, machines.ranks)
+        if slo == Slo():
+            assert present is not None
+            found = _of_trial(present, watched.busy)
+            return lines(found, watched.busy), as_json(found)
+        best = plan(fleets, slo, most=planned.most)
+    trials = list(fleets.trials.values())
+    return plan_lines(best, slo, trials, present), plan_as_json(best, slo, trials, present)
+
+
+def _of_trial(one: Trial, busy: float) -> Needs:
+    return needs(
+        one.verdict,
+        prefillers=one.prefillers,
+        ranks=one.ranks,
+        prefill_work=one.prefill_work,
+        decode_work=one.slots_share * one.ranks,
+        busy=busy,
+    )
