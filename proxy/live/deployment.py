@@ -121,10 +121,10 @@ class Deployment:
         )
         heard = any(one.kv_events is not None for one in config.prefillers)
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
-        pairing = Pairing(self.instances, config.engines.connector, self._page)
+        connector, active = config.engines.connector, config.engines.check_pairs
         self.roster = Roster(
             self.instances,
-            connector=config.engines.connector,
+            connector=connector,
             connect=connect,
             discover=partial(_ranks_of, self._page),
             memory=RankMemory(
@@ -133,7 +133,7 @@ class Deployment:
             ),
             slots=RankSlots(config.scheduling.batch),
             utilisation_limit=config.scheduling.prefiller_utilisation_limit,
-            pairing=pairing if config.engines.check_pairs else None,
+            pairing=Pairing(self.instances, connector, self._page, active=active),
         )
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
@@ -208,7 +208,7 @@ class Deployment:
             self.discovery = make_reconciler(config.discovery, roster, standing, rng=rng, ask=ask)
         for target in set(standing.draining).intersection(roster.targets()):
             roster.drain(target.role, target.url)
-        await roster.ask_new()
+        await roster.pairing.ask()
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -219,7 +219,7 @@ class Deployment:
             "models",
             ServedModels(self.models, fetch=self._page, clock=clock, changed=changed).run,
         )
-        if self.roster.pairing is not None:
+        if self.roster.pairing.active:
             yield "pairs of engines", self.roster.pairing.run
         if self.instances.engine_blocks is not None:
             yield (

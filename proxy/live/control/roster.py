@@ -53,7 +53,7 @@ class Roster:
         memory: How many KV tokens fit on a rank.
         slots: Warns where a rank has fewer than it should have.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
-        pairing: Asks each engine what it is before it takes anything; None to ask none.
+        pairing: Asks each engine what it is before it takes anything.
 
     Attributes:
         pairing: As given.
@@ -71,7 +71,7 @@ class Roster:
         memory: RankMemory,
         slots: RankSlots,
         utilisation_limit: float,
-        pairing: "Pairing | None" = None,
+        pairing: "Pairing",
     ) -> None:
         self.instances = instances
         self.pairing = pairing
@@ -107,8 +107,7 @@ class Roster:
         """Set who is notified from now on; they are notified of the present instances at once."""
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
-        if self.pairing is not None:
-            self.pairing.attach(driver.feed, driver.reopen)
+        self.pairing.attach(driver.feed, driver.reopen)
         for target in self.targets():
             self._watch(target)
         driver.reopen()
@@ -129,7 +128,7 @@ class Roster:
                 target,
                 self._endpoint(server.url),
                 bootstrap=None if server.bootstrap is None else server.bootstrap.base,
-                asked=self.pairing is None,
+                asked=not self.pairing.active,
             )
         )
         return target
@@ -192,7 +191,7 @@ class Roster:
         for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
             number = RankId(len(self.instances.ranks))
-            asked = self.pairing is None
+            asked = not self.pairing.active
             rank = Rank(number, url.name, target, endpoint, header, asked=asked)
             self.instances.ranks.append(rank)
         return target
@@ -216,7 +215,7 @@ class Roster:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
         target = Target(role, address.base)
         if self._take_back(target):
-            await self.ask_new()
+            await self.pairing.ask()
             return
         if role is Role.PREFILL:
             if ranks is not None:
@@ -230,7 +229,7 @@ class Roster:
             if ranks is None:
                 known = tuple(range(await self._ask(address)))
                 if self._take_back(target):  # It was added while it was asked.
-                    await self.ask_new()
+                    await self.pairing.ask()
                     return
             server = DecodeServer(address, known)
             self.servers[target] = server if ranks else DecodeServer(address, discover=True)
@@ -238,7 +237,7 @@ class Roster:
         self._reconfigure()
         self._driver.grown()
         self._watch(target)
-        await self.ask_new()
+        await self.pairing.ask()
         self._ordered()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
@@ -298,10 +297,9 @@ class Roster:
                 instance.status = Status.UP if up else Status.QUARANTINED
             if isinstance(instance, Prefiller) and not up:
                 instance.identity = None  # A restarted engine has another id.
-        if self.pairing is not None:
-            if up:
-                self.pairing.doubt(target)  # It may have been updated.
-            self.pairing.update()
+        if up:
+            self.pairing.doubt(target)  # It may have been updated.
+        self.pairing.update()
         _log.warning(
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
@@ -340,14 +338,8 @@ class Roster:
         for endpoint in self.endpoints.values():
             endpoint.close()
 
-    async def ask_new(self) -> None:
-        """Ask what has come what it is, so that it may take requests at once."""
-        if self.pairing is not None:
-            await self.pairing.ask()
-
     def _watch(self, target: Target) -> None:
-        if self.pairing is not None:
-            self.pairing.doubt(target)
+        self.pairing.doubt(target)
         self._health.add(target)
         self._scraper.add(target)
         self._metrics.added(target)
@@ -385,8 +377,7 @@ class Roster:
         if any(instance.status is not Status.DRAINING for instance in present):
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
-            if self.pairing is not None:
-                self.pairing.doubt(target)  # It may have been updated.
+            self.pairing.doubt(target)  # It may have been updated.
             is_up = {state.target: state.up for state in self._health.states()}[target]
             self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
         return bool(present)
@@ -395,8 +386,7 @@ class Roster:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
-        if self.pairing is not None:
-            self.pairing.update()
+        self.pairing.update()
         self._ordered()
         self._driver.reopen()
         self._log_readiness()

@@ -128,7 +128,7 @@ def instance_rows(
                 "parts": [part.name for part in live],
                 "in_flight": in_flight,
                 "drained": status is Status.DRAINING and in_flight == 0,
-                **({} if roster.pairing is None else roster.pairing.told(target)),
+                **roster.pairing.told(target),
             }
         )
     return rows

@@ -59,8 +59,10 @@ class Pairing:
         instances: Each has `asked` and `unfit` set here.
         connector: The name of the KV connector.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
+        active: Whether it does anything; else all count as fitting.
 
     Attributes:
+        active: As given.
         facts: What each engine told last.
     """
 
@@ -69,7 +71,10 @@ class Pairing:
         instances: Instances,
         connector: str,
         fetch: Callable[[str], Awaitable[bytes]],
+        *,
+        active: bool = True,
     ) -> None:
+        self.active = active
         self.facts: dict[Target, EngineFacts] = {}
         self._instances = instances
         self._fetch = fetch
@@ -97,6 +102,8 @@ class Pairing:
 
     async def ask(self) -> None:
         """Ask all engines that have to be asked now, and wait for what they tell."""
+        if not self.active:
+            return
         await asyncio.gather(*map(self._ask, self._due()))
 
     async def run(self) -> None:
@@ -110,6 +117,8 @@ class Pairing:
 
     def doubt(self, target: Target) -> None:
         """Ask an engine anew before it takes anything: it may be another one by now."""
+        if not self.active:
+            return
         self._asked.pop(target, None)
         for one in self._instances.of(target):
             one.asked = False
@@ -123,6 +132,8 @@ class Pairing:
 
     def update(self) -> None:
         """Judge all pairs again, after an engine came, went, or told something else."""
+        if not self.active:
+            return
         prefillers = _present(self._instances.prefillers)
         ranks = _present(self._instances.ranks)
         present = {one.target for one in prefillers} | {one.target for one in ranks}
