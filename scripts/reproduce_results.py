@@ -9,8 +9,9 @@ OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md, also the means over se
 import argparse
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import log
 from pathlib import Path
@@ -361,15 +362,28 @@ def conversations(number: int) -> list[TraceRequest]:
     return sorted(requests, key=lambda request: request.arrival_ns)
 
 
-def derive(folder: Path) -> None:
-    """Write the traces that are not public."""
-    folder.mkdir(exist_ok=True)
-    requests = playable(read_trace(TRACES / "mooncake_conversation.jsonl.gz"))
-    write_native(folder / "repaired.jsonl", repaired(requests))
-    write_native(folder / "conversations.jsonl", conversations(CONVERSATIONS))
-    for ranks, slots in SIZES:
-        drawn = bootstrapped(requests, 12 * ranks * slots)
-        write_native(folder / f"bootstrapped_{ranks}x{slots}.jsonl", drawn)
+def _mooncake() -> list[TraceRequest]:
+    return playable(read_trace(TRACES / "mooncake_conversation.jsonl.gz"))
+
+
+def _fleet(ranks: int, slots: int) -> list[TraceRequest]:
+    return bootstrapped(_mooncake(), 12 * ranks * slots)
+
+
+# How the traces that are not public are made, by file.
+DERIVATIONS: Mapping[str, Callable[[], list[TraceRequest]]] = {
+    "repaired.jsonl": lambda: repaired(_mooncake()),
+    "conversations.jsonl": lambda: conversations(CONVERSATIONS),
+} | {f"bootstrapped_{ranks}x{slots}.jsonl": partial(_fleet, ranks, slots) for ranks, slots in SIZES}
+
+
+def derive(folder: Path, commands: Iterable[str]) -> None:
+    """Write the traces that are not public and that some of the commands read."""
+    words = {word for command in commands for word in command.split()}
+    for name, make in DERIVATIONS.items():
+        if f"{DERIVED}/{name}" in words:
+            folder.mkdir(exist_ok=True)
+            write_native(folder / name, make())
 
 
 def main() -> int:
@@ -387,8 +401,7 @@ def main() -> int:
     sections: list[str] = []
     reports: dict[str, dict[str, Any]] = {}
     names = [one for name in arguments.names or EXPERIMENTS for one in FAMILIES.get(name, [name])]
-    if any(DERIVED in EXPERIMENTS[name] for name in names):
-        derive(arguments.out / "derived")
+    derive(arguments.out / "derived", [EXPERIMENTS[name] for name in names])
     for name in names:
         command = EXPERIMENTS[name].replace(DERIVED, str(arguments.out / "derived"))
         report = reports[name] = simulated(command, arguments.out / f"{name}.json")

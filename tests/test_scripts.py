@@ -46,6 +46,24 @@ def test_derived_traces_keep_what_they_do_not_change() -> None:
     ]
 
 
+def test_a_trace_is_derived_if_a_command_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("reproduce_results")
+    monkeypatch.setattr(module, "CONVERSATIONS", 5)
+    module.derive(tmp_path / "derived", [EXPERIMENTS["saturated"]])
+    assert not any(tmp_path.iterdir())
+    module.derive(tmp_path / "derived", [EXPERIMENTS["turns_sticky"]])
+    assert [one.name for one in (tmp_path / "derived").iterdir()] == ["conversations.jsonl"]
+
+
+def test_every_derived_trace_can_be_made() -> None:
+    module = script("reproduce_results")
+    words = {word for command in EXPERIMENTS.values() for word in command.split()}
+    derived = {word for word in words if word.startswith(module.DERIVED)}
+    assert derived == {f"{module.DERIVED}/{name}" for name in module.DERIVATIONS}
+
+
 def test_every_experiment_is_named_on_the_results_page() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     families: dict[str, list[str]] = script("reproduce_results").FAMILIES
