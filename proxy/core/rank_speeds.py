@@ -12,6 +12,8 @@ another process takes the machine for a while: both sides are differenced by tha
 While no other c_g explains more, all ranks count as equally fast, and every decision is as without.
 """
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,10 @@ _EVERY = 2
 # Samples between two reviews, and those before the first.
 _REVIEW = 8
 _LEAST_SAMPLES = 64
+# Samples that are kept back until nothing of that time turned out to be behind, and steps that are
+# passed over after that: the live proxy corrects a request once it is five tokens off.
+_KEPT_BACK = 4
+_PASSED_OVER = 8
 # Ranks of one review, which takes some 60 us for each.
 _RANKS = 8
 # What is tried in place of a c_g, relative to it. The middle one keeps it.
@@ -52,14 +58,28 @@ class LearnedSpeeds:
         # Rings of the same steps: KV tokens of the ranks, and times.
         self._loads = np.zeros((_SAMPLES, ranks))
         self._times_ns = np.zeros(_SAMPLES)
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._passed_over = 0
+        self._latest: deque[tuple[NDArray[np.int64], float]] = deque()
         self._next = 0  # The rank that is reviewed next.
 
     def observe(self, loads: NDArray[np.int64], step_ns: float) -> None:
         """Learn from a step: int64[G], KV tokens of the ranks, and its time."""
         self._steps += 1
+        if self._passed_over:
+            self._passed_over -= 1
+            return
         if self._steps % _EVERY:
             return
+        self._latest.append((loads.copy(), step_ns))
+        if len(self._latest) > _KEPT_BACK:
+            self._take(*self._latest.popleft())
+
+    def fell_behind(self) -> None:
+        """Note that a request was behind the steps: they did not read all that they seemed to."""
+        self._latest.clear()
+        self._passed_over = _PASSED_OVER
+
+    def _take(self, loads: NDArray[np.int64], step_ns: float) -> None:
         place = self._samples % _SAMPLES
         self._loads[place] = loads
         self._times_ns[place] = step_ns

@@ -55,6 +55,12 @@ class Ranks:
         if self._learned is not None and duration_ns is not None:
             self._learned.observe(ledger.loads, duration_ns)
 
+    def corrected(self, tokens: int) -> None:
+        """Note that a request was off the steps by so many tokens."""
+        # It was paused, or emits another number of tokens a step.
+        if tokens < 0 and self._learned is not None:
+            self._learned.fell_behind()
+
     def speeds(self, config: SchedulerConfig) -> "NDArray[np.float64] | None":
         """Return float64[G], the ranks' speeds, 1 on average; None if all are equally fast."""
         if config.rank_speeds is None:

@@ -163,6 +163,7 @@ class Scheduler:
         # Ordered by frequency: `match` tries the cases in turn.
         match event:
             case TokensEmitted(number, tokens):
+                self.ranks.corrected(tokens)
                 return self._emit(self._get(number), tokens)
             case StepCompleted():
                 self.ledger.step()
