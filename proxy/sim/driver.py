@@ -416,6 +416,7 @@ class Simulation:
         budget, service = self.scheduler.intake.budget, self.recorder.service
         if budget is not None and service is not None:
             service.limit(budget.cap * self.scheduler.ranks.open, now_ns)
+        self.recorder.held(sum(self.scheduler.prefillers.held_tokens))
         self.recorder.step(fleet.step_loads, fleet.running, duration_ns, now_ns, fleet.emissions)
         self._stepping = True
         self._step_began_ns = now_ns

@@ -30,6 +30,8 @@ class RunMetrics:
         prefix_hit_fraction: Share of the prompt tokens that they had in their prefix caches.
         prefiller_peak: What the busiest prefiller computed, over their mean; 0 if none did.
         local_prefills: Requests whose prompts ranks computed.
+        prefilled_s_p50: From the arrival to the end of the first prefill.
+        held_tokens: KV tokens that prefillers held for requests, mean over the steps.
     """
 
     mean_imbalance_tokens: float
@@ -58,6 +60,9 @@ class RunMetrics:
     prefix_hit_fraction: float
     prefiller_peak: float
     local_prefills: float
+    prefilled_s_p50: float
+    prefilled_s_p99: float
+    held_tokens: float
 
 
 @dataclass(slots=True)
@@ -99,6 +104,8 @@ class Recorder:
     _computed: Counter[PrefillerId] = field(default_factory=Counter)
     _prompt_tokens: int = 0
     _local_prefills: int = 0
+    _first_prefills_ns: list[int] = field(default_factory=list)
+    _held: int = 0
     _arrived_ns: dict[RequestId, int] = field(default_factory=dict)
     _prefilled_ns: dict[RequestId, int] = field(default_factory=dict)
     _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
@@ -136,6 +143,9 @@ class Recorder:
 
     def prefilled(self, request: RequestId, now_ns: int) -> None:
         """Note that a request can be decoded from now on; if its lease lapses, from then on."""
+        first = request not in self._prefilled_ns and request not in self._first_token_ns
+        if first and self._steady:
+            self._first_prefills_ns.append(now_ns - self._arrived_ns[request])
         self._prefilled_ns.setdefault(request, now_ns)
 
     def computed(self, prefiller: PrefillerId, tokens: int, prompt_tokens: int) -> None:
@@ -220,6 +230,10 @@ class Recorder:
         """Note that the lease of a request's KV cache ended in the pool."""
         self._lapses += self._steady
 
+    def held(self, tokens: int) -> None:
+        """Note the KV tokens that prefillers hold for requests as a step begins."""
+        self._held += tokens * self._steady
+
     def idle_time(self, duration_ns: int) -> None:
         """Note a time without anything to decode."""
         if self._steady:
@@ -239,6 +253,7 @@ class Recorder:
         tpot = np.percentile(self._tpot_ns, [50, 95]) / 1e6
         waits = np.percentile(self._waits_ns, [50, 99, 100]) / 1e9
         ttft = np.percentile(self._ttft_ns, [50, 95, 99, 100]) / 1e9
+        prefilled = np.percentile(self._first_prefills_ns or [0], [50, 99]) / 1e9
         loads = self._computed.values()
         total = sum(loads)
         dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
@@ -269,6 +284,9 @@ class Recorder:
             prefix_hit_fraction=1.0 - total / self._prompt_tokens if self._prompt_tokens else 0.0,
             prefiller_peak=max(loads) * self.prefillers / total if total else 0.0,
             local_prefills=self._local_prefills,
+            prefilled_s_p50=float(prefilled[0]),
+            prefilled_s_p99=float(prefilled[1]),
+            held_tokens=self._held / self._steps,
         )
 
     def _end(self, now_ns: int) -> None:

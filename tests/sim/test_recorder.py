@@ -109,10 +109,12 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
 def test_after_a_lapse_a_request_waits_on() -> None:
     recorder = opened()
     recorder.step([1], 1, SECOND, 0, {})
-    recorder.prefilled(RequestId(1), 0)
+    recorder.arrived(RequestId(1), 0)
+    recorder.prefilled(RequestId(1), SECOND)
     recorder.lapsed()
-    serve(recorder, 1, prefilled_s=4.0, joined_s=5.0, tokens=2)
+    serve(recorder, 1, prefilled_s=4.0, joined_s=6.0, tokens=2)
     metrics = recorder.metrics()
+    assert metrics.prefilled_s_p50 == metrics.prefilled_s_p99 == 1.0
     assert metrics.lease_lapses == 1
     assert metrics.pool_wait_s_max == pytest.approx(5.0)
 
@@ -153,12 +155,14 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     for request in range(opening):
         recorder.step([9, 1], 1, SECOND, 0, {})
         recorder.computed(PrefillerId(0), 900, 1_000)
+        recorder.held(900)
         recorder.recomputed(RequestId(request), 1)
         recorder.lapsed()
         recorder.idle_time(SECOND)
         # Waits and gaps of 100 s must not be seen, those of 1 s must.
         serve(recorder, request, joined_s=100.0, first_s=100.0, end_s=200.0, tokens=2)
     recorder.step([5, 3], 4, SECOND, 0, {})
+    recorder.held(25)
     recorder.computed(PrefillerId(0), 10, 40)
     recorder.computed(PrefillerId(1), 20, 80)
     serve(recorder, opening, joined_s=1.0, first_s=1.0, end_s=2.0, tokens=2)
@@ -190,6 +194,9 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "prefix_hit_fraction": 0.75,
         "prefiller_peak": 2.0,
         "local_prefills": 0,
+        "prefilled_s_p50": 0.0,
+        "prefilled_s_p99": 0.0,
+        "held_tokens": 25.0,
     }
 
 
@@ -223,6 +230,7 @@ def test_an_empty_window_is_an_error_with_advice() -> None:
     no_step, no_finish = opened(40), opened(40)
     serve(no_step, 5, tokens=2)
     no_finish.step([1], 1, SECOND, 0, {})
+    no_finish.arrived(number, 0)
     no_finish.prefilled(number, 0)
     no_finish.joined(number, 1, 0)
     no_join = Recorder(40)
