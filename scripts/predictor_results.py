@@ -12,7 +12,7 @@ Workloads beside the public traces are made from them:
   10 %. So prompts recur as in templated traffic, and the lengths are real.
 * recurring reasoning tasks: the same of the ServeGen trace, with a factor of 30 % (as when a task is
   rolled out several times), and of 10 %.
-* limits of clients: the ServeGen trace, whose clients set `max_tokens`, and whose answers are cut there. No
+* limits of clients: 11,000 requests of the ServeGen trace, whose clients set `max_tokens`, and whose answers are cut there. No
   trace records limits, so these are assumed. As budgets: the power of two below the median of the client's
   answers, so that at least half of them reach it. By chance: 512, 1,024, 2,048 or 4,096 for each client.
   "bounds" is survival with limits as bounds alone, whether they are habitually reached or not.
@@ -55,6 +55,7 @@ KNOWN = 2000  # Requests at the beginning, from which the first segment's predic
 BATCH = 16
 TEMPLATES = 400
 RECURRING = 8000
+LIMITED = 11_000
 BOUNDS = "bounds"
 FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p99")
 
@@ -122,7 +123,7 @@ def recurring(
 
 def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
     """Return the ServeGen trace cut at limits, one for each client, given the lengths of its answers."""
-    requests = public("servegen_reasoning.jsonl.gz")
+    requests = public("servegen_reasoning.jsonl.gz")[:LIMITED]
     answers: dict[tuple[int, ...], list[int]] = {}
     for request in requests:
         answers.setdefault(request.hash_ids, []).append(request.output_tokens)

@@ -33,6 +33,7 @@ LEASES = (
     f"{MOONCAKE} --concurrency 192 --prefill-servers 2 --prefill-us-per-token 5 "
     "--transfer-base-ms 2 --transfer-us-per-token 1 --segments 6"
 )
+MANY = LEASES.replace("192", "256")
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
 DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
 # Ranks and slots, each with 12 turnovers in two segments.
@@ -132,6 +133,10 @@ EXPERIMENTS = (
         "leases": f"{LEASES} --lease-s 30 --policy jsq,fifo,br-0,br-h",
         "leases_forced": f"{LEASES} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0,br-h",
         "leases_none": f"{LEASES} --policy jsq,fifo,br-0,br-h",
+        "deep_pool": f"{LEASES} --lease-s 30 --policy br-0 --pool-limit 65",
+        "deep_pool_256": f"{MANY} --lease-s 30 --policy br-0",
+        "deep_pool_256_65": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 65",
+        "deep_pool_256_96": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 96",
         "leases_15": f"{LEASES} --lease-s 15 --policy br-0",
         "leases_60": f"{LEASES} --lease-s 60 --policy br-0",
         "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",

@@ -26,6 +26,8 @@ class SchedulerConfig:
         pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
             where they hold no KV cache. None for what follows from `lease_ns`, or for no limit.
             Requests without prefill count, but do not wait.
+        deep_pool: Whether that is as much as leases allow, rather than as little as balance needs:
+            for clients who get their first token before the pool.
         deadline_ns: Time in the pool after which an entry goes first, at any cost. None for three
             quarters of its lease, unless it costs less to prefill it again; see `leases`.
         ttl_ns: Time in the pool after which an entry expires; None for never.
@@ -52,6 +54,7 @@ class SchedulerConfig:
     rank_batch_limits: tuple[int, ...] | None = None
     rank_speeds: tuple[float, ...] | None = None
     learn_speeds: bool = False
+    deep_pool: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -6,6 +6,11 @@ is what they admit in 10 s at most: a deeper pool only holds more memory of the 
 that run count too, so what the ranks admit during a prefill comes on top, as far as that is no
 longer than the wait.
 
+A **deep** pool is what they admit in half of the usable lease, but in 15 s at most. Clients who get
+their first token when the prefill ends no longer wait for a place in it. Half is as much as leaves
+most entries a rank that they fit before they are late: where more than that waits in the pool, late
+entries and repeated prefills take over.
+
 **Late entries.** An entry is late after three quarters of its lease (`time_limits`). Then it is
 forced into the rank where it costs least, or its lease is left to end and it is prefilled again,
 whichever costs less rank time:
@@ -39,6 +44,8 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 MOST_LAPSES = 2
 _POOL_SHARE = 1 / 6
 _LONGEST_WAIT_NS = 10_000_000_000
+_DEEP_SHARE = 1 / 2
+_LONGEST_DEEP_WAIT_NS = 15_000_000_000
 # A choice among fewer entries costs balance at any rate.
 _LEAST_POOL = 24
 _POOL_PER_PREFILLER = 2
@@ -99,6 +106,9 @@ class Leases:
         if rate is None:
             return least
         wait_ns = min(_POOL_SHARE * config.lease_ns, _LONGEST_WAIT_NS)
+        if config.deep_pool:
+            usable_ns = max(config.lease_ns - config.lease_margin_ns, config.lease_ns / 2)
+            wait_ns = min(_DEEP_SHARE * usable_ns, _LONGEST_DEEP_WAIT_NS)
         return max(least, ceil(rate * (wait_ns + min(wait_ns, pace.prefill_ns))))
 
     def _overflow_limit(self, entry: PoolEntry, pace: Pace) -> float:

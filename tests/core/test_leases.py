@@ -219,18 +219,29 @@ def test_once_it_was_served_its_lapses_are_forgotten(new_driver: "type[Driver]")
 # The depth of the pool.
 
 
-def test_the_pool_holds_what_the_ranks_admit_in_a_sixth_of_a_lease(
-    new_driver: "type[Driver]",
+@pytest.mark.parametrize(
+    ("limits", "wait_s"),
+    [
+        ({}, 30 / 6),
+        ({"lease_ns": 4 * LEASE_NS}, 10.0),
+        ({"deep_pool": True}, (30 - 5) / 2),
+        ({"deep_pool": True, "lease_ns": 4 * LEASE_NS}, 15.0),
+        # The margin is at most half of the lease.
+        ({"deep_pool": True, "lease_margin_ns": LEASE_NS}, 30 / 4),
+    ],
+)
+def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
+    new_driver: "type[Driver]", limits: dict[str, Any], wait_s: float
 ) -> None:
-    fleet = Fleet(new_driver)
+    fleet = Fleet(new_driver, **limits)
     leases, pace = fleet.scheduler.leases, fleet.scheduler.leases.pace
     assert pace is not None
-    for tick in range(100):  # A second each.
+    for tick in range(400):  # A second each.
         assert leases.pool_limit == 24 or tick > 19
         fleet.driver.at((1 + tick) * 10**9, Tick())
         for _ in range(10):
             pace.left(300)
-    assert leases.pool_limit == pytest.approx(10 * 30 / 6, abs=2)
+    assert leases.pool_limit == pytest.approx(10 * wait_s, abs=2)
 
 
 @pytest.mark.parametrize(

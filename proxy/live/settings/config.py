@@ -15,6 +15,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
 from balanceroute.proxy.live.settings.admission import AdmissionSettings
@@ -131,6 +132,7 @@ class ProxyConfig:
             rank_speeds=repeated(self.scheduling.rank_speeds, ranks) or None,
             prefillers=prefillers,
             pool_limit=pool_limit,
+            deep_pool=self.scheduling.first_token is FirstTokenFrom.PREFILL,
             deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),
             ttl_ns=_ns(self.times.pool_ttl_s),
             lease_ns=_ns(self.lease_s),

@@ -117,8 +117,8 @@ class SchedulingSettings:
         "cache",
         1,
         10**6,
-        shown_default="what the ranks admit in a sixth of the lease, at least 24, G and 2 P, for G "
-        "ranks and P prefillers",
+        shown_default="what the ranks admit in a sixth of the lease, with --first-token prefill in half "
+        "of what is usable of it, at least 24, G and 2 P, for G ranks and P prefillers",
         word="auto",
     )
     single_engine_limit: int = integer(

@@ -225,6 +225,11 @@ def test_without_leases_the_pool_still_has_a_limit(
     assert of_flags(**flags).scheduler_config(ranks, prefillers=1).pool_limit == limit
 
 
+@pytest.mark.parametrize(("first_token", "deep"), [("prefill", True), ("decode", False)])
+def test_an_early_first_token_takes_a_deep_pool(first_token: str, deep: bool) -> None:
+    assert of_flags(first_token=first_token).scheduler_config(8, 2).deep_pool is deep
+
+
 def test_a_time_to_live_of_inf_is_none_for_the_scheduler() -> None:
     assert of_flags(pool_ttl_s=inf).scheduler_config(1, 1).ttl_ns is None
 

@@ -1,0 +1,44 @@
+"""With `--first-token prefill` the first token of what waits for a rank does not wait before prefill."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+# Of two ranks of four slots: the limit that balance needs is 27.
+CLIENTS = 48
+REQUESTS = 260
+
+
+@pytest.mark.parametrize(
+    ("first_token", "least_s", "most_s"), [("prefill", 0, 0.3), ("decode", 5, 10)]
+)
+def test_a_first_token_waits_for_its_prefill_alone(
+    play: "Play", first_token: str, least_s: float, most_s: float
+) -> None:
+    async def scenario(site: "Site") -> None:
+        def send(number: int) -> Any:
+            values = {"model": "tiny", "prompt": [1 + number % 50] * 20, "max_tokens": 10}
+            values |= {"ignore_eos": True, "stream": True, "temperature": 0}
+            return site.send(COMPLETIONS, values)
+
+        flying = [send(number) for number in range(CLIENTS)]
+        for number in range(CLIENTS, REQUESTS):
+            await flying.pop(0).end()
+            flying.append(send(number))
+        for one in flying:
+            await one.end()
+        await site.rest()
+        # The rate of departures is known after a lease.
+        begin_ns = min(one.arrived_ns for one in site.world.ended)
+        late = [one for one in site.world.ended if one.arrived_ns > begin_ns + 32_000_000_000]
+        waits = sorted(one.first_token_ns - one.arrived_ns for one in late if one.first_token_ns)
+        assert len(waits) > 50
+        assert least_s <= waits[len(waits) * 9 // 10] / 1e9 <= most_s
+        assert {one.lease_lapses for one in site.world.ended} == {0}
+
+    flags = {"first_token": first_token, "batch": 4, "policy": "br-0", "lease_s": 30}
+    play(scenario, flags=flags, step_base_ns=150_000_000, prefill_ns_per_token=1_000.0)
