@@ -103,6 +103,7 @@ class Ledger:
         loads: int64[G], KV tokens of the bound requests.
         bound: int64[G], slots of the requests that each rank was sent and has not ended.
         started: int64[G], slots of those that are in the rank's batch.
+        arriving: int64[G], KV tokens of those that are not.
         turnover: How fast they leave.
     """
 
@@ -116,6 +117,7 @@ class Ledger:
         self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.arriving: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.turnover = Turnover()
         self.projection = projection
         self._on_failure = on_failure
@@ -135,6 +137,7 @@ class Ledger:
         # requests whose KV cache is still in transfer.
         self._bindings[request] = _Binding(rank, slots, kv_tokens, kv_tokens - age * slots)
         self.loads[rank] += kv_tokens
+        self.arriving[rank] += kv_tokens
         self.bound[rank] += slots
         if self.projection is not None:
             self._notify(self.projection.bind, request, rank, kv_tokens, age, slots)
@@ -146,6 +149,7 @@ class Ledger:
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
         self.started[binding.rank] += binding.slots
+        self.arriving[binding.rank] -= binding.kv_tokens
         if self.projection is not None:
             self._notify(self.projection.start, request)
 
@@ -164,6 +168,7 @@ class Ledger:
         binding = self._bindings[request]
         binding.kv_tokens += tokens
         self.loads[binding.rank] += tokens
+        self.arriving[binding.rank] += tokens * (binding.since_step is None)
         if self.projection is not None:
             self._notify(self.projection.emit, request, tokens)
 
@@ -178,7 +183,9 @@ class Ledger:
         tokens = self._tokens(binding)
         self.loads[binding.rank] -= tokens
         self.bound[binding.rank] -= binding.slots
-        if binding.since_step is not None:
+        if binding.since_step is None:
+            self.arriving[binding.rank] -= tokens
+        else:
             self.started[binding.rank] -= binding.slots
             self.turnover.leave(binding.base, self._step - binding.since_step)
         if self.projection is not None:
@@ -199,13 +206,16 @@ class Ledger:
         loads = np.zeros_like(self.loads)
         bound = np.zeros_like(self.bound)
         started = np.zeros_like(self.started)
+        arriving = np.zeros_like(self.arriving)
         for binding in self._bindings.values():
             loads[binding.rank] += self._tokens(binding)
             bound[binding.rank] += binding.slots
             started[binding.rank] += binding.slots * (binding.since_step is not None)
+            arriving[binding.rank] += self._tokens(binding) * (binding.since_step is None)
         assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
         assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
         assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
+        assert np.array_equal(arriving, self.arriving), f"{self.arriving} arrive, got {arriving}"
         if self.projection is not None:
             self.projection.check()
 

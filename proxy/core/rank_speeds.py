@@ -70,7 +70,7 @@ class LearnedSpeeds:
             return
         if self._steps % _EVERY:
             return
-        self._latest.append((loads.copy(), step_ns))
+        self._latest.append((loads, step_ns))
         if len(self._latest) > _KEPT_BACK:
             self._take(*self._latest.popleft())
 

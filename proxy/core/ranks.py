@@ -53,7 +53,8 @@ class Ranks:
     def step(self, duration_ns: int | None, ledger: Ledger) -> None:
         """Note a step of all ranks."""
         if self._learned is not None and duration_ns is not None:
-            self._learned.observe(ledger.loads, duration_ns)
+            # What is on its way to a rank is not read yet.
+            self._learned.observe(ledger.loads - ledger.arriving, duration_ns)
 
     def corrected(self, tokens: int) -> None:
         """Note that a request was off the steps by so many tokens."""

@@ -93,9 +93,10 @@ def one_bound(*, started: bool) -> Ledger:
 def test_only_a_started_request_grows_with_the_steps() -> None:
     ledger = one_bound(started=False)
     ledger.step()
-    assert ledger.loads.tolist() == [0, 100, 0]
+    assert ledger.loads.tolist() == ledger.arriving.tolist() == [0, 100, 0]
     ledger.start(RequestId(5))
     assert ledger.loads.tolist() == [0, 100, 0]
+    assert ledger.arriving.tolist() == [0, 0, 0]
     ledger.step()
     ledger.step()
     assert ledger.loads.tolist() == [0, 102, 0]
@@ -119,6 +120,15 @@ def test_tokens_that_the_steps_gave_in_vain_are_taken_back() -> None:
     assert ledger.loads.tolist() == [0, 100, 0]
     ledger.step()
     assert ledger.unbind(RequestId(5)) == 101
+    ledger.check()
+
+
+def test_what_leaves_before_it_started_arrives_no_more() -> None:
+    ledger = one_bound(started=False)
+    ledger.emit(RequestId(5), -3)
+    assert ledger.arriving.tolist() == [0, 97, 0]
+    ledger.unbind(RequestId(5))
+    assert ledger.arriving.tolist() == [0, 0, 0]
     ledger.check()
 
 

@@ -44,7 +44,7 @@ def test_speeds_are_learned_where_they_differ(play: "Play", speeds: tuple[float,
         learned = scheduler.ranks.speeds(scheduler.config)
         if speeds:
             assert learned is not None
-            assert learned[1] / learned[0] == pytest.approx(0.6, rel=0.15)
+            assert 0.5 < learned[1] / learned[0] < 0.75
             page = (await site.get("/metrics")).body.decode()
             assert 'balanceroute_rank_speed_ratio{rank="1"' in page
         else:
