@@ -370,9 +370,7 @@ class Scheduler:
             raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
         # A correction takes back tokens that the steps gave in excess, never tokens of the prompt.
         if tokens < 0 and self._holdings.emitted(request) + tokens < 0:
-            raise LifecycleError(
-                f"request {number} has not emitted the {-tokens} tokens to take back"
-            )
+            raise LifecycleError(f"request {number} has not emitted {-tokens} tokens to take back")
         self.ledger.emit(number, tokens)
         return []
 

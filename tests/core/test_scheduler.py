@@ -495,7 +495,7 @@ def test_tokens_are_taken_back_down_to_the_prompt_and_no_further(
     driver(RequestArrived(A, Ticket(10, slots=2)), PrefillDone(A, 10), Tick(), DecodeStarted(A))
     driver(StepCompleted(), StepCompleted(), TokensEmitted(A, -3))
     assert driver.held()["loads"] == [21]
-    with pytest.raises(LifecycleError, match="has not emitted the 2 tokens to take back"):
+    with pytest.raises(LifecycleError, match="has not emitted 2 tokens to take back"):
         driver(TokensEmitted(A, -2))
     assert driver.held()["loads"] == [21]
     driver(TokensEmitted(A, -1))
@@ -509,7 +509,7 @@ def test_a_recomputed_request_keeps_what_it_emitted_before(new_driver: "type[Dri
     driver.to_decode(A)
     driver(DecodeStarted(A), StepCompleted(), StepCompleted(), RequestRecomputed(A))
     driver(PrefillDone(A, 12), Tick(), DecodeStarted(A))
-    with pytest.raises(LifecycleError, match="has not emitted the 1 tokens to take back"):
+    with pytest.raises(LifecycleError, match="has not emitted 1 tokens to take back"):
         driver(TokensEmitted(A, -1))
 
 
