@@ -267,6 +267,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         direct_limit=7,
         prefiller_kv_tokens=200_000,
         pool_limit=9,
+        deep_pool=True,
         deadline_ns=3_500_000_000,
         ttl_ns=2_500_000_000,
         lease_ns=60_000_000_000,
