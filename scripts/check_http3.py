@@ -43,8 +43,12 @@ from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers
 
-HOST, PATH = "127.0.0.1", b"/v1/completions"
+sys.path.insert(0, str(Path(__file__).parent / "http3_checks"))
+
+from certificate import make_certificate
+
 GO = Path(__file__).parent / "http3_checks"
+HOST, PATH = "127.0.0.1", b"/v1/completions"
 AT_ONCE = 32
 LIMIT_S, MOST_BYTES = 120.0, 1 << 24
 # Of one protocol alone, or of the moment.
@@ -193,16 +197,6 @@ def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
         ]
         answers.append(got(one["status"], headers, base64.b64decode(one["body"] or "")))
     return answers
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a self-signed certificate for loopback."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    words += f" -subj /CN=localhost -addext subjectAltName=IP:{HOST} -keyout {key} -out {cert}"
-    subprocess.run(words.split(), check=True, capture_output=True)
-    key.chmod(0o600)
-    return cert, key
 
 
 def main() -> int:

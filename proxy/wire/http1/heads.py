@@ -23,9 +23,9 @@ _RESPONSE_HEAD = re.compile(
 )
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([^ \r\n]++) HTTP/([0-9])\.([0-9])\r\n")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
-_HOST = re.compile(rb"[0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]*+")
+HOST = re.compile(rb"[0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]*+")
 _ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://([0-9A-Za-z\-._~%!$&'()*+,;=:\[\]]++)([/?].*)?")
-_METHODS = frozenset({b"DELETE", b"GET", b"HEAD", b"OPTIONS", b"PATCH", b"POST", b"PUT"})
+METHODS = frozenset({b"DELETE", b"GET", b"HEAD", b"OPTIONS", b"PATCH", b"POST", b"PUT"})
 _SAFE_FIELDS = re.compile(rb"(?:" + _TOKEN + rb": [\t\x20-\x7e\x80-\xff]*+\r\n)*+")
 _SAFE_REQUEST_LINE = re.compile(_TOKEN + rb" [\x21-\x7e]++ HTTP/1\.1\r\n")
 _BARE_LINE_END = re.compile(rb"\r[^\n]|(?<!\r)\n")
@@ -88,7 +88,8 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     method, target, minor, fields = match.groups()
     if len(target) > max_target_bytes:
         raise MalformedError("the request target is too long", 414)
-    check_method(method)
+    if method not in METHODS:
+        raise unknown_method(method)
     authority = None
     if target[0] != 0x2F and (target, method) != (b"*", b"OPTIONS"):
         authority, target = _origin_form(method, target)
@@ -99,8 +100,8 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     hosts = read.get(b"host", ())
     if len(hosts) > 1 or (not hosts and not http_1_0):
         raise MalformedError("the request needs exactly one Host header")
-    if hosts:
-        check_host(hosts[0])
+    if hosts and not HOST.fullmatch(hosts[0]):
+        raise MalformedError("the Host header is malformed")
     if authority is not None:  # It takes precedence over Host (RFC 9112 §3.2.2).
         headers = [field for field in headers if field[0] != b"host"]
         headers.append((b"host", authority))
@@ -124,17 +125,10 @@ def parse_request_head(head: bytes, *, max_target_bytes: int, max_headers: int) 
     )
 
 
-def check_method(method: bytes) -> None:
-    """Raise MalformedError (405 or 501) for a method that is not served."""
-    if method not in _METHODS:
-        status = 405 if method in (b"CONNECT", b"TRACE") else 501
-        raise MalformedError(f"the method {method[:32].decode('latin-1')} is not served", status)
-
-
-def check_host(value: bytes) -> None:
-    """Raise MalformedError for a Host that is none."""
-    if not _HOST.fullmatch(value):
-        raise MalformedError("the Host header is malformed")
+def unknown_method(method: bytes) -> MalformedError:
+    """Return the error of a method that is not served: 405 or 501."""
+    status = 405 if method in (b"CONNECT", b"TRACE") else 501
+    return MalformedError(f"the method {method[:32].decode('latin-1')} is not served", status)
 
 
 def length_of(values: list[bytes]) -> int:

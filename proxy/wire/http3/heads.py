@@ -3,12 +3,13 @@
 import re
 
 from balanceroute.proxy.wire.http1.heads import (
+    HOST,
+    METHODS,
     OWN_FIELDS,
     RequestHead,
-    check_host,
-    check_method,
     encode_fields,
     length_of,
+    unknown_method,
 )
 from balanceroute.proxy.wire.messages import (
     Headers,
@@ -44,7 +45,8 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
         raise MalformedError("the request's head is too long", 431)
     if len(headers) > limits.header_limit:
         raise MalformedError("the request has too many headers", 431)
-    check_method(method)
+    if method not in METHODS:
+        raise unknown_method(method)
     if _OPTIONAL & pseudo.keys():
         raise MalformedError("no other protocol is spoken over a request")
     if not _TARGET.fullmatch(target) and (target, method) != (b"*", b"OPTIONS"):
@@ -53,7 +55,8 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
         encode_fields(headers)
     except UnsafeHeaderError:
         raise MalformedError("a header is malformed") from None
-    check_host(authority)
+    if not HOST.fullmatch(authority):
+        raise MalformedError("the :authority is malformed")
     if any(value != authority for name, value in headers if name == b"host"):
         raise MalformedError("Host and :authority differ")
     headers = [field for field in headers if field[0] != b"host"]

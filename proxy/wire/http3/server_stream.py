@@ -125,7 +125,7 @@ class ServerStream:
     def on_head(self, fields: Headers, *, ended: bool) -> None:
         """Take the field section before the body; the one behind it says nothing here."""
         if self._stage is not _Stage.HEAD:
-            if ended:
+            if ended and self._stage is _Stage.BODY:
                 self._dispatch()
             return
         owner, service = self._owner, self._owner.service

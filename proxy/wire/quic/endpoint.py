@@ -96,11 +96,12 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         return len(self._handshakes)
 
     def close(self) -> None:
-        """Forget every connection, without a word."""
+        """Forget every connection; send what waits, such as that it is closed."""
         for timer in self._handshakes.values():
             timer.cancel()
         self._handshakes.clear()
-        for client in list(self._carriers.values()):
+        for client in dict.fromkeys(self._carriers.values()):
+            client.carrier.send()
             client.carrier.stop()
         self._carriers.clear()
 

@@ -286,3 +286,33 @@ def test_early_data_is_refused(run: "Run", tmp_path: "Path") -> None:
                 assert [one.body for one in recorder.requests] == [b"early"]
 
     run(main())
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_follows_the_body_does_not_serve_a_refused_request(
+    run: "Run", tmp_path: "Path", *, refused: bool
+) -> None:
+    """Head, body and trailers may come at once: the last one ends the request."""
+
+    async def main() -> None:
+        served: list[bytes] = []
+
+        def note(request: "Request", reply: "Reply") -> None:
+            served.append(request.body)
+            reply.send(200, [], b"")
+
+        def admit(head: object, peer: str) -> Rejection | None:
+            del head, peer
+            return Rejection(401, "no") if refused else None
+
+        async with http3_site(note, tmp_path, admit=admit) as site, site.client() as client:
+            transmit, client.transmit = client.transmit, lambda: None  # type: ignore[method-assign]
+            number = client.begin(b"POST", b"/", end=False)
+            client.more(number, b"body", end=False)
+            client.h3.send_headers(number, [(b"x-after", b"1")], end_stream=True)
+            client.transmit = transmit  # type: ignore[method-assign]
+            client.transmit()
+            assert (await client.answer(number)).status == (401 if refused else 200)
+            assert served == ([] if refused else [b"body"])
+
+    run(main())
