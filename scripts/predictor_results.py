@@ -123,7 +123,7 @@ def recurring(
 
 def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
     """Return the ServeGen trace cut at limits, one for each client, given the lengths of its answers."""
-    requests = public("servegen_reasoning.jsonl.gz")[:LIMITED]
+    requests = public("servegen_reasoning.jsonl.gz")
     answers: dict[tuple[int, ...], list[int]] = {}
     for request in requests:
         answers.setdefault(request.hash_ids, []).append(request.output_tokens)
@@ -134,7 +134,7 @@ def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
             output_tokens=min(request.output_tokens, limits[request.hash_ids]),
             max_tokens=limits[request.hash_ids],
         )
-        for request in requests
+        for request in requests[:LIMITED]
     ]
 
 
@@ -168,7 +168,7 @@ AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
 AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
 TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", spread=0.3)
 _LONG = ("fifo", "survival", "exact-match", "gbdt", "oracle")
-_LIMITS = ("fifo", BOUNDS, "survival", "exact-match", "oracle")
+_LIMITS = ("fifo", BOUNDS, "survival", "oracle")
 _BOTH = ("survival", "exact-match", "gbdt", "oracle")
 SCENARIOS = (
     Scenario("mooncake, 8 ranks, saturated", MOONCAKE),

@@ -57,6 +57,10 @@ RIVALS = {
 }
 RIVAL_CUTS = (4, 5, 6, 7, 8)
 
+UNEQUAL = "--rank-speeds 1,0.6667"
+# What the scheduler knows of it.
+KNOWLEDGE = {"": "", "_learned": "--learn-speeds", "_unknown": "--speeds-unknown"}
+
 REASONING = f"--trace {TRACES}/servegen_reasoning.jsonl.gz --backlog 64 --segments 6"
 AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
 
@@ -185,6 +189,15 @@ EXPERIMENTS = (
             "speculative": "--tokens-per-step 3",
             "pausing": "--pause-above 0.1",
         }.items()
+    }
+    | {
+        f"unequal_{name}{suffix}": f"{command} --segments 3 --policy br-0 {UNEQUAL} {options}"
+        for name, command in {
+            "leases": f"{LEASES} --lease-s 30",
+            "rate_1.0": f"{MOONCAKE} --rate 1 --prefill-servers 2 --prefill-us-per-token 5 --lease-s 30",
+            "azure": f"--trace {TRACES}/azure_2023_conv.csv.gz --backlog 64",
+        }.items()
+        for suffix, options in KNOWLEDGE.items()
     }
     | {
         f"ranks_{ranks}": f"{MOONCAKE} --ranks {ranks} --batch 16 --backlog {8 * ranks} "
