@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 if TYPE_CHECKING:
@@ -32,8 +34,7 @@ class Status(Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """An instance as health checks and scrapes know it: ranks that share a server are one target.
 
     Attributes:
