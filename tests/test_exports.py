@@ -35,10 +35,10 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: announcement connectors control control_plane deployment deployment_state descriptors discovery
-    engine_connections engines environment following_kv_events frontend http3_listener kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
+    engine_connections engines environment following_kv_events frontend group_orders http3_listener kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin engine_orders errors live_view load_log memory orders page rank_slots roster standing state view
+proxy.live.control: admin answers engine_orders errors group_pages live_view load_log memory orders page rank_slots roster standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
@@ -88,7 +88,7 @@ proxy.wire.quic: carrier connection endpoint stream_orders
 proxy.wire.http1.client: Call Endpoint ResponseHandler
 proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding GroupEntry KvFlow MAX_RANKS
-    PortUse PrefillEntry RoleEngines Topology TopologyError check_engines check_local_prefill check_options
+    PortUse PrefillEntry RoleEngines Topology TopologyError added_group check_engines check_local_prefill check_options
     did_you_mean engine_commands known_options proxy_command read_engine_list read_topology shipped_topologies
 traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces write_native
 """

@@ -10,7 +10,7 @@ from balanceroute.topologies.engine_options import EngineOptions, check_options,
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
 from balanceroute.topologies.entries import DecodeEntry, PrefillEntry
 from balanceroute.topologies.findings import Finding
-from balanceroute.topologies.groups import GroupEntry
+from balanceroute.topologies.groups import GroupEntry, added_group
 from balanceroute.topologies.tables import TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
     Topology,
@@ -35,6 +35,7 @@ __all__ = [
     "RoleEngines",
     "Topology",
     "TopologyError",
+    "added_group",
     "check_engines",
     "check_local_prefill",
     "check_options",

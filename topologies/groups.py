@@ -17,6 +17,7 @@ batch = 64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from balanceroute.topologies.connector_facts import CONNECTORS
@@ -74,7 +75,7 @@ def read_groups(table: Table) -> tuple[GroupEntry, ...]:
     tables = table.tables("model", _KEYS)
     if len(tables) > MAX_GROUPS:
         raise table.error("model", f"has {len(tables)} tables, may have {MAX_GROUPS}")
-    groups = tuple(_read(place, one) for place, one in enumerate(tables))
+    groups = tuple(_read(f"model[{place}]", one) for place, one in enumerate(tables))
     group_of: dict[str, str] = {}
     for one, found in zip(tables, groups, strict=True):
         if any(found.name == other.name for other in groups if other is not found):
@@ -87,19 +88,28 @@ def read_groups(table: Table) -> tuple[GroupEntry, ...]:
     return groups
 
 
-def _read(place: int, table: Table) -> GroupEntry:
+def added_group(path: Path, content: object) -> GroupEntry:
+    """Return a group that a file has not, from what its table would have; perhaps without engines.
+
+    Raises:
+        TopologyError: It is wrong.
+    """
+    return _read("group", Table(path, "group", content, _KEYS), may_be_empty=True)
+
+
+def _read(place: str, table: Table, *, may_be_empty: bool = False) -> GroupEntry:
     name = table.required_text("name")
     if not _NAME.fullmatch(name):
         reason = f"may have letters, digits and . _ : / @ -, is {name!r}"
         raise table.error("name", reason)
     prefill, decode = prefill_entries(table), decode_entries(table)
     proxy = table.mapping("proxy") or MappingProxyType({})
-    if "discover" not in proxy:
+    if "discover" not in proxy and not may_be_empty:
         for key, entries in (("prefill", prefill), ("decode", decode)):
             if not entries:
                 raise table.error(key, f"is missing: write [[model.{key}]]")
     return GroupEntry(
-        place=f"model[{place}]",
+        place=place,
         name=name,
         models=table.texts("model"),
         connector=table.word("connector", tuple(CONNECTORS)),

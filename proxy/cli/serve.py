@@ -98,7 +98,11 @@ def configure_and_serve(
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.settings.configure import make_config, read_credentials  # noqa: PLC0415
+    from balanceroute.proxy.live.settings.configure import (  # noqa: PLC0415
+        make_config,
+        make_group,
+        read_credentials,
+    )
 
     config = make_config(topology, given, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
@@ -113,4 +117,7 @@ def configure_and_serve(
         return supervise(config, arguments.words, file, engines)
     from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
 
-    return serve(config, renew)
+    added = None
+    if topology is not None and topology.groups:
+        added = partial(make_group, topology, given, environment=os.environ)
+    return serve(config, renew, added)

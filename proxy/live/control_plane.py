@@ -24,6 +24,7 @@ from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
+    from balanceroute.proxy.live.control.group_pages import GroupOrders
     from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.security.credentials import Credentials
@@ -291,6 +292,10 @@ class ControlPlane(ABC):
             deployment.tenancy.change(credentials.tenants)
         self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
+    def _group_orders(self) -> "GroupOrders | None":
+        """Return who takes orders about groups; None if there are none."""
+        return None
+
     async def _listen(self) -> None:
         """Open the listeners."""
         self._use_tenants(self.config.credentials)
@@ -298,6 +303,7 @@ class ControlPlane(ABC):
             orders = EngineOrders(
                 lambda: {name: one.roster for name, one in self.deployments.items()}
             )
-            admin = AdminListener(self.config, self, orders, self.page_of_metrics)
+            groups = self._group_orders()
+            admin = AdminListener(self.config, self, orders, self.page_of_metrics, groups)
             self.pages, self.admin = admin.pages, admin.server
             await admin.start(self._environment.admin_sockets)

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.security.credentials import Credentials
+from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.live.telemetry.record import Log
 
 
@@ -34,6 +35,8 @@ class Environment:
         policy: Returns what decides in place of a policy that was made.
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
+        make_group: Returns the settings of a group that is to be added. Raises ConfigError. None where
+            there are no groups.
         processes: Returns the numbers of the proxy's processes, by name; None if it is one.
         orders: Keeps what was ordered and found for the process that is started next; None to forget it.
         subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
@@ -52,6 +55,7 @@ class Environment:
     observer: Observer | None = None
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
+    make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
     processes: Callable[[], Mapping[str, int]] | None = None
     orders: Keeper | None = None
     subscribe: Subscribe | None = None

@@ -8,7 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.admin import MAX_BODY_BYTES, Admin, Control, Orders
+from balanceroute.proxy.live.control.admin import (
+    MAX_BODY_BYTES,
+    Admin,
+    Control,
+    Orders,
+)
+from balanceroute.proxy.live.control.group_pages import GroupOrders
 from balanceroute.proxy.live.frontend.aliases import make_aliases
 from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.frontend.cors import Cors
@@ -151,11 +157,13 @@ class AdminListener:
         control: Control,
         engines: Orders,
         page_of_metrics: Callable[[], bytes],
+        groups: GroupOrders | None = None,
     ) -> None:
         self._listening = listening = config.listening
         self.pages = Admin(
             control,
             engines,
+            groups=groups,
             page_of_metrics=page_of_metrics,
             config=config.redacted(),
             token=config.credentials.admin_token,

@@ -10,6 +10,7 @@ from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
+from balanceroute.proxy.live.group_orders import GroupOrders
 from balanceroute.proxy.live.listeners import PublicListener
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.security.credentials import Credentials
-    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Held
     from balanceroute.proxy.wire.http1.server import Server
 
@@ -99,15 +100,41 @@ class Proxy(ControlPlane):
         )
         self.gateway, self.server = public.gateway, public.server
         await public.start()
-        scheme = "http" if public.tls is None else "https"
-        own = EngineUrl(scheme, config.listening.host, self.server.port)
         for deployment in self.deployments.values():
-            engines = deployment.config.engines
-            if not engines.metaserver_url:
-                deployment.driver.use_connector(
-                    make_connector(engines.connector, callback=own.base)
-                )
+            self._connect_back(deployment)
         await super()._listen()
+
+    def _group_orders(self) -> GroupOrders | None:
+        make = self._environment.make_group
+        if make is None or not self.config.groups:
+            return None
+        return GroupOrders(
+            self.deployments, make=make, begin=self._begin_group, end=self._end_group
+        )
+
+    async def _begin_group(self, config: "GroupConfig") -> None:
+        deployment = self._make_group(config)
+        await deployment.start()
+        self._connect_back(deployment)
+        self.deployments[config.name] = deployment
+        self._groups.add(_group(config.name, deployment))
+        self._begin(config.name)
+
+    async def _end_group(self, name: str) -> None:
+        self._groups.remove(name)
+        deployment, tasks = self.deployments.pop(name), self._tasks.pop(name)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await deployment.close()
+
+    def _connect_back(self, deployment: "Deployment") -> None:
+        """Tell a connector whose engines call the proxy where it is."""
+        engines = deployment.config.engines
+        if not engines.metaserver_url:
+            scheme = "http" if self._public.tls is None else "https"
+            own = EngineUrl(scheme, self.config.listening.host, self.server.port)
+            deployment.driver.use_connector(make_connector(engines.connector, callback=own.base))
 
     def _live_requests(self) -> int:
         return sum(len(one.driver.sessions) for one in self.deployments.values())

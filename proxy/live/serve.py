@@ -23,15 +23,19 @@ from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.renewal import renew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.live.security.credentials import Credentials
-    from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 
 _log = logging.getLogger(__name__)
 
 
-def serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") -> int:
+def serve(
+    config: "ProxyConfig",
+    read_credentials: "Callable[[], Credentials]",
+    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None,
+) -> int:
     """Serve until SIGINT or SIGTERM; return the exit status.
 
     The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
@@ -40,11 +44,16 @@ def serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") 
     Args:
         config: All settings.
         read_credentials: Reads its files of keys, certificates and tenants again. Raises ConfigError.
+        make_group: See `Environment`.
     """
-    return uvloop.run(_serve(config, read_credentials))
+    return uvloop.run(_serve(config, read_credentials, make_group))
 
 
-async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credentials]") -> int:
+async def _serve(
+    config: "ProxyConfig",
+    read_credentials: "Callable[[], Credentials]",
+    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None",
+) -> int:
     logs = Logs(config, loads=True)
     signals = Signals(logs.reopen)
     config, descriptors = with_descriptors(config)
@@ -52,6 +61,7 @@ async def _serve(config: "ProxyConfig", read_credentials: "Callable[[], Credenti
     environment = replace(
         make_environment(logs, lambda: watch.shortages),
         read_credentials=read_credentials,
+        make_group=make_group,
         orders=None if kept is None else KeepingFile(kept),
     )
     proxy = Proxy(config, environment)

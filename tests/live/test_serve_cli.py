@@ -52,7 +52,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
     """Return the configurations that were served, instead of serving them."""
     configs: list[ProxyConfig] = []
 
-    def serve(config: ProxyConfig, _: object) -> int:
+    def serve(config: ProxyConfig, *_: object) -> int:
         configs.append(config)
         return 0
 
@@ -304,7 +304,7 @@ def test_up_serves_before_the_engines_that_it_started(
     note = fake(FAKE)
     configs: list[ProxyConfig] = []
 
-    def serve(config: ProxyConfig, _: object) -> int:
+    def serve(config: ProxyConfig, *_: object) -> int:
         configs.append(config)
         assert not gone(int(note.read_text()))
         return 5

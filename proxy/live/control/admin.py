@@ -8,6 +8,10 @@
     GET  /admin/live              what the page shows, once a second, as server-sent events
     GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
     GET  /admin/instances         the engines, with what is still in flight on each
+    GET  /admin/groups            the groups, if there are several
+    POST /admin/groups            add one: what its [[model]] table would have
+    POST /admin/groups/drain      nothing new goes to its engines: {"group"}
+    POST /admin/groups/remove     forget one that is drained: {"group", "force"?}
     POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?, "group"?}
     POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?, "deadline_s"?}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
@@ -25,16 +29,21 @@ import asyncio
 import json
 import logging
 import platform
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 from urllib.parse import parse_qs
 
 from balanceroute import __version__
-from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
-from balanceroute.proxy.live.control.live_view import EVENTS, LiveView, Viewer
+from balanceroute.proxy.live.control.answers import (
+    COMMON_HEADERS,
+    Reply,
+    answering,
+    as_json,
+    begin,
+    send_json,
+)
+from balanceroute.proxy.live.control.group_pages import GroupOrders, GroupPages
+from balanceroute.proxy.live.control.live_view import EVENTS, LiveView
 from balanceroute.proxy.live.control.orders import (
     Refusal,
     group_of,
@@ -47,11 +56,10 @@ from balanceroute.proxy.live.control.page import HEADERS, PAGE
 from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Workers
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.security.host_check import check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.wire.messages import Headers, Request
+from balanceroute.proxy.wire.messages import Request
 
 MAX_BODY_BYTES = 65_536
 """Of an order; the listener refuses a larger one."""
@@ -61,7 +69,6 @@ MAX_WAITS = 256
 """Orders to drain whose end may be waited for at a time."""
 _WAIT_STEP_S = 0.25
 
-_COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 _OPEN_PATHS = frozenset({b"/", b"/health", b"/ready"})
 
 _log = logging.getLogger(__name__)
@@ -132,14 +139,6 @@ class Orders(Protocol):
         ...
 
 
-class Reply(Viewer, Protocol):
-    """Where an answer goes; it ignores what comes after the client left."""
-
-    def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send the whole answer."""
-        ...
-
-
 class Admin:
     """The application of the admin listener: call it with a request and where its answer goes."""
 
@@ -148,6 +147,7 @@ class Admin:
         control: Control,
         engines: Orders,
         *,
+        groups: GroupOrders | None = None,
         page_of_metrics: Callable[[], bytes],
         config: Mapping[str, object],
         token: Secret | None,
@@ -158,6 +158,7 @@ class Admin:
         Args:
             control: What they show and change.
             engines: Takes the orders about engines.
+            groups: Takes those about groups; None if there are none.
             page_of_metrics: Renders the metrics.
             config: The settings to show, without secrets.
             token: What a request must present; None to ask for nothing, which is for a listener
@@ -168,7 +169,7 @@ class Admin:
         self._engines = engines
         self._page_of_metrics = page_of_metrics
         # JSON has no infinity, which some limits are set to: those become texts.
-        self._config = json.loads(json.dumps(config, default=_as_json), parse_constant=str)
+        self._config = json.loads(json.dumps(config, default=as_json), parse_constant=str)
         self.token = token
         self._names = names
         self._live_view = LiveView(control.view)
@@ -191,11 +192,13 @@ class Admin:
             b"/admin/reload": {b"POST": self._reload},
             PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
         }
+        if groups is not None:
+            self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
 
     def __call__(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or when what it asks for is done."""
-        with _answering(reply):
+        with answering(reply):
             self._authorise(request)
             named = request.path.startswith(PATH + b"/")
             methods = self._of_worker if named else self._routes.get(request.path)
@@ -235,18 +238,18 @@ class Admin:
             )
 
     def _page(self, _request: Request, reply: Reply) -> None:
-        reply.send(200, [*HEADERS, *_COMMON_HEADERS], PAGE)
+        reply.send(200, [*HEADERS, *COMMON_HEADERS], PAGE)
 
     def _health(self, _request: Request, reply: Reply) -> None:
-        _send_json(reply, 200, {"status": "ok"})
+        send_json(reply, 200, {"status": "ok"})
 
     def _ready(self, _request: Request, reply: Reply) -> None:
         ready = self._control.ready
-        _send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
+        send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
 
     def _metrics(self, _request: Request, reply: Reply) -> None:
         page = self._page_of_metrics()
-        reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), *_COMMON_HEADERS], page)
+        reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), *COMMON_HEADERS], page)
 
     def _state(self, request: Request, reply: Reply) -> None:
         if request.query not in {b"", b"requests=0", b"requests=1"}:
@@ -256,7 +259,7 @@ class Admin:
             "config": self._config,
             **self._control.state(requests=request.query == b"requests=1"),
         }
-        _send_json(reply, 200, state)
+        send_json(reply, 200, state)
 
     def _live(self, request: Request, reply: Reply) -> None:
         if request.method == b"HEAD":
@@ -270,10 +273,10 @@ class Admin:
         asked = parse_qs(request.query.decode("latin-1"))
         if asked.keys() != {"id"} or len(asked["id"]) != 1:
             raise Refusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
-        _send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
+        send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
 
     def _instances(self, _request: Request, reply: Reply) -> None:
-        _send_json(reply, 200, {"instances": self._control.instance_rows()})
+        send_json(reply, 200, {"instances": self._control.instance_rows()})
 
     def _add(self, request: Request, reply: Reply) -> None:
         order = read_order(
@@ -289,12 +292,12 @@ class Admin:
             raise Refusal(429, "too many instances are being added")
 
         async def add() -> None:
-            with _answering(reply):
+            with answering(reply):
                 await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap, group=group)
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 
-        _begin(self._additions, add())
+        begin(self._additions, add())
 
     def _drain(self, request: Request, reply: Reply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
@@ -306,17 +309,17 @@ class Admin:
         self._engines.drain(role, url)
         _log.info("admin: drains an instance", extra=_where(request, order))
         if deadline_s is not None:
-            _begin(self._waits, self._move_away(role, url, deadline_s))
+            begin(self._waits, self._move_away(role, url, deadline_s))
         if not wait_s:
             self._instances(request, reply)
             return
 
         async def wait() -> None:
-            with _answering(reply):
+            with answering(reply):
                 await self._until_idle(role, url, wait_s)
                 self._instances(request, reply)
 
-        _begin(self._waits, wait())
+        begin(self._waits, wait())
 
     async def _move_away(self, role: Role, url: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -348,10 +351,10 @@ class Admin:
         self._instances(request, reply)
 
     def _list_workers(self, _request: Request, reply: Reply) -> None:
-        _send_json(reply, 200, self._workers.all())
+        send_json(reply, 200, self._workers.all())
 
     def _worker(self, request: Request, reply: Reply) -> None:
-        _send_json(reply, 200, self._workers.one(request.path))
+        send_json(reply, 200, self._workers.one(request.path))
 
     def _add_worker(self, request: Request, reply: Reply) -> None:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
@@ -359,81 +362,37 @@ class Admin:
             raise Refusal(429, "too many instances are being added")
 
         async def add() -> None:
-            with _answering(reply):
-                _send_json(reply, 202, await self._workers.add(order))
+            with answering(reply):
+                send_json(reply, 202, await self._workers.add(order))
                 _log.info("admin: added a worker", extra=_where(request, order))
 
-        _begin(self._additions, add())
+        begin(self._additions, add())
 
     def _remove_worker(self, request: Request, reply: Reply) -> None:
         if len(self._waits) >= MAX_WAITS:
             raise Refusal(429, "too many instances are being waited for")
         answer, role, url = self._workers.begin_removal(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
-        _begin(self._waits, self._workers.end_removal(role, url))
-        _send_json(reply, 202, answer)
+        begin(self._waits, self._workers.end_removal(role, url))
+        send_json(reply, 202, answer)
 
     def _set_policy(self, request: Request, reply: Reply) -> None:
         order = read_order(request, required={"policy"}, optional={"group"})
         self._control.set_policy(text_of(order, "policy"), group_of(order))
         _log.info("admin: changed the policy", extra=_where(request, order))
-        _send_json(reply, 200, order)
+        send_json(reply, 200, order)
 
     def _set_log_level(self, request: Request, reply: Reply) -> None:
         order = read_order(request, required={"level"})
         self._control.set_log_level(text_of(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
-        _send_json(reply, 200, order)
+        send_json(reply, 200, order)
 
     def _reload(self, request: Request, reply: Reply) -> None:
         read_order(request, required=set())
         counts = self._control.reload()
         _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
-        _send_json(reply, 200, counts)
-
-
-def _begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
-    task = asyncio.get_running_loop().create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-
-
-@contextmanager
-def _answering(reply: Reply) -> Iterator[None]:
-    """Turn what is raised into an error answer."""
-    try:
-        yield
-    except Refusal as error:
-        _send_error(reply, error)
-    except ConfigError as error:
-        _send_error(reply, Refusal(400, str(error)))
-    except UnknownInstanceError as error:
-        _send_error(reply, Refusal(404, str(error)))
-    except ConflictError as error:
-        _send_error(reply, Refusal(409, str(error)))
-    except Exception:
-        _log.exception("admin: a page failed")
-        _send_error(reply, Refusal(500, "internal error; the log says more"))
-
-
-def _send_json(reply: Reply, status: int, value: object) -> None:
-    body = json.dumps(value, default=_as_json, allow_nan=False, separators=(",", ":")).encode()
-    reply.send(status, [*JSON_HEADERS, *_COMMON_HEADERS], body)
-
-
-def _send_error(reply: Reply, error: Refusal) -> None:
-    reply.send(
-        error.status,
-        [*JSON_HEADERS, *_COMMON_HEADERS, *error.headers],
-        error_body(error.status, error.message, param=error.param),
-    )
-
-
-def _as_json(value: object) -> object:
-    """Return what `json` can write for a value it cannot: records by field, all else as text."""
-    if is_dataclass(value) and not isinstance(value, type | Secret):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return str(value)
+        send_json(reply, 200, counts)
 
 
 def _where(request: Request, order: dict[str, object] | None = None) -> dict[str, object]:

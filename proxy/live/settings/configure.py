@@ -45,7 +45,7 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
-from balanceroute.proxy.live.settings.groups import check_apart, check_groups
+from balanceroute.proxy.live.settings.groups import check_apart, check_groups, check_own
 from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
@@ -53,7 +53,7 @@ from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, TopologyError, added_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,14 +93,47 @@ def make_config(
     return replace(whole, groups=groups, aliases=read_aliases(topology))
 
 
+def make_group(
+    topology: "Topology",
+    flags: Mapping[str, object],
+    table: Mapping[str, object],
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> GroupConfig:
+    """Return the configuration of a group that is added to those of a file; see `make_config`.
+
+    Args:
+        topology: The file.
+        flags: The flags' values by name.
+        table: What the group's `[[model]]` table would have; engines may be added later.
+        environment: See `make_config`.
+
+    Raises:
+        ConfigError: It cannot be served.
+    """
+    try:
+        entry = added_group(topology.path, table)
+    except TopologyError as error:
+        raise ConfigError(str(error)) from None
+    check_own(topology, entry)
+    config = _configured(topology.of(entry), flags, environment, may_be_empty=True)
+    return GroupConfig(entry.name, entry.models, config)
+
+
 def _configured(
-    topology: "Topology | None", flags: Mapping[str, object], environment: Mapping[str, str]
+    topology: "Topology | None",
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    *,
+    may_be_empty: bool = False,
 ) -> ProxyConfig:
     """Return the configuration of one deployment, or what several have in common."""
     given = _given(topology, flags)
     engines = given.read(EngineSettings)
     discovery = _discovery(given, environment)
-    prefillers, decoders = _servers(given, topology, engines, discovery)
+    # Where there are groups, each of them has engines.
+    may_be_empty = may_be_empty or (topology is not None and bool(topology.groups))
+    prefillers, decoders = _servers(given, topology, engines, discovery, may_be_empty)
     _check_engines(given, engines)
     listening = given.read(ListeningSettings)
     _check_metaserver(given, engines, listening)
@@ -192,15 +225,14 @@ def _servers(
     topology: "Topology | None",
     engines: EngineSettings,
     discovery: DiscoverySettings,
+    may_be_empty: bool,
 ) -> "tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]":
     addresses, found = given.read(EngineAddresses), discovery.covers
-    # Where there are groups, each of them has engines.
-    several = topology is not None and bool(topology.groups)
     prefillers = prefill_servers(
-        addresses, topology, engines.connector, may_be_none=several or found(Role.PREFILL)
+        addresses, topology, engines.connector, may_be_none=may_be_empty or found(Role.PREFILL)
     )
     return prefillers, decode_servers(
-        addresses, topology, prefillers, may_be_none=several or found(Role.DECODE)
+        addresses, topology, prefillers, may_be_none=may_be_empty or found(Role.DECODE)
     )
 
 

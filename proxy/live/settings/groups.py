@@ -15,7 +15,7 @@ from balanceroute.proxy.live.settings.setting import flag_of, settings_of
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-    from balanceroute.topologies import Topology
+    from balanceroute.topologies import GroupEntry, Topology
 
 # There is one public listener, one log, and one list of tenants.
 _OF_ALL = frozenset(
@@ -52,10 +52,19 @@ def check_groups(topology: "Topology", flags: Mapping[str, object], whole: "Prox
             "for each model"
         )
     for group in topology.groups:
-        for name in group.proxy:
-            if name in _OF_ALL:
-                place = f"{topology.path}: [{group.place}.proxy].{name}"
-                raise ConfigError(f"{place}: belongs into [proxy]: it holds for all groups")
+        check_own(topology, group)
+
+
+def check_own(topology: "Topology", group: "GroupEntry") -> None:
+    """Check that a group says nothing that holds for all.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for name in group.proxy:
+        if name in _OF_ALL:
+            place = f"{topology.path}: [{group.place}.proxy].{name}"
+            raise ConfigError(f"{place}: belongs into [proxy]: it holds for all groups")
 
 
 def check_apart(topology: "Topology", groups: "Iterable[GroupConfig]") -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.settings.configure import make_config, read_credentials
+from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.world import EPOCH_S, World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -79,7 +79,10 @@ class GroupWorld(World):
         topology = read_topology(path)
         environment = self._make_environment(partial(read_credentials, topology, flags))
         # Numbers of requests are those of one scheduler.
-        await self._start(make_config(topology, flags), replace(environment, observer=None))
+        await self._start(
+            make_config(topology, flags),
+            replace(environment, observer=None, make_group=partial(make_group, topology, flags)),
+        )
 
     def topology(self) -> str:
         """Return the file."""

@@ -3,12 +3,16 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from tests.live.conftest import LARGE, SMALL
 
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.model_choice.double_dqn import DoubleDqn, inputs_of
+from balanceroute.proxy.model_choice.q_network import QNetwork
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings
 
 if TYPE_CHECKING:
@@ -138,6 +142,26 @@ def test_a_drained_group_is_not_chosen(play_groups: "Play") -> None:
         assert model_of(await site.post(COMPLETIONS, ask())) == "small"
 
     play_groups(scenario, groups=GROUPS, more=STATIC)
+
+
+def test_a_trained_network_chooses(play_groups: "Play", tmp_path: Path) -> None:
+    """Weights of which the value of the small model is the largest, whatever is asked."""
+    network = QNetwork.drawn(inputs_of(2, 2), 8, 2, np.random.default_rng(0))
+    for name in ("w2", "b2"):
+        network.parameters[name][:] = 0
+    network.parameters["b2"][0] = 1
+    DoubleDqn(network, groups=2, tasks=2).write(tmp_path / "router.npz")
+
+    async def scenario(site: "Site") -> None:
+        for _ in range(3):
+            assert model_of(await site.post(COMPLETIONS, ask())) == "small"
+        for url in site.fleet.decode_urls:
+            order = {"role": "decode", "url": url}
+            assert (await site.admin("/admin/instances/drain", order)).status == 200
+        assert model_of(await site.post(COMPLETIONS, ask())) == "large"
+
+    weights = f'chooser = "ddqn"\nweights = "{tmp_path}/router.npz"\n'
+    play_groups(scenario, groups=GROUPS, more=TASKS + weights)
 
 
 TENANTS = """

@@ -197,6 +197,89 @@ def test_engines_are_drained_removed_and_added_by_their_group(play_groups: "Play
     play_groups(scenario)
 
 
+def test_a_group_is_added_drained_and_removed_live(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        fleet = site.world.fleets["large"]  # type: ignore[attr-defined]
+        assert (await site.admin("/admin/groups/drain", {"group": "large"})).status == 200
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 503
+        removed = await site.admin("/admin/groups/remove", {"group": "large"})
+        assert [one["group"] for one in removed.json["groups"]] == ["small"]
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 404
+        assert (await site.admin("/admin/groups/remove", {"group": "small"})).status == 409
+        added = {
+            "name": "large",
+            "prefill": [{"url": url} for url in fleet.prefill_urls],
+            "decode": [{"url": url} for url in fleet.decode_urls],
+            "proxy": {"policy": "jsq"},
+        }
+        assert (await site.admin("/admin/groups", added)).status == 200
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
+        assert (await site.post(COMPLETIONS, ask("small"))).status == 200
+        only_their_own(site)
+        assert site.world.plane.deployments["large"].policy == "jsq"
+        page = (await site.get("/metrics")).body.decode()
+        assert 'balanceroute_live_requests{group="large",state="queued"} 0' in page
+
+    play_groups(scenario)
+
+
+def test_a_group_may_begin_without_engines(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        fleet = site.world.fleets["large"]  # type: ignore[attr-defined]
+        for path in ("drain", "remove"):
+            assert (await site.admin(f"/admin/groups/{path}", {"group": "large"})).status == 200
+        assert (await site.admin("/admin/groups", {"name": "large"})).status == 200
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 503
+        for role, urls in (("prefill", fleet.prefill_urls), ("decode", fleet.decode_urls)):
+            for url in urls:
+                order = {"role": role, "url": url, "group": "large"}
+                order |= {"ranks": 1} if role == "decode" else {}
+                assert (await site.admin("/admin/instances", order)).status == 200
+        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
+
+    play_groups(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "order", "status", "reason"),
+    [
+        ("", {"name": "small"}, 409, "is served by the group 'small'"),
+        ("", {"name": "x", "model": ["large"]}, 409, "is served by the group 'large'"),
+        ("", {"name": "x", "proxy": {"bach": 1}}, 400, "[group.proxy].bach: unknown key"),
+        ("", {"name": "x", "proxy": {"port": 1}}, 400, "belongs into [proxy]"),
+        ("", {"name": "x", "prefill": [{}]}, 400, "group.prefill[0].url: is missing"),
+        ("", {"name": ""}, 400, "name: must be a text"),
+        ("/drain", {"group": "x"}, 404, "there is no group 'x'"),
+        ("/remove", {"group": "x"}, 404, "there is no group 'x'"),
+        ("/remove", {"group": "small", "force": 1}, 400, "force must be true or false"),
+    ],
+)
+def test_a_bad_order_about_groups_changes_nothing(
+    play_groups: "Play", path: str, order: dict[str, object], status: int, reason: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.admin(f"/admin/groups{path}", order)
+        assert (answer.status, reason in answer.json["error"]["message"]) == (status, True)
+        assert list(site.world.plane.deployments) == ["small", "large"]
+        assert (await site.post(COMPLETIONS, ask("small"))).status == 200
+
+    play_groups(scenario)
+
+
+def test_a_group_with_requests_is_removed_by_force_alone(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        running = site.send(COMPLETIONS, ask("large", max_tokens=300, stream=True, ignore_eos=True))
+        await running.until_events(3)
+        order = {"group": "large"}
+        assert (await site.admin("/admin/groups/remove", order)).status == 409
+        assert (await site.admin("/admin/groups/remove", order | {"force": True})).status == 200
+        assert not (await running.end()).done
+        assert [one.outcome.value for one in site.world.ended] == ["upstream_error"]  # type: ignore[union-attr]
+        assert (await site.admin("/admin/groups")).json["groups"][0]["in_flight"] == 0
+
+    play_groups(scenario)
+
+
 def test_metrics_have_the_group(play_groups: "Play") -> None:
     async def scenario(site: "Site") -> None:
         for model in ("small", "large", "large"):
