@@ -6,7 +6,7 @@ nor the log, nor a metric. So a client has one answer, and a request one line.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from copy import copy
 from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.live.frontend.asking import Asking
@@ -86,7 +86,7 @@ class FallBack:
 
     def _try(self, group: "Group") -> None:
         asking = self._asking
-        attempt = self._attempt = Attempt(self, asking.reply, replace(asking.record))
+        attempt = self._attempt = Attempt(self, asking.reply, copy(asking.record))
         after_s = self._config.fall_back_after_s
         if after_s is not None and asking.record.stream:
             self._timer = self._context.call_later(after_s, self._late)
