@@ -10,7 +10,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from tests.certificate import CERT
 from tests.replay.test_replay_cli import whole
-from tests.wire.http3.conftest import http3_site
+from tests.wire.http3.site import http3_site
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.replay.driver import replay

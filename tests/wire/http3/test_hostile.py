@@ -17,7 +17,7 @@ from aioquic.h3.connection import FrameType, encode_frame
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from tests.http3_client import HOST, Http3Client
-from tests.wire.http3.conftest import Http3Site, http3_site
+from tests.wire.http3.site import Http3Site, http3_site
 
 from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.wire.messages import ServerLimits

@@ -10,7 +10,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from aioquic.tls import CipherSuite, Epoch, SessionTicket
 from tests.http3_client import HOST
-from tests.wire.http3.conftest import http3_site
+from tests.wire.http3.site import http3_site
 
 from balanceroute.proxy.wire.messages import Rejection, ServerLimits
 

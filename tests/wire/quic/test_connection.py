@@ -1,6 +1,8 @@
 """Streams in the chosen order, windows that do not grow, and the names of aioquic that this rests on."""
 
 import inspect
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from aioquic.h3.connection import H3Connection
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import ConnectionTerminated, StreamDataReceived
 from aioquic.quic.stream import QuicStreamReceiver, QuicStreamSender
-from tests.wire.quic.conftest import Pair
+from tests.wire.quic.pair import Pair, connected
 
 from balanceroute.proxy.wire.quic.connection import OrderedConnection
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, Standing
@@ -23,6 +25,12 @@ STANDINGS = {
     8: Standing(0, 5.0),
     12: Standing(1, 6.0),
 }
+
+
+@pytest.fixture
+def pair_of(tmp_path: Path) -> Any:
+    """Return what connects a client of aioquic to a server that sends in some order."""
+    return partial(connected, tmp_path)
 
 
 def ends(pair: Pair) -> list[int]:

@@ -4,14 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-from tests.certificate import CERT, KEY
-
-pytest.importorskip("aioquic", reason="needs the extra h3")
-
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import QuicEvent
+from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.wire.quic.connection import OrderedConnection
 
@@ -52,34 +48,31 @@ class Pair:
         return found
 
 
-@pytest.fixture
-def pair_of(tmp_path: Path) -> Any:
-    """Return what connects a client of aioquic to a server that sends in some order."""
-
-    def connected(order: str = "rr", *, window: int = 1 << 20, streams: int = 100) -> Pair:
-        path, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-        path.write_text(CERT)
-        key.write_text(KEY)
-        ours = QuicConfiguration(
-            is_client=False, alpn_protocols=["h3"], max_data=2 * window, max_stream_data=window
-        )
-        ours.load_cert_chain(path, key)
-        theirs = QuicConfiguration(
-            is_client=True, alpn_protocols=["h3"], server_name="localhost", max_data=1 << 24
-        )
-        theirs.load_verify_locations(cadata=CERT.encode())
-        client = QuicConnection(configuration=theirs)
-        client.connect(SERVER, now=0.0)
-        server = OrderedConnection(
-            order=order,
-            streams=streams,
-            configuration=ours,
-            original_destination_connection_id=client.original_destination_connection_id,
-        )
-        pair = Pair(client, server)
-        pair.exchange()
-        pair.events(client)
-        pair.events(server)
-        return pair
-
-    return connected
+def connected(
+    folder: Path, order: str = "rr", *, window: int = 1 << 20, streams: int = 100
+) -> Pair:
+    """Connect a client of aioquic to a server that sends in some order."""
+    path, key = folder / "cert.pem", folder / "key.pem"
+    path.write_text(CERT)
+    key.write_text(KEY)
+    ours = QuicConfiguration(
+        is_client=False, alpn_protocols=["h3"], max_data=2 * window, max_stream_data=window
+    )
+    ours.load_cert_chain(path, key)
+    theirs = QuicConfiguration(
+        is_client=True, alpn_protocols=["h3"], server_name="localhost", max_data=1 << 24
+    )
+    theirs.load_verify_locations(cadata=CERT.encode())
+    client = QuicConnection(configuration=theirs)
+    client.connect(SERVER, now=0.0)
+    server = OrderedConnection(
+        order=order,
+        streams=streams,
+        configuration=ours,
+        original_destination_connection_id=client.original_destination_connection_id,
+    )
+    pair = Pair(client, server)
+    pair.exchange()
+    pair.events(client)
+    pair.events(server)
+    return pair

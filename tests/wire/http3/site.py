@@ -7,11 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.certificate import CERT, KEY
-
-pytest.importorskip("aioquic", reason="needs the extra h3")
-
 from tests.http3_client import HOST, Http3Client, http3_client
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
