@@ -59,6 +59,7 @@ def main() -> int:
             against=arguments.against,
             routers=routers,
             workers=arguments.workers,
+            traces=arguments.traces,
         ) as all_targets,
         on_cores(others),
     ):
@@ -93,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="N",
         help="balanceroute with N relays too, 2 or more; may be given more than once",
+    )
+    parser.add_argument(
+        "--traces", action="store_true", help="balanceroute with a trace of every request too"
     )
     parser.add_argument(
         "--against",

@@ -60,6 +60,11 @@ MAY_IMPORT = {
         *("proxy.core", "proxy.model_choice", "proxy.wire", "topologies"),
         *("proxy.live.engines", "proxy.live.prediction"),
         *("proxy.live.request", "proxy.live.security", "proxy.live.telemetry"),
+        *("proxy.live.tracing.export_settings", "__version__"),
+    },
+    "proxy.live.tracing": {
+        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.live.openai", "proxy.live.security", "proxy.live.telemetry"),
     },
     "proxy.live.frontend": {
         *("proxy.core", "proxy.model_choice", "proxy.wire", "__version__"),

@@ -70,7 +70,7 @@ STATE = Snapshot(
 
 def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
-    metrics = Metrics(lambda: [STATE], process=False)
+    metrics = Metrics(lambda: [STATE], traces=True, process=False)
     metrics.tenants.names = {"t"}
     metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
     record = RequestRecord(

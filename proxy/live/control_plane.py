@@ -21,6 +21,7 @@ from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
+from balanceroute.proxy.live.trace_export import trace_export
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
@@ -57,17 +58,21 @@ class ControlPlane(ABC):
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.config = config
+        self.metrics = Metrics(
+            lambda: list(self.snapshots(requests=False).values()),
+            log_lines_dropped=environment.log_lines_dropped,
+            descriptor_shortages=environment.descriptor_shortages,
+            traces=config.tracing is not None,
+            processes=environment.processes,
+        )
+        self._traces = trace_export(config, environment, self.metrics.traces)
+        if self._traces is not None:
+            environment = replace(environment, log=self._traces.behind(environment.log))
         self._recent: RecentRequests | None = None
         if config.listening.admin:
             self._recent = RecentRequests(environment.log)
             environment = replace(environment, log=self._recent)
         self._environment = environment
-        self.metrics = Metrics(
-            lambda: list(self.snapshots(requests=False).values()),
-            log_lines_dropped=environment.log_lines_dropped,
-            descriptor_shortages=environment.descriptor_shortages,
-            processes=environment.processes,
-        )
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
         self.deployments: dict[str, Deployment]
@@ -108,6 +113,8 @@ class ControlPlane(ABC):
         await self._listen()
         for name in self.deployments:
             self._begin(name)
+        if self._traces is not None:
+            self._tasks[next(iter(self.deployments))].append(self._task("traces", self._traces.run))
 
     def _make_group(self, group: "GroupConfig") -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
@@ -176,6 +183,8 @@ class ControlPlane(ABC):
         if self.admin is not None:
             self.admin.close()
             await self.admin.drain()
+        if self._traces is not None:
+            await self._traces.close()
 
     def snapshots(self, *, requests: bool, scores: bool = True) -> "dict[str, Snapshot]":
         """Return the state of each deployment by its name.

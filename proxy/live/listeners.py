@@ -22,6 +22,7 @@ from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.security.tls import load_certificate, server_context
+from balanceroute.proxy.live.telemetry.trace_context import Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PublicListener:
         pages: "Pages",
         log: "Log",
         unix_s: Callable[[], float],
+        random_bits: Callable[[int], int],
     ) -> None:
         self._config = config
         listening = config.listening
@@ -68,6 +70,7 @@ class PublicListener:
             aliases=make_aliases(config.aliases, groups, groups.context.clock),
             clients=clients_of(config, config.credentials),
             unix_s=unix_s,
+            tracer=None if config.tracing is None else Tracer(config.tracing.share, random_bits),
         )
         self.http3 = None
         commons: list[Common] = []

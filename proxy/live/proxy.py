@@ -97,6 +97,7 @@ class Proxy(ControlPlane):
             pages=OwnPages(self.page_of_metrics, self._live_requests),
             log=self._environment.log,
             unix_s=self._environment.unix_s,
+            random_bits=self._environment.rng.getrandbits,
         )
         self.gateway, self.server = public.gateway, public.server
         await public.start()

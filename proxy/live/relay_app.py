@@ -106,6 +106,7 @@ class RelayApp:
             pages=RelayPages(self.host.questions.ask_page),
             log=records,
             unix_s=environment.unix_s,
+            random_bits=environment.rng.getrandbits,
         )
 
     def connect(

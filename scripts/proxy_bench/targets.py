@@ -10,7 +10,9 @@ import venv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 from processes import Process, ended, free_port, wait_until_it_answers
 
@@ -123,6 +125,7 @@ def targets(
     against: Path | None,
     routers: list[Router],
     workers: Sequence[int] = (),
+    traces: bool = False,
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
 
@@ -133,6 +136,7 @@ def targets(
         against: Another checkout's package.
         routers: Other routers.
         workers: This proxy again as several processes, with so many relays each time.
+        traces: Whether to run this proxy again, with a trace of every request.
     """
     with ExitStack() as stack:
         ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
@@ -146,8 +150,36 @@ def targets(
             several = [*flags, "--workers", str(count)]
             proxy = balanceroute(name, engine, several, ROOT / ".src", logs / name)
             found.append(stack.enter_context(proxy))
+        if traces:
+            url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
+            traced = [*flags, "--otlp-traces-endpoint", url]
+            proxy = balanceroute("traces on", engine, traced, ROOT / ".src", logs / "traces")
+            found.append(stack.enter_context(proxy))
         found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, Target(DIRECT, engine.decode, None)]
+
+
+@contextmanager
+def collector() -> Iterator[int]:
+    """Take traces, and forget them; yield the port."""
+
+    class Taking(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taking) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
 
 @contextmanager

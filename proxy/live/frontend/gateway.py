@@ -35,6 +35,7 @@ from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
+from balanceroute.proxy.live.telemetry.trace_context import read_parent
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -84,6 +86,7 @@ class Gateway:
         settings: GatewaySettings,
         clients: Clients,
         unix_s: Callable[[], float],
+        tracer: "Tracer | None",
         aliases: "Mapping[str, Alias]" = MappingProxyType({}),
     ) -> None:
         self._groups = groups
@@ -92,6 +95,7 @@ class Gateway:
         self._settings = settings
         self._clients = clients
         self._unix_s = unix_s
+        self._tracer = tracer
         self.refusals = Refusals(
             metrics=metrics,
             log=log,
@@ -99,6 +103,7 @@ class Gateway:
             unique=groups.context.unique,
             clock=groups.context.clock,
             unix_s=unix_s,
+            tracer=tracer,
         )
         self._late = LateRefusals(groups, metrics, log)
         self._generation = Generation(
@@ -169,6 +174,10 @@ class Gateway:
             user_agent=user_agent(request.headers),
             tenant=tenant.name,
         )
+        if self._tracer is not None:
+            request = replace(request, headers=self._tracer.begin(request.headers, record))
+        elif (parent := read_parent(request.headers)) is not None:
+            record.trace_id = parent.trace_id
         if route.handling is Handling.GENERATION:
             self._generate(request, reply, record)
             return

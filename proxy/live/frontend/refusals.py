@@ -23,6 +23,7 @@ from balanceroute.proxy.wire.messages import Rejection
 if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.intake import RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
 
@@ -93,7 +94,9 @@ class Refusals:
         unique: Callable[[], str],
         clock: Callable[[], float],
         unix_s: Callable[[], float],
+        tracer: "Tracer | None" = None,
     ) -> None:
+        self._tracer = tracer
         self.log = RefusedLog(log.request_ended)
         self._metrics = metrics
         self._tenant_of = tenant_of
@@ -136,7 +139,7 @@ class Refusals:
             endpoint = known.decode("latin-1")
             agent = user_agent(head.headers)
             tenant = self._tenant_of(head.headers)
-        return RequestRecord(
+        record = RequestRecord(
             request_id or self._unique(),
             endpoint,
             now_ns,
@@ -146,6 +149,9 @@ class Refusals:
             user_agent=agent,
             tenant=tenant,
         )
+        if self._tracer is not None and head is not None:
+            self._tracer.begin(head.headers, record)
+        return record
 
 
 def outcome_of(status: int) -> Outcome:

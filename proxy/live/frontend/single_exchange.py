@@ -12,6 +12,7 @@ from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import counts_of, error_words, passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.telemetry.trace import Step
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.live.telemetry.trace import Trace
     from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -105,6 +107,8 @@ class SingleExchange:
         self._pieces = []
         self._progress_s = self._owner.clock()
         self.record.prefiller = prefiller.name
+        if self.record.trace is not None:
+            self._trace(self.record.trace, prefiller.name)
         target = request.path
         if request.query:
             target += b"?" + request.query
@@ -117,6 +121,14 @@ class SingleExchange:
             self,
             crashed=partial(self._owner.crashed, self),
         )
+
+    def _trace(self, trace: "Trace", engine: str) -> None:
+        now_ns = round(self._progress_s * 1e9)
+        if trace.steps:
+            trace.steps[-1].fault = "failed"
+        else:
+            trace.steps.append(Step("queue", self.record.arrived_ns))
+        trace.steps.append(Step("engine", now_ns, engine))
 
     def refuse(self, status: int, reason: str) -> None:
         """Refuse it before anything was done for it."""

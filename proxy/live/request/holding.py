@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, Protocol
 
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.request.session_trace import trace_failure
 
 if TYPE_CHECKING:
     import asyncio
@@ -187,6 +188,12 @@ class Attempt(Holding):
         if self._call is not None:
             self._call.abort()
             self._call = None
+
+    def fail(self, failure: "Failure") -> None:
+        """End the exchange, which failed."""
+        session = self._session
+        trace_failure(session.record, self.leg, failure.reason, session.context.clock())
+        self.close()
 
     def _post(
         self,

@@ -13,6 +13,8 @@ Rules:
 
 from enum import Enum, auto
 
+from balanceroute.proxy.core.errors import LifecycleError
+
 
 class Phase(Enum):
     """Where a request stands."""
@@ -44,3 +46,13 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.BACKOFF: frozenset({Phase.QUEUED, Phase.POOLED, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
+
+
+def check_move(number: int, before: Phase, after: Phase) -> None:
+    """Check that a request may go from one phase to the next.
+
+    Raises:
+        LifecycleError: It may not.
+    """
+    if after not in TRANSITIONS[before]:
+        raise LifecycleError(f"request {number}: {before.name} to {after.name}")

@@ -50,7 +50,7 @@ class Recovery:
         return self._tries.get(leg, 0) < self._legs.retry_attempts
 
     def after(self, attempt: "Attempt", failure: Failure, *, stream_open: bool) -> Retry | None:
-        """Blame whom the rules blame, and return how to go on; None if nothing mends it.
+        """End the attempt, blame whom the rules blame, and return how to go on; None if nothing mends it.
 
         The retry budget is not asked yet.
 
@@ -59,6 +59,7 @@ class Recovery:
             failure: How.
             stream_open: Whether the client has the head of its answer.
         """
+        attempt.fail(failure)  # What failed may be the answer, not the connection.
         pair = attempt.pair
         host, leg, engine = self._host, attempt.leg, attempt.engine
         if leg is not Leg.PREFILL and failure.what is What.BROKEN and not attempt.advanced:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
-from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.shape import Shape
@@ -22,11 +21,12 @@ from balanceroute.proxy.live.request.emitted import Emitted
 from balanceroute.proxy.live.request.failures import Failure, Next
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
 from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase
+from balanceroute.proxy.live.request.phases import Phase, check_move
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
 from balanceroute.proxy.live.request.reports import KvAbandoned, PromptCounted, SessionEnded
 from balanceroute.proxy.live.request.session_host import Host
+from balanceroute.proxy.live.request.session_trace import trace_move
 from balanceroute.proxy.live.request.short_answer import answer_shortly
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 
@@ -140,8 +140,9 @@ class Session:
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
         """Leave the phase that it is in, with what it holds there."""
-        if phase not in TRANSITIONS[self.phase]:
-            raise LifecycleError(f"request {self.number}: {self.phase.name} to {phase.name}")
+        check_move(self.number, self.phase, phase)
+        if self.record.trace is not None:
+            trace_move(self.record, self.phase, phase, self.context.clock(), decodes=self.decodes)
         self.phase = phase
         before, self._held = self._held, held
         if before is not held:
@@ -342,7 +343,6 @@ class Session:
 
     def failed(self, attempt: Attempt, failure: Failure) -> None:
         """Try again what failed, or give it up."""
-        attempt.close()  # What failed may be the answer, not the connection.
         # When its first token comes again, the client sees nothing of that.
         begun = self.answer.opened and self.emitted.early is None
         retry = self._recovery.after(attempt, failure, stream_open=begun)

@@ -35,6 +35,7 @@ from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import part
+from balanceroute.proxy.live.tracing.export_settings import ExportSettings
 from balanceroute.proxy.wire.messages import ServerLimits
 
 _NS_PER_S = 1e9
@@ -50,6 +51,7 @@ class ProxyConfig:
     """The configuration of the live proxy: the settings, and what follows from them.
 
     Attributes:
+        tracing: Where traces of requests go; None for nowhere.
         decoders: The decode servers; their ranks in order are the scheduler's.
         credentials: Keys, and the certificate's files.
         direct: Which engines serve what cannot be split between the roles.
@@ -73,6 +75,7 @@ class ProxyConfig:
     failures: FailureSettings
     limits: ExchangeLimits
     log: LogSettings
+    tracing: ExportSettings | None
     prefillers: tuple[PrefillServer, ...]
     decoders: tuple[DecodeServer, ...]
     credentials: Credentials

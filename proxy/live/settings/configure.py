@@ -52,6 +52,7 @@ from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
+from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import CONNECTORS, TopologyError, added_group
 
@@ -76,7 +77,8 @@ def make_config(
     Args:
         topology: The file, if there is one.
         flags: The flags' values by name, with underscores; None for a flag that was not given.
-        environment: Where `BALANCEROUTE_ENGINE_KEY` is looked up if no file has the key.
+        environment: Where `BALANCEROUTE_ENGINE_KEY` is looked up if no file has the key, and the
+            variables of OpenTelemetry.
 
     Raises:
         ConfigError: A value is unknown or cannot be served.
@@ -139,14 +141,11 @@ def _configured(
     _check_metaserver(given, engines, listening)
     _check_workers(given, engines, listening)
     credentials = _credentials(given, listening, environment)
-    limits = given.read(ExchangeLimits)
-    _check_body_budget(given, limits)
+    limits = _limits(given)
     _check_admin(given, listening, credentials.admin_token)
     scheduling = given.read(SchedulingSettings)
     _check_scheduling(given, scheduling, engines)
     _check_kv_events(prefillers, scheduling)
-    failures = given.read(FailureSettings)
-    _check_backoff(given, failures)
     aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
@@ -165,9 +164,10 @@ def _configured(
         policies=given.read(PolicyOptions).settings,
         times=times,
         aimd=aimd,
-        failures=failures,
+        failures=_failures(given),
         limits=limits,
         log=_log(given),
+        tracing=export_settings(given, environment),
         prefillers=prefillers,
         decoders=decoders,
         credentials=credentials,
@@ -360,11 +360,13 @@ def _check_admin(given: Given, listening: ListeningSettings, token: Secret | Non
         raise ConfigError(f"{given.where('admin_name')} {reason}")
 
 
-def _check_body_budget(given: Given, limits: ExchangeLimits) -> None:
+def _limits(given: Given) -> ExchangeLimits:
+    limits = given.read(ExchangeLimits)
     budget, one = limits.body_budget_bytes, limits.body_limit_bytes
     if budget < one:
         reason = f"is {budget}, less than one body may have by --body-limit-bytes: {one}"
         raise ConfigError(f"{given.where('body_budget_bytes')} {reason}")
+    return limits
 
 
 # Scheduling.
@@ -442,11 +444,13 @@ def _check_margin(given: Given, scheduling: SchedulingSettings, times: TimeLimit
         )
 
 
-def _check_backoff(given: Given, failures: FailureSettings) -> None:
+def _failures(given: Given) -> FailureSettings:
+    failures = given.read(FailureSettings)
     least_s, most_s = failures.retry_backoff_s, failures.retry_backoff_limit_s
     if least_s > most_s:
         reason = f"is {least_s:g}, beyond --retry-backoff-limit-s ({most_s:g})"
         raise ConfigError(f"{given.where('retry_backoff_s')} {reason}")
+    return failures
 
 
 def _log(given: Given) -> LogSettings:

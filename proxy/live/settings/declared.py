@@ -38,6 +38,7 @@ from balanceroute.proxy.live.settings.setting import (
     texts,
     words,
 )
+from balanceroute.proxy.live.settings.tracing import TracingSettings
 from balanceroute.proxy.live.telemetry.process_log import LEVELS
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS
@@ -312,5 +313,6 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "failures": (FailureSettings,),
     "limits of an exchange": (ExchangeLimits,),
     "log": (LogSettings,),
+    "tracing": (TracingSettings,),
 }
 SECTIONS: tuple[type, ...] = tuple(chain.from_iterable(HEADINGS.values()))

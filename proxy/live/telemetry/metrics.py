@@ -25,6 +25,7 @@ from balanceroute.proxy.live.telemetry.registry import Histogram, Registry
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
 from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
+from balanceroute.proxy.live.telemetry.trace_metrics import TraceMetrics
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
 """The `content-type` of the page."""
@@ -41,6 +42,7 @@ class Metrics:
         *,
         log_lines_dropped: Callable[[], int] = lambda: 0,
         descriptor_shortages: Callable[[], int] = lambda: 0,
+        traces: bool = False,
         process: bool = True,
         processes: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
@@ -50,6 +52,7 @@ class Metrics:
             snapshots: Gives the state of each deployment to export; called once a page.
             log_lines_dropped: Lines that the logs had to drop since start.
             descriptor_shortages: How often no file descriptor was left.
+            traces: Whether requests are traced.
             process: Whether to export the process's own CPU time, memory and open files too.
             processes: Returns the processes of which to export them, by name; None for this one.
         """
@@ -67,6 +70,7 @@ class Metrics:
         self.engines = EngineMetrics(registry)
         self.predictors = PredictorMetrics(registry)
         self.decisions = DecisionMetrics(registry)
+        self.traces = TraceMetrics(registry) if traces else None
         registry.collect_from(
             StateCollector(
                 snapshots,

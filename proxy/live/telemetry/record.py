@@ -3,6 +3,8 @@
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.live.telemetry.trace import Trace
+
 if TYPE_CHECKING:
     from balanceroute.predictors.hinted import Hint
 
@@ -79,6 +81,9 @@ class RequestRecord(Struct, omit_defaults=True):
         fall_backs: The groups that had it before, each with why it went on: a status, or "timeout".
         superseded: Whether it is an attempt in whose place another group was asked. Then it is neither
             counted nor logged.
+        trace_id: Names the trace that it belongs to, by the client's `traceparent` or by ours; empty if
+            there is none.
+        trace: What its spans are made of; None unless it is traced.
     """
 
     request_id: str
@@ -129,6 +134,8 @@ class RequestRecord(Struct, omit_defaults=True):
     task: str = ""
     fall_backs: tuple[tuple[str, str], ...] = ()
     superseded: bool = False
+    trace_id: str = ""
+    trace: Trace | None = None
 
     @property
     def begun_ns(self) -> int | None:

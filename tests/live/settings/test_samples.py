@@ -157,12 +157,13 @@ LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
 WITH_DISCOVERY = {"kubernetes_api"}
 WITH_CERTIFICATE = {"http3"}
+# See test_tracing_settings.
+TRACED = {"otlp_traces_endpoint", "trace_share"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    assert SETTINGS.keys() == (
-        SAMPLES.keys() | FILES | AT_TOP | LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE
-    )
+    elsewhere = LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE | TRACED
+    assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | elsewhere
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
 

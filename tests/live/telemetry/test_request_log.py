@@ -51,6 +51,7 @@ RECORD = RequestRecord(
     seed=12,
     hint=70,
     hint_source="client",
+    trace_id="0af7651916cd43dd8448eb211c80319c",
 )
 
 
@@ -114,6 +115,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "seed": 12,
         "hint": 70,
         "hint_source": "client",
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
     }
 
 
@@ -142,11 +144,12 @@ def test_a_first_token_of_an_earlier_binding_tells_no_transfer() -> None:
 def test_every_field_of_a_record_is_in_the_line() -> None:
     # A field that a record gains must not be forgotten here.
     written = {"arrived_unix_s", "outcome", "superseded"}
+    exported = {"trace"}
     plain = set(fields_of(replace(RECORD, group="large", alias="auto")))
     timed = {"arrived_ns", "ended_ns", "prefill_started_ns", "prefilled_ns", "first_token_ns"}
     timed |= {"second_token_ns"}
     timed |= {"pool_wait_ns", "itl_max_ns", "admitted_ns", "expected_ttft_ns"}
-    assert {field.name for field in fields(RequestRecord)} <= written | plain | timed
+    assert {field.name for field in fields(RequestRecord)} <= written | exported | plain | timed
 
 
 def test_the_log_is_a_trace(tmp_path: Path) -> None:
