@@ -1,6 +1,8 @@
 """What a page of vLLM's or SGLang's metrics says of each of its data-parallel ranks."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,18 +19,26 @@ _GAUGES = {
 _HISTOGRAMS = {"prompts": "vllm:request_prompt_tokens", "outputs": "vllm:request_generation_tokens"}
 _CAPACITY = "vllm:cache_config_info"
 _RANK_LABELS = ("engine", "dp_rank")
-_WANTED = tuple(
-    name.encode()
-    for name in (
-        *(name for names in _GAUGES.values() for name in names),
-        *_HISTOGRAMS.values(),
-        _CAPACITY,
-    )
+METRICS = (
+    *(name for names in _GAUGES.values() for name in names),
+    *_HISTOGRAMS.values(),
+    _CAPACITY,
 )
+"""The names of all metrics that matter; of a histogram without its endings."""
+
+_WANTED = tuple(name.encode() for name in METRICS)
 
 
 class PageError(BalanceRouteError):
     """A page that does not say what an audit needs."""
+
+
+class Sample(NamedTuple):
+    """One value of one series."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
 
 
 @dataclass(slots=True)
@@ -73,20 +83,31 @@ def read_page(page: bytes) -> dict[str, RankPage]:
     """
     # An engine's page has 65 kB for each rank, most of it of no interest here.
     lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
+    try:
+        families = list(text_string_to_metric_families(b"\n".join(lines).decode() + "\n"))
+    except ValueError as error:
+        raise PageError(f"not a page of metrics: {error}") from error
+    return pages_of(
+        Sample(one.name, one.labels, one.value) for family in families for one in family.samples
+    )
+
+
+def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
+    """Return what samples of one engine say, by rank; "0" where they name none.
+
+    Raises:
+        PageError: They are none of these engines', or do not tell what runs.
+    """
     values: dict[str, dict[str, float]] = {}
     capacity: dict[str, float] = {}
     ranks: dict[str, RankPage] = {}
-    try:
-        for family in text_string_to_metric_families(b"\n".join(lines).decode() + "\n"):
-            for sample in family.samples:
-                rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
-                told = ranks.setdefault(rank, RankPage())
-                if sample.name == _CAPACITY:
-                    capacity[rank] = _capacity(sample.labels)
-                elif not _take_length(told, sample.name, sample.labels, sample.value):
-                    values.setdefault(rank, {})[sample.name] = sample.value
-    except ValueError as error:
-        raise PageError(f"not a page of metrics: {error}") from error
+    for sample in samples:
+        rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
+        told = ranks.setdefault(rank, RankPage())
+        if sample.name == _CAPACITY:
+            capacity[rank] = _capacity(sample.labels)
+        elif not _take_length(told, sample.name, sample.labels, sample.value):
+            values.setdefault(rank, {})[sample.name] = sample.value
     for rank, told in ranks.items():
         found = values.get(rank, {})
         told.running, told.waiting = _first(found, "running"), _first(found, "waiting")

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.plots import write_plots
+from balanceroute.proxy.audit.prometheus import Window, looks_of
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.report import Audit, as_json, lines
 from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
@@ -53,6 +55,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="likewise")
     parser.add_argument(
+        "--prometheus",
+        metavar="URL",
+        help="read what this server has scraped of them in the latest --minutes instead; --interval-s is "
+        "then its scrape interval, and an engine is the instance host:port",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -77,7 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json)
     make_plots_folder(arguments.plots)
     requests = None if arguments.trace is None else read_trace(arguments.trace)
-    looks = asyncio.run(_watch(arguments.prefill, arguments.decode, watched))
+    if arguments.prometheus is None:
+        looks = asyncio.run(_watch(arguments.prefill, arguments.decode, watched))
+    else:
+        engines = arguments.prefill, arguments.decode
+        looks = asyncio.run(_read(arguments.prometheus, *engines, watched))
     seen = observe(looks, batch=watched.batch)
     recovery: Recovery | None = None
     unknown = ""
@@ -100,6 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plots is not None:
         write_plots(audit, arguments.plots)
     return 0
+
+
+async def _read(server: str, prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
+    end_s = datetime.now(UTC).timestamp()
+    window = Window(end_s - 60.0 * watched.minutes, end_s, watched.interval_s)
+    return await looks_of(server, prefill, decode, window, timeout_s=watched.timeout_s)
 
 
 async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
