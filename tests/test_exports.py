@@ -37,6 +37,7 @@ proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
 proxy.live: announcement connectors control control_plane deployment deployment_state descriptors discovery
     engine_connections engines environment following_kv_events frontend group_orders http3_listener kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
+    trace_export tracing
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
 proxy.live.control: admin answers engine_orders errors group_pages live_view load_log memory orders page rank_slots roster standing state view
     workers
@@ -59,24 +60,26 @@ proxy.live.processes: adoption alone_requests channel frames from_relay gatherin
 proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
-    session session_host short_answer stall_watch
+    session session_host session_trace short_answer stall_watch
 proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery engines groups http3
     policy_options reader scheduling score_options
-    setting tenant_file
+    setting tenant_file tracing
 proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
-    registry request_log request_metrics shadow snapshot tenant_metrics
+    registry request_log request_metrics shadow snapshot stages
+    tenant_metrics trace trace_context trace_metrics
 proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network scenario
     scenario_file static training workload
 proxy.replay: answer bodies body driver exchange faults figures fleet groups limits prompts recorder
     report sample settings sharegpt target urgency workload
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
     prefill_fleet prefix_cache recorder report service_log service_plots workload
+proxy.live.tracing: export_settings exporter spans
 proxy.advise: fleets need proxy_page report
-proxy.audit: energy looking observation pages plots replica report verdict
+proxy.audit: energy looking observation pages plots prometheus replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply sse tcp_timeout
     turn_writes write_progress

@@ -139,9 +139,7 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
         "message": "request ended",
         "tenant": record.tenant,
         "refused_for": record.refused_for,
-        "expected_ttft_s": (
-            None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns)
-        ),
+        "expected_ttft_s": _between(0, record.expected_ttft_ns),
         "local_prefill": record.local_prefill,
         "time_to_second_token_s": _between(arrived_ns, record.second_token_ns),
         "early_first_token": record.early_first_token,
