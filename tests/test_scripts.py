@@ -53,7 +53,7 @@ def test_a_trace_is_derived_if_a_command_reads_it(
     monkeypatch.setattr(module, "CONVERSATIONS", 5)
     module.derive(tmp_path / "derived", [EXPERIMENTS["saturated"]])
     assert not any(tmp_path.iterdir())
-    module.derive(tmp_path / "derived", [EXPERIMENTS["turns_sticky"]])
+    module.derive(tmp_path / "derived", [EXPERIMENTS["turns_4_0.9_sticky"]])
     assert [one.name for one in (tmp_path / "derived").iterdir()] == ["conversations.jsonl"]
 
 
