@@ -81,7 +81,7 @@ proxy.live.tracing: export_settings exporter spans
 proxy.advise: fleets need proxy_page report
 proxy.audit: energy looking observation pages plots prometheus replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
-proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply sse tcp_timeout
+proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
     incoming_request reply server server_connection service

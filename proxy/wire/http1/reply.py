@@ -5,28 +5,24 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.http1.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
 from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
 
 _LAST_CHUNK = b"0\r\n\r\n"
 # A larger body is written separately: copying it behind its head would cost more than a second write.
 _JOIN_BYTES = 65_536
 
 
-class ReplyTransport(Protocol):
+class ReplyTransport(AnyTransport, Protocol):
     """The connection of a reply.
 
     Attributes:
-        paused: The write buffer is above its limit.
         closes_after_answer: The present answer is the last.
     """
 
-    paused: bool
     closes_after_answer: bool
 
     def answered(self) -> None:
         """Continue with the next request, or close."""
-
-    def release_body(self) -> None:
-        """Release the request's body from the budget."""
 
     def cut(self, *, reset: bool, flush: bool) -> None:
         """Close in the middle of an answer.
@@ -38,24 +34,10 @@ class ReplyTransport(Protocol):
         """
 
 
-class Http1Reply:
+class Http1Reply(ReplyState[ReplyTransport]):
     """The answer to one request over a connection of HTTP/1.1 or 1.0."""
 
-    __slots__ = (
-        "_chunked",
-        "_common",
-        "_connection",
-        "_head_only",
-        "_http_1_0",
-        "_write",
-        "closed",
-        "more_headers",
-        "on_closed",
-        "on_pause",
-        "on_resume",
-        "started",
-        "written",
-    )
+    __slots__ = ("_chunked", "_common", "_http_1_0", "_write")
 
     def __init__(
         self,
@@ -66,29 +48,11 @@ class Http1Reply:
         http_1_0: bool,
         common: bytes = b"",
     ) -> None:
-        self.closed = False
-        self.on_closed: Callable[[], None] | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
-        self.started = False
-        self.written = 0
-        self.more_headers: Headers = []
-        self._connection = connection
+        super().__init__(connection, head_only=head_only)
         self._common = common  # Header lines, in addition to the application's.
         self._write = write
-        self._head_only = head_only
         self._http_1_0 = http_1_0
         self._chunked = False
-
-    @property
-    def paused(self) -> bool:
-        """See `Reply`."""
-        return not self.closed and self._connection.paused
-
-    def release_body(self) -> None:
-        """See `Reply`."""
-        if not self.closed:
-            self._connection.release_body()
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         """See `Reply`."""
@@ -115,7 +79,7 @@ class Http1Reply:
             head = self._head(status, headers, b"")
             self._head_only = True
         elif self._http_1_0:
-            self._connection.closes_after_answer = True
+            self._transport.closes_after_answer = True
             head = self._head(status, headers, b"")
         else:
             head = self._head(status, headers, b"transfer-encoding: chunked\r\n")
@@ -151,19 +115,12 @@ class Http1Reply:
             return
         cut_body = self.started and not self._chunked and not self._head_only
         self._close()
-        self._connection.cut(reset=cut_body, flush=self.started)
-
-    def lose_client(self) -> None:
-        """Note that the client is gone; only the connection calls this."""
-        on_closed = self.on_closed
-        self._close()
-        if on_closed is not None:
-            on_closed()
+        self._transport.cut(reset=cut_body, flush=self.started)
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         fields = encode_fields([*headers, *self.more_headers]) + self._common
-        if self._connection.closes_after_answer:
+        if self._transport.closes_after_answer:
             framing += b"connection: close\r\n"
         elif self._http_1_0:
             framing += b"connection: keep-alive\r\n"
@@ -172,12 +129,3 @@ class Http1Reply:
     def _send(self, data: bytes) -> None:
         self.written += len(data)
         self._write(data)
-
-    def _finish(self) -> None:
-        self._close()
-        self._connection.answered()
-
-    def _close(self) -> None:
-        self.closed = True
-        # The application's objects often refer to the reply: this breaks the reference cycle.
-        self.on_closed = self.on_pause = self.on_resume = None
