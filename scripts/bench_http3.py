@@ -24,16 +24,13 @@ import uvloop
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers, Request, WireError
 from balanceroute.proxy.wire.reply import Reply
-
-sys.path.insert(0, str(Path(__file__).parent / "http3_checks"))
-
-from certificate import make_certificate
 
 HOST = "127.0.0.1"
 STEP_S = 0.01

@@ -37,15 +37,12 @@ from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import QuicEvent
 
 from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers
-
-sys.path.insert(0, str(Path(__file__).parent / "http3_checks"))
-
-from certificate import make_certificate
 
 GO = Path(__file__).parent / "http3_checks"
 HOST, PATH = "127.0.0.1", b"/v1/completions"

@@ -1,10 +1,11 @@
 """A certificate and its key, and others made on the spot."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from balanceroute.proxy.testing import certificate as testing
 
 # Made for tests: localhost, and a key that protects nothing.
 CERT = """-----BEGIN CERTIFICATE-----
@@ -31,9 +32,4 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Make a self-signed certificate for loopback, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command to make a certificate with")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    words += f" -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
-    subprocess.run(words.split(), check=True, capture_output=True)
-    key.chmod(0o600)
-    return cert, key
+    return testing.make_certificate(folder)

@@ -36,16 +36,15 @@ class ReplyState(Generic[TransportT]):
     """
 
     __slots__ = (
-        *(
-            "_transport",
-            "_head_only",
-            "closed",
-            "more_headers",
-            "on_closed",
-            "on_pause",
-            "on_resume",
-        ),
-        *("started", "written"),
+        "_head_only",
+        "_transport",
+        "closed",
+        "more_headers",
+        "on_closed",
+        "on_pause",
+        "on_resume",
+        "started",
+        "written",
     )
 
     def __init__(self, transport: TransportT, *, head_only: bool) -> None:
