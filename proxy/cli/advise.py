@@ -15,11 +15,12 @@ from balanceroute.proxy.advise.need import Needs, needs
 from balanceroute.proxy.advise.proxy_page import ProxyPages
 from balanceroute.proxy.advise.report import as_json, lines, plan_as_json, plan_lines
 from balanceroute.proxy.audit.looking import Engines
-from balanceroute.proxy.audit.observation import Look, Observation, observe
+from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
 from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
 from balanceroute.proxy.cli.simulate import DEPLOYMENT
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
+from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -29,12 +30,9 @@ from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """How a running fleet is looked at."""
+class Judged(Watched):
+    """How a running fleet is looked at, and how busy it may be."""
 
-    minutes: float = number(5.0, "look at a running fleet for so long", 0.1, 1440.0, metavar="N")
-    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
-    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
     busy: float = number(0.8, "share of the time or the slots to use", 0.05, 1.0, metavar="U")
 
 
@@ -63,7 +61,7 @@ class Planned:
     seed: int = integer(0, "of random policies", 0, 1 << 62)
 
 
-SECTIONS = (Watched, Planned, *DEPLOYMENT)
+SECTIONS = (Judged, Planned, *DEPLOYMENT)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -84,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     source.add_argument(
         "--proxy", metavar="URL", help="http://host:port of the proxy, in place of the engines"
     )
-    add_flags(source, Watched)
+    add_flags(source, Judged)
     trace = parser.add_argument_group("a trace")
     trace.add_argument("--trace", type=Path, metavar="FILE", help=TRACE_HELP)
     add_format_flags(trace)
@@ -118,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--ttft-p99 and --tpot-p95 need a --trace: a running fleet cannot be resized"
         )
     else:
-        watched = given.read(Watched)
+        watched = given.read(Judged)
         seen = asyncio.run(_watch(arguments, watched))
         found = _of_fleet(seen, watched.busy)
         told, advice = list(lines(found, watched.busy)), as_json(found)
@@ -130,25 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _watch(arguments: argparse.Namespace, watched: Watched) -> Observation:
+async def _watch(arguments: argparse.Namespace, watched: Judged) -> Observation:
     if arguments.proxy is not None:
         pages = ProxyPages(arguments.proxy, timeout_s=watched.timeout_s)
-        looks = await _looks(pages, watched)
+        looks = await look_at(pages, watched)
         return observe(looks, batch=pages.batch)
     engines = Engines(arguments.prefill or (), arguments.decode, timeout_s=watched.timeout_s)
-    return observe(await _looks(engines, watched))
-
-
-async def _looks(pages: Engines | ProxyPages, watched: Watched) -> list[Look]:
-    with Console(stderr=True).status("looking") as status:
-        try:
-            return await pages.watch(
-                seconds=60.0 * watched.minutes,
-                interval_s=watched.interval_s,
-                progress=lambda looks: status.update(f"{looks:,} looks"),
-            )
-        finally:
-            pages.close()
+    return observe(await look_at(engines, watched))
 
 
 def _of_fleet(seen: Observation, busy: float) -> Needs:
@@ -168,7 +154,7 @@ def _of_fleet(seen: Observation, busy: float) -> Needs:
 def _from_trace(
     arguments: argparse.Namespace, given: Given
 ) -> tuple[Iterable[str], dict[str, object]]:
-    planned, watched, machines = given.read(Planned), given.read(Watched), given.read(Machines)
+    planned, watched, machines = given.read(Planned), given.read(Judged), given.read(Machines)
     slo = Slo(planned.ttft_p99 or inf, planned.tpot_p95 or inf)
     if slo == Slo() and machines.prefill_servers is None:
         raise ConfigError(

@@ -8,8 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.plots import write_plots
@@ -17,6 +15,7 @@ from balanceroute.proxy.audit.prometheus import Window, looks_of
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.report import Audit, as_json, lines
 from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
+from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer, number
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """How long and how closely is looked, and what the engines do not tell."""
+class Audited(Watched):
+    """How the fleet is looked at, and what the engines do not tell."""
 
-    minutes: float = number(5.0, "look for so long", 0.1, 1440.0, metavar="N")
-    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
-    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
     batch: int | None = integer(
         None, "slots of a rank (default: the most requests that one ran)", 1, 10**6
     )
@@ -67,7 +63,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="the requests of the same load, as an access log or a trace; without, they are drawn from the "
         "engines' histograms of lengths",
     )
-    add_flags(parser, Watched)
+    add_flags(parser, Audited)
     parser.add_argument(
         "--json", type=Path, metavar="OUT", help="write the findings as JSON; - is standard output"
     )
@@ -81,15 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: The engines cannot be read, or say too little.
         TraceError: The trace cannot be read.
     """
-    watched = read_flags(arguments, Watched).read(Watched)
+    watched = read_flags(arguments, Audited).read(Audited)
     check_output("--json", arguments.json)
     make_plots_folder(arguments.plots)
     requests = None if arguments.trace is None else read_trace(arguments.trace)
+    fleet = arguments.prefill, arguments.decode
     if arguments.prometheus is None:
-        looks = asyncio.run(_watch(arguments.prefill, arguments.decode, watched))
+        looks = asyncio.run(_watch(*fleet, watched))
     else:
-        engines = arguments.prefill, arguments.decode
-        looks = asyncio.run(_read(arguments.prometheus, *engines, watched))
+        looks = asyncio.run(_read(arguments.prometheus, *fleet, watched))
     seen = observe(looks, batch=watched.batch)
     recovery: Recovery | None = None
     unknown = ""
@@ -114,20 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
+    return await look_at(Engines(prefill, decode, timeout_s=watched.timeout_s), watched)
+
+
 async def _read(server: str, prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
     end_s = datetime.now(UTC).timestamp()
     window = Window(end_s - 60.0 * watched.minutes, end_s, watched.interval_s)
     return await looks_of(server, prefill, decode, window, timeout_s=watched.timeout_s)
-
-
-async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
-    engines = Engines(prefill, decode, timeout_s=watched.timeout_s)
-    with Console(stderr=True).status("looking at the engines") as status:
-        try:
-            return await engines.watch(
-                seconds=60.0 * watched.minutes,
-                interval_s=watched.interval_s,
-                progress=lambda looks: status.update(f"{looks:,} looks at the engines"),
-            )
-        finally:
-            engines.close()
