@@ -3,7 +3,6 @@
 The labels have the names of a topology file alone.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.telemetry.registry import Totals
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -54,43 +54,35 @@ class AliasMetrics(Collector):
 
     def __init__(self) -> None:
         self.worth: Mapping[str, AliasWorth] = {}
-        self._requests: Counter[tuple[str, str, str, str]] = Counter()
-        self._scores: Counter[tuple[str, str]] = Counter()
-        self._fall_backs: Counter[tuple[str, str, str]] = Counter()
+        self._requests = Totals(
+            "balanceroute_alias_requests",
+            "Requests that named an alias, by who answered, and whether in time.",
+            *("alias", "task", "group", "in_time"),
+        )
+        self._scores = Totals(
+            "balanceroute_alias_scores",
+            "Worth of the answers to an alias, 0 if not in time.",
+            *("alias", "task"),
+        )
+        self._fall_backs = Totals(
+            "balanceroute_alias_fall_backs",
+            "Times a request went on from a group, and why.",
+            *("alias", "group", "reason"),
+        )
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
         alias, worth = record.alias, self.worth[record.alias]
         kept = worth.is_kept(record)
-        in_time = "yes" if kept else "no"
-        self._requests[alias, record.task, record.group, in_time] += 1
+        self._requests.add(1, alias, record.task, record.group, "yes" if kept else "no")
         if worth.scores:
             score = worth.scores.get((record.task, record.group), 0.0) if kept else 0.0
-            self._scores[alias, record.task] += score  # type: ignore[assignment]
+            self._scores.add(score, alias, record.task)
         for group, reason in record.fall_backs:
-            self._fall_backs[alias, group, reason] += 1
+            self._fall_backs.add(1, alias, group, reason)
 
     def collect(self) -> Iterator[Metric]:
         """Yield everything; nothing where no request named an alias."""
-        if not self._requests:
-            return
-        requests = _counter(
-            "requests", "Requests that named an alias, by who answered, and whether in time."
-        )
-        for (alias, task, group, kept), count in self._requests.items():
-            _add(requests, count, alias=alias, task=task, group=group, in_time=kept)
-        scores = _counter("scores", "Worth of the answers to an alias, 0 if not in time.")
-        for (alias, task), score in self._scores.items():
-            _add(scores, score, alias=alias, task=task)
-        fall_backs = _counter("fall_backs", "Times a request went on from a group, and why.")
-        for (alias, group, reason), count in self._fall_backs.items():
-            _add(fall_backs, count, alias=alias, group=group, reason=reason)
-        yield from (requests, scores, fall_backs)
-
-
-def _counter(name: str, documentation: str) -> Metric:
-    return Metric(f"balanceroute_alias_{name}", documentation, "counter")
-
-
-def _add(family: Metric, value: float, **labels: str) -> None:
-    family.add_sample(f"{family.name}_total", labels, value)
+        if self._requests.by_values:
+            for one in (self._requests, self._scores, self._fall_backs):
+                yield one.family()

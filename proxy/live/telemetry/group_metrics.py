@@ -3,7 +3,6 @@
 The label `group` has the names of the groups, which clients do not make.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from balanceroute.proxy.live.telemetry.registry import (
     REQUEST_BOUNDS_S,
     TOKEN_GAP_BOUNDS_S,
     Histograms,
+    Totals,
 )
 
 if TYPE_CHECKING:
@@ -26,8 +26,14 @@ class GroupMetrics(Collector):
     """Counts the requests that a group had when they have ended."""
 
     def __init__(self) -> None:
-        self._requests: Counter[tuple[str, Outcome]] = Counter()
-        self._output_tokens: Counter[str] = Counter()
+        self._requests = Totals(
+            "balanceroute_group_requests",
+            "Requests ended or refused, by the group that had them last.",
+            *("group", "outcome"),
+        )
+        self._output_tokens = Totals(
+            "balanceroute_group_output_tokens", "Tokens that reached clients, by group.", "group"
+        )
         self._ttft = Histograms(
             "balanceroute_group_time_to_first_token_seconds",
             "Arrival to the first token, by the group that answered.",
@@ -45,8 +51,8 @@ class GroupMetrics(Collector):
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         group = record.group
-        self._requests[group, record.outcome] += 1
-        self._output_tokens[group] += record.output_tokens
+        self._requests.add(1, group, record.outcome.value)
+        self._output_tokens.add(record.output_tokens, group)
         if record.first_token_ns is None:
             return
         self._ttft.of(group).observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
@@ -58,22 +64,6 @@ class GroupMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield everything; nothing where no group had a request."""
-        if not self._requests:
-            return
-        requests = _counter(
-            "requests", "Requests ended or refused, by the group that had them last."
-        )
-        for (group, outcome), count in self._requests.items():
-            _add(requests, count, group=group, outcome=outcome.value)
-        outputs = _counter("output_tokens", "Tokens that reached clients, by group.")
-        for group, tokens in self._output_tokens.items():
-            _add(outputs, tokens, group=group)
-        yield from (requests, outputs, self._ttft.family(), self._tpot.family())
-
-
-def _counter(name: str, documentation: str) -> Metric:
-    return Metric(f"balanceroute_group_{name}", documentation, "counter")
-
-
-def _add(family: Metric, value: float, **labels: str) -> None:
-    family.add_sample(f"{family.name}_total", labels, value)
+        if self._requests.by_values:
+            for one in (self._requests, self._output_tokens, self._ttft, self._tpot):
+                yield one.family()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from balanceroute.proxy.live.telemetry import exposition
@@ -105,6 +105,25 @@ class Histogram:
         return buckets, self.total
 
 
+class Totals:
+    """The counters of one name, told apart by the values of labels."""
+
+    def __init__(self, name: str, documentation: str, *labels: str) -> None:
+        self._name, self._documentation, self._labels = name, documentation, labels
+        self.by_values: dict[tuple[str, ...], float] = {}
+
+    def add(self, amount: float, *values: str) -> None:
+        """Add to the counter of these values, one for each label."""
+        self.by_values[values] = self.by_values.get(values, 0) + amount
+
+    def family(self) -> CounterMetricFamily:
+        """Return all of them, in the order in which they began."""
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        for values, total in self.by_values.items():
+            family.add_metric(values, total)
+        return family
+
+
 class Histograms:
     """The histograms of one name, told apart by the values of labels."""
 
@@ -145,17 +164,15 @@ class _HistogramCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every histogram, and the count of what they refused."""
-        refused = Metric(
-            "balanceroute_refused_observations",
-            "Values no histogram took because they were negative or not finite.",
-            "counter",
-        )
         count = 0
         for family in self.families:
             yield family.family()
             count += sum(histogram.refused for histogram in family.by_values.values())
-        refused.add_sample(f"{refused.name}_total", {}, count)
-        yield refused
+        yield CounterMetricFamily(
+            "balanceroute_refused_observations",
+            "Values no histogram took because they were negative or not finite.",
+            count,
+        )
 
 
 class Registry:

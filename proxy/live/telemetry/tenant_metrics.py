@@ -3,7 +3,6 @@
 The label `tenant` has the names of the file of tenants alone.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from balanceroute.proxy.live.telemetry.registry import (
     OTHER,
     REQUEST_BOUNDS_S,
     Histograms,
+    Totals,
 )
 
 if TYPE_CHECKING:
@@ -30,10 +30,22 @@ class TenantMetrics(Collector):
 
     def __init__(self) -> None:
         self.names: Collection[str] = ()
-        self._requests: Counter[tuple[str, str]] = Counter()
-        self._refusals: Counter[tuple[str, str]] = Counter()
-        self._prompt_tokens: Counter[str] = Counter()
-        self._output_tokens: Counter[str] = Counter()
+        self._requests = Totals(
+            "balanceroute_tenant_requests",
+            "Requests of a tenant ended or refused, by how.",
+            *("tenant", "outcome"),
+        )
+        self._refusals = Totals(
+            "balanceroute_tenant_refusals",
+            "Requests of a tenant that admission refused, by what for.",
+            *("tenant", "reason"),
+        )
+        self._prompt_tokens = Totals(
+            "balanceroute_tenant_prompt_tokens", "Prompt tokens of a tenant.", "tenant"
+        )
+        self._output_tokens = Totals(
+            "balanceroute_tenant_output_tokens", "Tokens that reached a tenant.", "tenant"
+        )
         self._queue = Histograms(
             "balanceroute_tenant_queue_time_seconds",
             "Arrival of a tenant's request to the first engine.",
@@ -45,37 +57,20 @@ class TenantMetrics(Collector):
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         tenant = record.tenant if record.tenant in self.names else OTHER
-        self._requests[tenant, record.outcome.value] += 1
-        self._prompt_tokens[tenant] += record.prompt_tokens
-        self._output_tokens[tenant] += record.output_tokens
+        self._requests.add(1, tenant, record.outcome.value)
+        self._prompt_tokens.add(record.prompt_tokens, tenant)
+        self._output_tokens.add(record.output_tokens, tenant)
         if record.refused_for:
-            self._refusals[tenant, record.refused_for] += 1
+            self._refusals.add(1, tenant, record.refused_for)
         if record.begun_ns is not None:
             self._queue.of(tenant).observe((record.begun_ns - record.arrived_ns) / NS_PER_S)
 
     def collect(self) -> Iterator[Metric]:
         """Yield everything; nothing where no tenant had a request."""
-        if not self._requests:
+        if not self._requests.by_values:
             return
-        requests = _counter("requests", "Requests of a tenant ended or refused, by how.")
-        for (tenant, outcome), count in self._requests.items():
-            _add(requests, count, tenant=tenant, outcome=outcome)
-        refusals = _counter("refusals", "Requests of a tenant that admission refused, by what for.")
-        for (tenant, reason), count in self._refusals.items():
-            _add(refusals, count, tenant=tenant, reason=reason)
-        prompts = _counter("prompt_tokens", "Prompt tokens of a tenant.")
-        for tenant, tokens in self._prompt_tokens.items():
-            _add(prompts, tokens, tenant=tenant)
-        outputs = _counter("output_tokens", "Tokens that reached a tenant.")
-        for tenant, tokens in self._output_tokens.items():
-            _add(outputs, tokens, tenant=tenant)
-        yield from (requests, refusals, prompts, outputs)
+        yield self._requests.family()
+        yield self._refusals.family()
+        yield self._prompt_tokens.family()
+        yield self._output_tokens.family()
         yield self._queue.family()
-
-
-def _counter(name: str, documentation: str) -> Metric:
-    return Metric(f"balanceroute_tenant_{name}", documentation, "counter")
-
-
-def _add(family: Metric, value: float, **labels: str) -> None:
-    family.add_sample(f"{family.name}_total", labels, value)
