@@ -18,7 +18,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
 predictors.gbdt: Gbdt KIND
 proxy: __main__ advise audit cli core emulate live model_choice pictures replay service_levels sim validate wire
 proxy.cli: advise audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
-    model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate
+    model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
