@@ -234,6 +234,7 @@ def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
         transfer_ns_per_token=engines.transfer_ns_per_token,
         deadline_ns=None if deadline_ns is None else round(deadline_ns * setup.time_scale),
         pool_limit=scheduler.pool_limit,
+        deep_pool=scheduler.deep_pool,
         lease_ns=round(1e9 * engines.lease_s),
         lease_margin_ns=round(scheduler.lease_margin_ns * setup.time_scale),
     )

@@ -314,7 +314,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         "--prefill-us-per-token 4 --prefill-choice sticky --probe-limit none --prefix-cache 900 "
         "--prefill-waiting-limit 3 --prefill-running-limit none --prefill-share-limit 0.5 "
         "--prefiller-kv-tokens 7000 --prefix-block-tokens 16 --transfer-base-ms 2 --transfer-us-per-token 0.25 "
-        "--pool-limit 9 --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 "
+        "--pool-limit 9 --deep-pool --lease-s 1.5 --lease-margin-s 0.25 --deadline 2.5 "
         "--rank-speeds 1,0.5 --speeds-unknown --learn-speeds --rank-batches 5,4 --tokens-per-step 2.5 --speculation-seed 3 "
         "--pause-above 0.1 --policy fifo,br-h --predictor oracle "
         "--projection point --horizon 9 --gamma 0.5 --alpha 2 --beta 3 --theta 4 --window 6 "
@@ -336,6 +336,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         transfer_base_ns=2_000_000,
         transfer_ns_per_token=250.0,
         pool_limit=9,
+        deep_pool=True,
         deadline_ns=2_500_000_000,
         lease_ns=1_500_000_000,
         lease_margin_ns=250_000_000,

@@ -101,6 +101,9 @@ class Machines:
         10**9,
         shown_default="no limit; with leases as in `serve`",
     )
+    deep_pool: bool = flag(
+        "a pool limit as deep as leases allow, as of `serve --first-token prefill`"
+    )
     queue_order: str = choice(
         "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
     )
@@ -173,6 +176,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
         local_prefill_always=machines.local_prefill_always,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,
+        deep_pool=machines.deep_pool,
         queue_order=machines.queue_order,
         fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
         admission=_admission(machines),

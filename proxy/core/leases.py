@@ -9,7 +9,8 @@ longer than the wait.
 A **deep** pool is what they admit in half of the usable lease, but in 15 s at most. Clients who get
 their first token when the prefill ends no longer wait for a place in it. Half is as much as leaves
 most entries a rank that they fit before they are late: where more than that waits in the pool, late
-entries and repeated prefills take over.
+entries and repeated prefills take over. Before the rate is known, each slot counts as left once in
+the usable lease: a pool that grew only then would keep the first minute's clients waiting.
 
 **Late entries.** An entry is late after three quarters of its lease (`time_limits`). Then it is
 forced into the rank where it costs least, or its lease is left to end and it is prefilled again,
@@ -77,11 +78,17 @@ class Leases:
         self.pool_limit = self._pool_limit()
 
     def observe(
-        self, event: Event, actions: Sequence[Action], loads: NDArray[np.int64], now_ns: int
+        self,
+        event: Event,
+        actions: Sequence[Action],
+        loads: NDArray[np.int64],
+        now_ns: int,
+        *,
+        waiting: bool,
     ) -> None:
         """Measure; see `Pace.observe`."""
         if self.pace is not None:
-            self.pace.observe(event, actions, loads, now_ns)
+            self.pace.observe(event, actions, loads, now_ns, waiting=waiting)
             if isinstance(event, Tick):
                 self.pool_limit = self._pool_limit()
 
@@ -102,14 +109,24 @@ class Leases:
         if config.pool_limit is not None or config.lease_ns is None or pace is None:
             return config.pool_limit
         least = max(_LEAST_POOL, config.ranks, _POOL_PER_PREFILLER * config.prefillers)
-        rate = pace.departures_per_ns
-        if rate is None:
-            return least
-        wait_ns = min(_POOL_SHARE * config.lease_ns, _LONGEST_WAIT_NS)
         if config.deep_pool:
             usable_ns = max(config.lease_ns - config.lease_margin_ns, config.lease_ns / 2)
             wait_ns = min(_DEEP_SHARE * usable_ns, _LONGEST_DEEP_WAIT_NS)
+            rate = pace.steady_departures_per_ns
+            if rate is None:
+                rate = self._slots / usable_ns
+        else:
+            wait_ns = min(_POOL_SHARE * config.lease_ns, _LONGEST_WAIT_NS)
+            rate = pace.departures_per_ns
+            if rate is None:
+                return least
         return max(least, ceil(rate * (wait_ns + min(wait_ns, pace.prefill_ns))))
+
+    @property
+    def _slots(self) -> int:
+        """All slots of the ranks."""
+        limits = self._config.rank_batch_limits
+        return self._config.ranks * self._config.batch_limit if limits is None else sum(limits)
 
     def _overflow_limit(self, entry: PoolEntry, pace: Pace) -> float:
         """Return the overflow, in tokens, up to which a late entry is forced in; inf if unknown."""

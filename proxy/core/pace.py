@@ -32,6 +32,8 @@ from balanceroute.proxy.core.step_model import StepModel
 # departures, and with its prompts ten seconds of a prefiller at 5 us per token.
 _WINDOW_STEPS = 1_024
 _WINDOW_PREFILLS = 128
+# The weights of a full window and of two: 1 - 1/e, 1 - 1/e^2.
+_FULL, _TWICE_FULL = 0.63, 0.86
 _ENDS = (PrefillDone, PrefillLost, RequestFinished, RequestFailed, RequestCancelled)
 
 
@@ -40,7 +42,8 @@ class Pace:
 
     Args:
         requests: All requests of the scheduler, by id.
-        window_ns: Time that the rate of departures covers.
+        window_ns: Time that the rate of departures covers: of that in which requests wait for a
+            rank. In any other time it says what arrives, not what the ranks could serve.
 
     Attributes:
         step_model: What a token costs in a step.
@@ -53,6 +56,7 @@ class Pace:
         # Departures and the time that they took; both decay.
         self._left = self._span_ns = 0.0
         self._since_ns: int | None = None
+        self._waiting = False
         self._steps = self._left_tokens = 0.0
         # Prefills that run, each with its prefiller, its tokens and its start.
         self._running: dict[RequestId, tuple[int, int, int]] = {}
@@ -63,11 +67,17 @@ class Pace:
 
     def left(self, kv_tokens: int) -> None:
         """Note that a request left its rank, which held `kv_tokens` of it."""
-        self._left += 1
+        self._left += self._waiting
         self._left_tokens += kv_tokens
 
     def observe(
-        self, event: Event, actions: Sequence[Action], loads: NDArray[np.int64], now_ns: int
+        self,
+        event: Event,
+        actions: Sequence[Action],
+        loads: NDArray[np.int64],
+        now_ns: int,
+        *,
+        waiting: bool,
     ) -> None:
         """Note an event and the actions that it led to.
 
@@ -76,6 +86,7 @@ class Pace:
             actions: Its actions.
             loads: int64[G], KV tokens of the ranks after it.
             now_ns: When it was.
+            waiting: Whether requests wait in the pool after it.
         """
         if isinstance(event, StepCompleted):
             self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
@@ -84,6 +95,7 @@ class Pace:
                 self.step_model.observe(int(loads.max()), event.duration_ns)
         elif isinstance(event, Tick):
             self._advance(now_ns)
+            self._waiting = waiting
         elif isinstance(event, _ENDS) and event.request in self._running:
             self._end_prefill(event, now_ns)
         elif isinstance(event, RequestAdopted) and isinstance(event.phase, OnPrefiller):
@@ -96,9 +108,16 @@ class Pace:
 
     @property
     def departures_per_ns(self) -> float | None:
-        """Requests that leave the ranks per ns; None before a full window."""
-        # The weight of a full window is 1 - 1/e.
-        return self._left / self._span_ns if self._span_ns > 0.63 * self._window_ns else None
+        """Requests that leave the ranks per ns while others wait; None before a full window."""
+        return self._rate(_FULL)
+
+    @property
+    def steady_departures_per_ns(self) -> float | None:
+        """The same; None before two windows.
+
+        Requests that filled empty ranks together leave late, so the first window counts too few.
+        """
+        return self._rate(_TWICE_FULL)
 
     @property
     def tokens_left_per_step(self) -> float | None:
@@ -125,10 +144,14 @@ class Pace:
         """Prompt tokens of the prefills that run."""
         return sum(tokens for _, tokens, _ in self._running.values())
 
+    def _rate(self, least_weight: float) -> float | None:
+        known = self._span_ns > least_weight * self._window_ns
+        return self._left / self._span_ns if known else None
+
     def _advance(self, now_ns: int) -> None:
         if self._since_ns is None:
             self._since_ns = now_ns
-        passed_ns = now_ns - self._since_ns
+        passed_ns = now_ns - self._since_ns if self._waiting else 0
         keep = exp(-passed_ns / self._window_ns)
         self._left *= keep
         # The integral of the weights, so that a steady rate is measured without bias.

@@ -154,7 +154,8 @@ class Scheduler:
         """
         self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
         actions = self._handle(event, now_ns)
-        self.leases.observe(event, actions, self.ledger.loads, now_ns)
+        waiting = len(self.pool) > 0
+        self.leases.observe(event, actions, self.ledger.loads, now_ns, waiting=waiting)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions

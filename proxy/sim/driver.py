@@ -92,6 +92,7 @@ class Deployment:
         local_prefill_always: Have ranks compute all prompts up to that, whatever it costs.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
+        deep_pool: See `SchedulerConfig`.
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
         fair_queue: A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
         admission: Makes the rule that lets requests in; None lets in all.
@@ -125,6 +126,7 @@ class Deployment:
     rank_cache_tokens: int | None = None
     deadline_ns: int | None = None
     pool_limit: int | None = None
+    deep_pool: bool = False
     queue_order: str = "fcfs"
     fair_queue: str | None = None
     admission: Callable[[], Admission] | None = None
@@ -483,6 +485,7 @@ def _scheduler_config(deployment: Deployment) -> SchedulerConfig:
         prefiller_kv_tokens=deployment.prefiller_kv_tokens,
         deadline_ns=deployment.deadline_ns,
         pool_limit=deployment.pool_limit,
+        deep_pool=deployment.deep_pool,
         lease_ns=deployment.lease_ns,
         lease_margin_ns=deployment.lease_margin_ns,
         queue_ttl_ns=deployment.queue_ttl_ns,

@@ -236,9 +236,10 @@ def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
     fleet = Fleet(new_driver, **limits)
     leases, pace = fleet.scheduler.leases, fleet.scheduler.leases.pace
     assert pace is not None
+    loads = fleet.scheduler.ledger.loads
     for tick in range(400):  # A second each.
         assert leases.pool_limit == 24 or tick > 19
-        fleet.driver.at((1 + tick) * 10**9, Tick())
+        leases.observe(Tick(), [], loads, (1 + tick) * 10**9, waiting=True)
         for _ in range(10):
             pace.left(300)
     assert leases.pool_limit == pytest.approx(10 * wait_s, abs=2)
@@ -253,6 +254,19 @@ def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
         ({"lease_ns": LEASE_NS, "pool_limit": 3}, 3),
         ({"lease_ns": LEASE_NS, "ranks": 72}, 72),
         ({"lease_ns": LEASE_NS, "prefillers": 20}, 40),
+        # Half of the slots: what leaves in half of the usable lease, if all leave within it.
+        ({"lease_ns": LEASE_NS, "ranks": 8, "batch_limit": 16, "deep_pool": True}, 64),
+        ({"lease_ns": LEASE_NS, "ranks": 2, "batch_limit": 16, "deep_pool": True}, 24),
+        ({"lease_ns": 4 * LEASE_NS, "ranks": 8, "batch_limit": 92, "deep_pool": True}, 96),
+        (
+            {
+                "lease_ns": LEASE_NS,
+                "ranks": 2,
+                "deep_pool": True,
+                "rank_batch_limits": (64, 128),
+            },
+            96,
+        ),
     ],
 )
 def test_at_first_the_pool_feeds_every_rank_and_prefiller(

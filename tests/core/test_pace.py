@@ -37,11 +37,12 @@ class Site:
 
     def start(self, number: RequestId, now_ns: int, prefiller: int = 0) -> None:
         self.pace.observe(
-            Tick(), [StartPrefill(number, PrefillerId(prefiller), 100)], LOADS, now_ns
+            *(Tick(), [StartPrefill(number, PrefillerId(prefiller), 100)], LOADS, now_ns),
+            waiting=True,
         )
 
-    def hear(self, event: Event, now_ns: int) -> None:
-        self.pace.observe(event, [], LOADS, now_ns)
+    def hear(self, event: Event, now_ns: int, *, waiting: bool = True) -> None:
+        self.pace.observe(event, [], LOADS, now_ns, waiting=waiting)
 
 
 def test_a_prefillers_speed_is_its_tokens_over_the_time_in_which_it_was_busy() -> None:
@@ -96,11 +97,29 @@ def test_the_rate_of_departures_is_known_after_a_window() -> None:
         site.hear(Tick(), now_ns)
         if now_ns < WINDOW_NS:
             assert site.pace.departures_per_ns is None
+        if now_ns < 2 * WINDOW_NS:
+            assert site.pace.steady_departures_per_ns is None
         site.pace.left(10)
     # The last departure counts in full, and the time since it not at all.
     assert site.pace.departures_per_ns == pytest.approx(1 / 50, rel=0.06)
     site.hear(Tick(), 5_000 + WINDOW_NS)
     assert site.pace.departures_per_ns == pytest.approx(exp(-1) / 50, rel=0.06)
+    assert site.pace.steady_departures_per_ns == site.pace.departures_per_ns
+
+
+def test_while_no_request_waits_departures_say_nothing() -> None:
+    """An idle night does not make the pool shallow for those who come in the morning."""
+    site = Site()
+    for now_ns in range(0, 5_001, 50):
+        site.hear(Tick(), now_ns)
+        site.pace.left(10)
+    rate = site.pace.departures_per_ns
+    site.hear(Tick(), 5_001, waiting=False)
+    site.pace.left(10)
+    site.hear(Tick(), 100 * WINDOW_NS, waiting=False)
+    site.pace.left(10)
+    site.hear(Tick(), 200 * WINDOW_NS)
+    assert site.pace.departures_per_ns == pytest.approx(rate, rel=0.01)
 
 
 def test_tokens_that_leave_are_counted_by_step() -> None:
@@ -120,7 +139,7 @@ def test_a_step_is_learnt_with_the_load_of_the_heaviest_rank() -> None:
     site = Site()
     for step in range(200):
         site.pace.observe(
-            StepCompleted(1_000 + 30 * step), [], np.array([10 * step, step]), now_ns=step
+            *(StepCompleted(1_000 + 30 * step), [], np.array([10 * step, step]), step), waiting=True
         )
     assert site.pace.step_model.ns_per_token == pytest.approx(3.0)
 
@@ -128,5 +147,5 @@ def test_a_step_is_learnt_with_the_load_of_the_heaviest_rank() -> None:
 def test_a_step_that_was_not_measured_teaches_nothing() -> None:
     site = Site()
     for step in range(200):
-        site.pace.observe(StepCompleted(), [], np.array([10 * step, step]), now_ns=step)
+        site.pace.observe(*(StepCompleted(), [], np.array([10 * step, step]), step), waiting=True)
     assert site.pace.step_model.ns_per_token is None
