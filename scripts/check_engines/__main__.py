@@ -23,6 +23,8 @@ from environment import VLLM, mooncake_fault, prepare
 from fleet import Fleet
 from id_checks import IdChecks
 from kv_checks import KvChecks
+from locality_checks import LocalityChecks
+from pairing_checks import PairingChecks
 from pd_checks import Checks
 from trace_checks import TraceChecks
 
@@ -37,9 +39,8 @@ _MOONCAKE = {
     "kv_connector": "MooncakeConnector",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
-# Below those that systems give away.
-_LASTING_PORTS = range(12_000, 30_000)
 CONNECTORS = ("nixl", "mooncake", "nixl-dp")
+Group = Checks | TraceChecks | ClientChecks | KvChecks | IdChecks | LocalityChecks | PairingChecks
 
 
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
@@ -73,7 +74,7 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
             for rank in range(2)
         ]
 
-    first = free_port(2, among=_LASTING_PORTS)
+    first = free_port(2)
     kv_ports = (first, first + 1) if connector == "nixl" else None
 
     def order(name: str, role: str, parallel: list[str], **environment: str) -> Order:
@@ -105,12 +106,13 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
         )
-        groups: list[Checks | TraceChecks | ClientChecks | KvChecks | IdChecks] = [DpChecks(fleet)]
+        groups: list[Group] = [DpChecks(fleet)]
         if connector != "nixl-dp":
             # The last ones kill engines.
-            more: list[ClientChecks | KvChecks | IdChecks] = []
+            more: list[Group] = []
             if connector == "nixl":
-                more = [KvChecks(fleet), ClientChecks(fleet), IdChecks(fleet)]
+                more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
+                more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]
             groups = [TraceChecks(fleet), *more, Checks(fleet)]
         for group in groups:
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):

@@ -1,6 +1,8 @@
 """Answers of a real engine, reduced to what two engines must agree on, and compared."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from client import CLIENT
@@ -10,13 +12,20 @@ _CLOSE = 2e-3
 _OWN = ("id", "created", "system_fingerprint")
 
 
-def ask(url: str, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) -> Any:
+def ask(
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = 120.0,
+) -> Any:
     """Return what a request is answered: its object, or the list of its events' objects.
 
     Raises:
         AssertionError: The answer is an error, or a stream that does not end as it should.
     """
-    answer = CLIENT.post(f"{url}{path}", json=body, timeout=timeout_s)
+    answer = CLIENT.post(f"{url}{path}", json=body, headers=dict(headers), timeout=timeout_s)
     assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
     if not body.get("stream"):
         return answer.json()

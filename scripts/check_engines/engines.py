@@ -20,6 +20,8 @@ from environment import MODELS, VARIABLES, VENV
 # Three at once on two cores.
 _START_S = 900.0
 _END_S = 20.0
+# Below those that systems give away.
+_PORTS = iter(random.sample(range(12_000, 30_000, 4), 4_500))
 BLOCK_TOKENS = 32
 _COMMON = [
     "--dtype=float32",
@@ -33,6 +35,7 @@ _COMMON = [
     "--host=127.0.0.1",
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
+    "--enable-prompt-tokens-details",
 ]
 _ENVIRONMENT = VARIABLES | {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -40,7 +43,7 @@ _ENVIRONMENT = VARIABLES | {
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",
 }
-_SAMPLE = re.compile(r"(?P<name>[a-z_:]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)")
+_SAMPLE = re.compile(r"(?P<name>[a-z_:]+)(\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,7 @@ class Engine:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
-        total = 0.0
-        for line in CLIENT.get(f"{self.url}/metrics", timeout=10.0).text.splitlines():
-            sample = _SAMPLE.fullmatch(line)
-            if sample is not None and sample["name"] == name:
-                has = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"]))
-                if labels.items() <= has.items():
-                    total += float(sample["value"])
-        return total
+        return metric(self.url, name, **labels)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,20 +182,27 @@ def _ask_to_end(engines: Sequence[Engine]) -> None:
         engine.ask_to_end()
 
 
-def free_port(count: int = 1, *, among: range | None = None) -> int:
-    """Return the first of some ports in a row that nobody listens on.
+def metric(url: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of a metric at `url` that have these labels."""
+    total = 0.0
+    for line in CLIENT.get(f"{url}/metrics", timeout=10.0).text.splitlines():
+        sample = _SAMPLE.fullmatch(line)
+        if sample is not None and sample["name"] == name:
+            has = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"] or ""))
+            if labels.items() <= has.items():
+                total += float(sample["value"])
+    return total
 
-    Args:
-        count: How many.
-        among: Which ones. An engine listens a minute after it was told, and meanwhile any connection
-            may take one of those that the system gives away.
+
+def free_port(count: int = 1) -> int:
+    """Return the first of up to four ports in a row that nobody listens on, never the same twice.
+
+    An engine listens a minute after it was told, and meanwhile any connection may take a port of those
+    that the system gives away. So none of these is returned.
     """
     while True:
+        port = next(_PORTS)
         with ExitStack() as stack, suppress(OSError):
-            wanted = 0 if among is None else random.choice(among)
-            first = stack.enter_context(create_server(("127.0.0.1", wanted)))
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for further in range(1, count):
-                    stack.enter_context(create_server(("127.0.0.1", port + further)))
-                return port
+            for one in range(port, port + count):
+                stack.enter_context(create_server(("127.0.0.1", one)))
+            return port

@@ -36,6 +36,12 @@ class Proxy:
         state: dict[str, object] = CLIENT.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
         return state
 
+    def instances(self) -> list[dict[str, Any]]:
+        """Return /admin/instances."""
+        page = CLIENT.get(f"{self.admin_url}/admin/instances", timeout=10.0).json()
+        rows: list[dict[str, Any]] = page["instances"]
+        return rows
+
     def bound(self, engine: Engine) -> int:
         """Return how many requests there are on a decode engine."""
         state: Any = self.state()
