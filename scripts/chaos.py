@@ -31,6 +31,11 @@ def main() -> int:
         "--relays", type=int, default=0, metavar="N", help="as N relays and a scheduler process"
     )
     parser.add_argument("--kills", action="store_true", help="kill processes too")
+    parser.add_argument(
+        "--force",
+        choices=["locality"],
+        help="in every seed: prefix-aware choice, ranks that compute prompts, conversations, two versions",
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
     arguments = parser.parse_args()
     if arguments.log is not None and arguments.seed is None:
@@ -47,6 +52,7 @@ def main() -> int:
             requests=arguments.requests,
             relays=arguments.relays,
             kills=arguments.kills,
+            near=arguments.force == "locality",
         )
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)

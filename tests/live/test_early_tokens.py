@@ -295,6 +295,18 @@ def test_what_a_client_might_see_otherwise_waits_for_its_rank(
     assert without == with_it
 
 
+@pytest.mark.parametrize("path", STREAMS)
+def test_what_only_a_rank_refuses_has_no_early_token(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        # More than the context has room for; the prefiller is asked for one token.
+        values = STREAMS[path] | {"max_tokens": None, "min_tokens": 10**6}
+        exchange = await site.post(path, values)
+        assert (exchange.status, len(site.received("prefill"))) == (400, 1)
+        assert site.world.ended[0].outcome is Outcome.CLIENT_ERROR
+
+    play(scenario, flags=EARLY)
+
+
 @pytest.mark.parametrize("more", [{"n": 2, "temperature": 1}, {"echo": True}], ids=str)
 def test_what_one_engine_does_alone_has_no_early_token(play: "Play", more: dict[str, Any]) -> None:
     async def scenario(site: "Site") -> None:

@@ -50,6 +50,8 @@ def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] |
     """
     if shape.max_tokens == 1:
         return None  # A rank ends such an answer, and has the KV cache freed.
+    if shape.max_tokens is None and values.get("min_tokens"):
+        return None  # A rank refuses more than the context has room for; a prefiller is not asked.
     kept = continuable(shape, values, sampled=True)
     if kept is not None and care_of(kept) is not None:
         return None  # A stop string may begin in it; and its log-probabilities stand elsewhere.

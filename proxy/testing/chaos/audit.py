@@ -15,6 +15,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
+from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.world import World
 
@@ -159,6 +160,14 @@ def audit_decisions(world: World) -> list[str]:
         _counted(world.plane.metrics.render(), _FAILURE_LINE),
     )
     return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
+
+
+def audit_pairs(plan: Plan, world: World) -> list[str]:
+    """Return whether engines of two versions were paired although nothing hid their versions."""
+    mixed = world.fleet.stats()["mixed_pairs"]
+    if not mixed or mixed_pairs_allowed(plan.injections):
+        return []
+    return [f"pairs: {mixed} pulls from an engine of another version"]
 
 
 def _counted(page: bytes, pattern: re.Pattern[str]) -> Counter[str]:

@@ -251,8 +251,12 @@ class Client(asyncio.Protocol):
         head += b"x-request-id: %b\r\n" % request.request_id.encode()
         # Some requests are turns of conversations, whatever their prompts are.
         session = crc32(request.request_id.encode()) % _SESSIONS
-        if session % 2:
-            head += b"x-session-id: %d\r\n" % session
+        if request.session is not None:
+            name = request.session.encode()
+        else:
+            name = b"%d" % session if session % 2 else b""
+        if name:
+            head += b"x-session-id: %b\r\n" % name
         if request.key:
             head += b"authorization: Bearer %b\r\n" % request.key.encode()
         if request.deadline_ms is not None:

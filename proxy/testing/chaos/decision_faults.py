@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _NO_REQUEST = RequestId(-1)
 _NOT_TAKEN = "request {!r} was not taken from the pool, or is there twice"
 _NO_SLOT = "rank {!r} is closed or has no slot for request {}"
+_UNABLE = "rank {} cannot serve request {}"
 
 
 class DecisionFault(Enum):
@@ -109,10 +110,10 @@ class DecisionFaults:
         self.made[what] += 1
         return InjectedError(what)
 
-    def nonsense(self, what: str, text: str) -> None:
-        """Count an answer that must be refused with a text."""
+    def nonsense(self, what: str, *texts: str) -> None:
+        """Count an answer that must be refused with one of some texts."""
         self.made[what] += 1
-        self._texts.add(text)
+        self._texts.update(texts)
 
     def explains(self, record: "logging.LogRecord") -> bool:
         """Return whether the log tells just of a fault that was made here."""
@@ -165,7 +166,9 @@ class FaultyPolicy:
         if spoilt is None:  # There is nothing now to do wrong in this way.
             return good
         answer, text = spoilt
-        self._faults.nonsense("policy", text)
+        # Some ranks fit no prefiller that has the request's KV cache.
+        unable = (_UNABLE.format(one.rank, one.request) for one in answer)
+        self._faults.nonsense("policy", text, *unable)
         return answer
 
 

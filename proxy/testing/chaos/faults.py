@@ -52,6 +52,7 @@ class Injection:
         role: Of the engine.
         start_s: When it begins, from the beginning of the run.
         end_s: When it ends.
+        version: The one with which a killed engine comes back; empty for its own.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Injection:
     meddling: Meddling | None = None
     policy: str = ""
     lapse: Lapse | None = None
+    version: str = ""
 
     @property
     def usual(self) -> dict[str, Any]:

@@ -14,6 +14,12 @@ from balanceroute.proxy.testing.chaos.faults import (
     draw_injections,
     draw_lapses,
 )
+from balanceroute.proxy.testing.chaos.locality import (
+    with_locality,
+    with_near_engines,
+    with_talks,
+    with_updates,
+)
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
 from balanceroute.proxy.testing.chaos.world import WorldSettings
@@ -73,15 +79,16 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int, long: bool = False) -> Plan:
+def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = False) -> Plan:
     """Return the plan of a seed.
 
     Args:
         seed: Decides everything.
         requests: How many.
         long: Whether answers take so long that streams outlive a process.
+        near: Whether all that decides by where KV caches are is on, see `locality`.
     """
-    plan = _draw_plan(seed, requests, long=long)
+    plan = _draw_plan(seed, requests, long=long, near=near)
     tenants = draw_tenants(seed, plan.visits[-1].start_s)
     if tenants is None:
         return plan
@@ -92,16 +99,20 @@ def draw_plan(seed: int, *, requests: int, long: bool = False) -> Plan:
     return replace(plan, world=world, visits=visits, tenants=tenants)
 
 
-def _draw_plan(seed: int, requests: int, *, long: bool) -> Plan:
+def _draw_plan(seed: int, requests: int, *, long: bool, near: bool) -> Plan:
     rng = random.Random(seed)
     weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     engines = _engines(rng, long=long)
+    if near:
+        engines = with_near_engines(engines)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
     engines = _with_prefixes(seed, engines, flags)
     local = random.Random(f"local prefill {seed}")
     if CONNECTORS[engines.connector].ranks_prefill:
         flags["local_prefill_tokens"] = local.choice([None, None, 40, 100_000])
     flags |= _limits(random.Random(f"limits {seed}"))
+    if near:
+        engines = with_locality(seed, engines, flags)
     if weather is Weather.CALM:
         # An engine that has too much to do is slow, which is no fault.
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)
@@ -134,12 +145,16 @@ def _draw_plan(seed: int, requests: int, *, long: bool) -> Plan:
         )
     if weather is not Weather.CALM:
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
+    if near:
+        injections = with_updates(seed, injections)
     injections.sort(key=lambda one: (one.start_s, one.end_s))
     mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
     longest = rng.choice([10, 40, 100])
     mix = replace(mix, max_tokens=100 if long else longest)
     leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
     visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
+    if near:
+        visits = with_talks(seed, visits)
     return Plan(
         seed,
         weather,

@@ -6,7 +6,7 @@ is decided by the prompt.
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -59,6 +59,7 @@ class ClientRequest:
         forbidden: Whether the proxy refuses it in its own words.
         key: The API key that it presents; empty for none.
         deadline_ms: `X-Request-Deadline-Ms`; None for none.
+        session: `X-Session-Id`; empty for none, None for that of its request id.
     """
 
     number: int
@@ -69,6 +70,7 @@ class ClientRequest:
     forbidden: bool = False
     key: str = ""
     deadline_ms: int | None = None
+    session: str | None = None
 
     @property
     def stream(self) -> bool:
@@ -124,6 +126,19 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     path = CHAT if chat else COMPLETIONS
     body = _spell(rng, values)
     return ClientRequest(number, path, values, body, f"req-{number}", forbidden)
+
+
+def with_beginning(request: ClientRequest, text: str, *, session: str) -> ClientRequest:
+    """Return a request whose prompt begins with a text, if it is one text, and that names its session."""
+    values = dict(request.values)
+    prompt, messages = values.get("prompt"), values.get("messages")
+    if prompt and isinstance(prompt, str):
+        values["prompt"] = f"{text} {prompt}"
+    elif messages and isinstance(messages[0]["content"], str):
+        first = messages[0] | {"content": f"{text} {messages[0]['content']}"}
+        values["messages"] = [first, *messages[1:]]
+    body = _spell(random.Random(request.body), values)
+    return replace(request, values=values, body=body, session=session)
 
 
 def _words(rng: random.Random, number: int, mix: RequestMix) -> list[str]:

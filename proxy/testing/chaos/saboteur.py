@@ -104,6 +104,8 @@ class Saboteur:
                 if injection.changes.get("after_pull") is AfterPull.DEATH:
                     self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
             case Act.KILL:
+                if injection.version:
+                    world.versions[engine.name] = injection.version
                 self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
             case Act.SILENCE:
                 network.restore(engine.host, engine.port)

@@ -26,6 +26,7 @@ from balanceroute.proxy.testing.chaos.audit import (
     audit_leases,
     audit_metrics,
     audit_misreads,
+    audit_pairs,
     audit_proxy,
     audit_rest,
     audit_retries,
@@ -91,9 +92,11 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, requests: int, relays: int = 0, kills: bool = False) -> Report:
+def run_seed(
+    seed: int, *, requests: int, relays: int = 0, kills: bool = False, near: bool = False
+) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    plan = draw_plan(seed, requests=requests, long=kills)
+    plan = draw_plan(seed, requests=requests, long=kills, near=near)
     return run_plan(plan, relays=relays, kills=kills)
 
 
@@ -188,6 +191,7 @@ class Trial:
             report.violations += audit_decisions(world)
             report.violations += audit_retries(plan, world)
         report.violations += audit_lapses(world.ended)
+        report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
         oracle = Oracle(plan.world.engines)
         await oracle.start()
@@ -383,6 +387,7 @@ class Trial:
             for end, count in stats[kind].items():
                 counters[f"{kind} {end}"] += count
         counters["misreads"] += stats["misreads"]
+        counters["mixed pairs"] += stats["mixed_pairs"]
         counters["decision faults"] += world.decision_faults.made.total()
         report.virtual_s = self._loop.time() - self._begin_s
         traffic = self._loop.network.traffic

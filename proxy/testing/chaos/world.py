@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +64,7 @@ class World:
     Attributes:
         decision_faults: Of the policy and the predictor.
         ended: The requests that ended, in order.
+        versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
     """
 
     def __init__(
@@ -78,8 +79,11 @@ class World:
         self.journal = Journal(loop.time)
         self.ended: list[RequestRecord] = []
         self.decision_faults = DecisionFaults()
+        self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
-            settings.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=EPOCH_S
+            replace(settings.engines, engine_versions=self.versions),
+            rng=random.Random(rng.getrandbits(64)),
+            epoch_s=EPOCH_S,
         )
         self.proxy: Proxy
         self._settings = settings

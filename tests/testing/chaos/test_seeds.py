@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from balanceroute.proxy.live.processes.relay_desk import RelayDesk
 from balanceroute.proxy.live.scheduling.progress import Progress
+from balanceroute.proxy.testing.chaos.locality import VERSIONS
 from balanceroute.proxy.testing.chaos.plan import Weather, draw_plan
 from balanceroute.proxy.testing.chaos.summary import Summary
-from balanceroute.proxy.testing.chaos.trial import run_seed
+from balanceroute.proxy.testing.chaos.trial import run_plan, run_seed
 
 # Of every weather, and of every connector.
 SEEDS = range(12)
@@ -37,6 +39,39 @@ def test_a_seed_violates_nothing_though_processes_are_killed(seed: int) -> None:
     report = run_seed(seed, requests=REQUESTS, relays=2, kills=True)
     assert not report.violations, f"seed {seed}"
     assert report.faults["relay: is killed"] + report.faults["scheduler process: is killed"] > 0
+
+
+@pytest.mark.parametrize("seed", range(40, 43))
+def test_a_seed_violates_nothing_with_all_of_locality(seed: int) -> None:
+    report = run_seed(seed, requests=REQUESTS, near=True)
+    assert not report.violations, f"seed {seed}"
+    assert sum(report.outcomes.values()) > 0
+
+
+def test_locality_is_forced_in_every_seed() -> None:
+    plans = [draw_plan(seed, requests=REQUESTS, near=True) for seed in range(60)]
+    versions = [set(plan.world.engines.engine_versions.values()) for plan in plans]
+    assert all(VERSIONS[1] in one for one in versions)
+    assert {plan.world.flags["prefill_choice"] for plan in plans} == {"prefix-aware"}
+    assert all(plan.world.flags["local_prefill_tokens"] for plan in plans)
+    assert all(plan.world.engines.prefix_cache_tokens for plan in plans)
+    assert any(one.version for plan in plans for one in plan.injections)
+    # Most prompts begin as others of their conversation do, and not all are of a named one.
+    asked = [request for plan in plans for request in plan.requests]
+    assert sum(b"talk" in request.body for request in asked) > 0.6 * len(asked)
+    assert {bool(request.session) for request in asked} == {False, True}
+
+
+def test_a_pair_of_two_versions_is_found() -> None:
+    plan = next(
+        plan
+        for seed in range(60)
+        for plan in [draw_plan(seed, requests=REQUESTS, near=True)]
+        if plan.weather is Weather.CALM and plan.world.engines.connector == "nixl"
+    )
+    flags = {**plan.world.flags, "check_pairs": False, "local_prefill_tokens": None}
+    violations = run_plan(replace(plan, world=replace(plan.world, flags=flags))).violations
+    assert any(violation.startswith("pairs: ") for violation in violations)
 
 
 def test_what_a_killed_relay_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
