@@ -322,6 +322,19 @@ class PrefillerScraped(Struct, frozen=True):
     load: EngineLoad
 
 
+class OthersOnRank(Struct, frozen=True):
+    """A rank runs requests that this scheduler did not send there.
+
+    Attributes:
+        slots: Slots of those requests; 0 once there are none.
+        kv_tokens: What they hold; 0 if unknown.
+    """
+
+    rank: RankId
+    slots: int
+    kv_tokens: int
+
+
 class Tick(Struct, frozen=True):
     """Decide now. Feed every event that is due first, so that one decision sees them all."""
 
@@ -345,10 +358,17 @@ Event = (
     | PrefillerOpened
     | PrefillerPaired
     | PrefillerScraped
+    | OthersOnRank
     | Tick
 )
 InstanceEvent = (
-    RankClosed | RankOpened | PrefillerClosed | PrefillerOpened | PrefillerPaired | PrefillerScraped
+    RankClosed
+    | RankOpened
+    | PrefillerClosed
+    | PrefillerOpened
+    | PrefillerPaired
+    | PrefillerScraped
+    | OthersOnRank
 )
 
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import RankId
+from balanceroute.proxy.core.events import OthersOnRank, RankId
 from balanceroute.proxy.core.ledger import Ledger
+from balanceroute.proxy.core.others import Others
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.rank_speeds import LearnedSpeeds
 
@@ -23,10 +24,12 @@ class Ranks:
 
     Attributes:
         is_open: bool[G], whether each takes new requests.
+        others: What others have there; None if nobody else sends to any.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
+        self.others: Others | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._learned = _learned(config)
 
@@ -36,14 +39,31 @@ class Ranks:
         Raises:
             LifecycleError: The rank is unknown.
         """
-        if not 0 <= rank < len(self.is_open):
-            raise LifecycleError(f"rank {rank} is unknown: there are {len(self.is_open)}")
+        self._check_known(rank)
         self.is_open[rank] = is_open
+
+    def shared(self, event: OthersOnRank, ledger: Ledger, config: SchedulerConfig) -> None:
+        """Note what others have on a rank.
+
+        Raises:
+            LifecycleError: The rank is unknown.
+        """
+        rank = event.rank
+        self._check_known(rank)
+        if self.others is None:
+            self.others = Others(len(self.is_open))
+        limits = config.rank_batch_limits
+        batch = config.batch_limit if limits is None else limits[rank]
+        self.others.told(event, batch=batch, own=int(ledger.bound[rank]))
+        if not self.others.slots.any():
+            self.others = None
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Follow another configuration, with as many ranks or more; the new ones are open."""
         new = np.ones(config.ranks - len(self.is_open), np.bool_)
         self.is_open = np.concatenate([self.is_open, new])
+        if self.others is not None:
+            self.others.grow(config.ranks)
         self._unlimited = np.full(config.ranks, UNLIMITED)
         learned = _learned(config)
         # What was learned of the same ranks stays.
@@ -90,7 +110,7 @@ class Ranks:
         if beyond_batch is None:
             free_slots = self._unlimited.copy()
         else:
-            free_slots = free_slots_of(ledger, config, beyond_batch)
+            free_slots = self.free_slots(ledger, config, beyond_batch)
         free_slots *= self.is_open
         # Early binding ignores memory as well: what does not fit queues in the engine.
         if config.rank_kv_tokens is None or beyond_batch is None:
@@ -98,7 +118,7 @@ class Ranks:
         else:
             free_kv_tokens = config.rank_kv_tokens - ledger.loads
         # Copies: the policy may write to them while it decides.
-        return Fleet(
+        fleet = Fleet(
             self.is_open,
             ledger.loads.copy(),
             ledger.bound.copy(),
@@ -108,6 +128,24 @@ class Ranks:
             ledger.turnover,
             self.speeds(config),
         )
+        if self.others is not None:
+            fleet.share(self.others.slots, self.others.kv_tokens)
+        return fleet
+
+    def free_slots(
+        self, ledger: Ledger, config: SchedulerConfig, beyond_batch: int
+    ) -> "NDArray[np.int64]":
+        """Return the free slots, int64[G], of open and closed ranks."""
+        # One free slot admits a request of several, which may leave a rank overbooked.
+        limits = config.rank_batch_limits
+        slots = config.batch_limit if limits is None else np.array(limits)
+        if self.others is not None:
+            slots = np.minimum(slots, self.others.limits)
+        return np.maximum(slots + beyond_batch - ledger.bound, 0)
+
+    def _check_known(self, rank: RankId) -> None:
+        if not 0 <= rank < len(self.is_open):
+            raise LifecycleError(f"rank {rank} is unknown: there are {len(self.is_open)}")
 
 
 def repeated(speeds: tuple[float, ...], ranks: int) -> tuple[float, ...]:
@@ -119,13 +157,3 @@ def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:
     """Return what learns the speeds; None if nobody asks, or if there is nothing to compare."""
     asked = config.learn_speeds and config.rank_speeds is None
     return LearnedSpeeds(config.ranks) if asked and config.ranks > 1 else None
-
-
-def free_slots_of(
-    ledger: Ledger, config: SchedulerConfig, beyond_batch: int
-) -> "NDArray[np.int64]":
-    """Return the free slots, int64[G], of open and closed ranks."""
-    # One free slot admits a request of several, which may leave a rank overbooked.
-    limits = config.rank_batch_limits
-    slots = config.batch_limit if limits is None else np.array(limits)
-    return np.maximum(slots + beyond_batch - ledger.bound, 0)

@@ -50,7 +50,7 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
-from balanceroute.proxy.core.ranks import Ranks, free_slots_of
+from balanceroute.proxy.core.ranks import Ranks
 from balanceroute.proxy.core.switching import switch
 from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
 
@@ -143,7 +143,8 @@ class Scheduler:
 
     def free_slots(self) -> "NDArray[np.int64]":
         """Return the free slots, int64[G], of open and closed ranks; without a limit, of the batch."""
-        return free_slots_of(self.ledger, self.config, self.policy.slots_beyond_batch or 0)
+        beyond = self.policy.slots_beyond_batch or 0
+        return self.ranks.free_slots(self.ledger, self.config, beyond)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Process one event and return the actions to perform, in order.
@@ -199,6 +200,7 @@ class Scheduler:
                     prefillers=self.prefillers,
                     pool=self.pool,
                     requests=self.requests,
+                    ledger=self.ledger,
                     config=self.config,
                 )
                 return self._start_prefills(now_ns) if may_start else []

@@ -1,10 +1,11 @@
-"""Instances that open, close, or fit other ones than before."""
+"""Instances that open, close, fit other ones than before, or are shared with others."""
 
 from collections.abc import Mapping
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import (
     InstanceEvent,
+    OthersOnRank,
     PrefillerClosed,
     PrefillerOpened,
     PrefillerPaired,
@@ -13,6 +14,7 @@ from balanceroute.proxy.core.events import (
     RankOpened,
     RequestId,
 )
+from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
@@ -27,6 +29,7 @@ def switch(
     prefillers: Prefillers,
     pool: Pool,
     requests: Mapping[RequestId, Request],
+    ledger: Ledger,
     config: SchedulerConfig,
 ) -> bool:
     """Note what became of an instance; return whether prefills may start that could not before.
@@ -37,6 +40,9 @@ def switch(
     match event:
         case PrefillerScraped():
             return False  # It is for the choice of prefillers, which observes.
+        case OthersOnRank():
+            ranks.shared(event, ledger, config)
+            return False
         case RankClosed(rank) | RankOpened(rank):
             is_open = isinstance(event, RankOpened)
             ranks.set_open(rank, is_open)

@@ -57,6 +57,7 @@ from balanceroute.proxy.live.kept_orders import KeptOrders
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
+from balanceroute.proxy.live.scheduling.others_on_ranks import OthersOnRanks
 from balanceroute.proxy.live.settings.engines import DecodeServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
@@ -157,6 +158,7 @@ class Deployment:
         )
         self.discovery: Reconciler | None = None
         self.driver: Driver
+        self._others: OthersOnRanks
         self.pass_through: PassThrough
 
     async def start(self) -> None:
@@ -184,6 +186,11 @@ class Deployment:
                 "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
             )
         self.driver = self._make_driver(standing.inflight_limit)
+        self._others = OthersOnRanks(
+            self.instances,
+            lambda rank: int(self.driver.scheduler.ledger.bound[rank]),
+            self.driver.feed,
+        )
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
@@ -407,11 +414,13 @@ class Deployment:
 
     def _scraped(self, target: Target, gauges: EngineGauges) -> None:
         self.roster.scraped(target, gauges)
+        self._others.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             self.roster.loads_scraped(target, gauges)
 
     def _scrape_failed(self, target: Target, reason: str) -> None:
         self._metrics.engines.scrape_failed(target)
+        self._others.failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _pulled_late(self, target: Target, count: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.ranks import Ranks, free_slots_of, repeated
+from balanceroute.proxy.core.ranks import Ranks, repeated
 
 
 def test_the_loads_at_mean_speed_are_as_the_times_of_the_ranks() -> None:
@@ -32,8 +32,9 @@ def test_each_rank_has_the_slots_of_its_own_batch() -> None:
     ledger = Ledger(3)
     ledger.bind(RequestId(0), RankId(1), 10, slots=3)
     config = SchedulerConfig(3, 9, rank_batch_limits=(4, 2, 1))
-    assert free_slots_of(ledger, config, 0).tolist() == [4, 0, 1]
-    assert free_slots_of(ledger, config, 2).tolist() == [6, 1, 3]
+    ranks = Ranks(config)
+    assert ranks.free_slots(ledger, config, 0).tolist() == [4, 0, 1]
+    assert ranks.free_slots(ledger, config, 2).tolist() == [6, 1, 3]
 
 
 def test_speeds_repeat_over_the_ranks() -> None:

@@ -30,8 +30,8 @@ class Fleet:
 
     Attributes:
         is_open: bool[G], whether each rank takes new requests.
-        loads: int64[G], KV tokens of the bound requests.
-        bound: int64[G], slots of the bound requests.
+        loads: int64[G], KV tokens of the bound requests, and of those that others have there.
+        bound: int64[G], slots of the same.
         free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
         free_kv_tokens: int64[G], KV tokens that still fit.
         requests: Returns the bound requests, in O(requests); without those of this round.
@@ -40,6 +40,7 @@ class Fleet:
             all are equally fast.
         room_after: Admits an entry to a rank, and returns the KV tokens that then still fit; None if
             it takes its own.
+        others_kv_tokens: int64[G], what the requests of others hold; None if there are none.
     """
 
     is_open: NDArray[np.bool_]
@@ -51,6 +52,19 @@ class Fleet:
     turnover: Turnover = field(default_factory=Turnover)
     speeds: NDArray[np.float64] | None = None
     room_after: Callable[[int, PoolEntry], int] | None = None
+    others_kv_tokens: NDArray[np.int64] | None = None
+
+    def share(self, slots: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> None:
+        """Add what others have on the ranks; `free_slots` knows it already.
+
+        Args:
+            slots: int64[G], the slots of their requests.
+            kv_tokens: int64[G], what those hold.
+        """
+        self.others_kv_tokens = kv_tokens
+        self.loads += kv_tokens
+        self.bound += slots
+        self.free_kv_tokens = self.free_kv_tokens - kv_tokens
 
     def room(self, rank: int) -> int:
         """Return the KV tokens of the largest request that fits on `rank`; slots do not count.
@@ -102,7 +116,9 @@ class Fleet:
         if self.room_after is None:
             self.free_kv_tokens[rank] -= entry.kv_tokens
         else:
-            self.free_kv_tokens[rank] = self.room_after(rank, entry)
+            room = self.room_after(rank, entry)
+            shared = self.others_kv_tokens
+            self.free_kv_tokens[rank] = room if shared is None else room - int(shared[rank])
 
 
 def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bool_]) -> int | None:

@@ -197,6 +197,8 @@ class _Round:
         self._loads = loads
         self._believed = share * loads + (1.0 - share) * slots * self._mean
         self._full = ranks + fleet.free_slots[:, None] * self._mean
+        if fleet.others_kv_tokens is not None:
+            self._full += fleet.others_kv_tokens[:, None]
         self._places = {entry.request: place for place, entry in enumerate(entries)}
 
     def place_overdue(self, now_ns: int) -> None:

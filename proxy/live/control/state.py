@@ -153,7 +153,7 @@ def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
 def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
-    speeds = scheduler.ranks.speeds(scheduler.config)
+    speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.others
     return [
         RankState(
             rank=rank.id,
@@ -164,6 +164,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
             free_slots=int(free_slots[rank.id]),
+            others=0 if others is None else int(others.slots[rank.id]),
             speed=1.0 if speeds is None else float(speeds[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
             url=rank.target.url,

@@ -6,9 +6,10 @@ wanted are looked at, and a value that cannot be true refuses the page as a whol
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.core.events import EngineLoad
 
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A longer page is refused. One of vLLM 0.32 has 65 kB for each engine."""
@@ -52,6 +53,7 @@ class EngineGauges:
         waiting: Requests that wait, the mean over its engines; 0 if the page does not say.
         running: Requests that run, likewise.
         kv_tokens: KV tokens that an engine holds, of the smallest; None if the page does not say.
+        loads: How busy each of `engines` is.
     """
 
     kv_cache_usage: float
@@ -60,6 +62,7 @@ class EngineGauges:
     waiting: float = 0.0
     running: float = 0.0
     kv_tokens: int | None = None
+    loads: Mapping[str, EngineLoad] = field(default_factory=dict)
 
 
 def parse_engine_gauges(page: bytes) -> EngineGauges:
@@ -77,13 +80,19 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
     usages = [sample for name in _KV_CACHE_USAGE for sample in _samples(page, name, largest=1.0)]
     if not usages:
         raise MetricsPageError(f"{_KV_CACHE_USAGE[0].decode()} is missing")
+    waiting = dict(_samples(page, _WAITING, largest=_MAX_COUNT))
+    running = dict(_samples(page, _RUNNING, largest=_MAX_COUNT))
     return EngineGauges(
         kv_cache_usage=max(value for _, value in usages),
         late_pulls=_late_pulls(page),
         engines=frozenset(engine for engine, _ in usages),
-        waiting=_mean(page, _WAITING),
-        running=_mean(page, _RUNNING),
+        waiting=_mean(waiting),
+        running=_mean(running),
         kv_tokens=_kv_tokens(page),
+        loads={
+            engine: EngineLoad(waiting.get(engine, 0.0), running.get(engine, 0.0), usage)
+            for engine, usage in usages
+        },
     )
 
 
@@ -92,9 +101,8 @@ def _late_pulls(page: bytes) -> int | None:
     return int(sum(values)) if values else None
 
 
-def _mean(page: bytes, name: bytes) -> float:
-    values = [value for _, value in _samples(page, name, largest=_MAX_COUNT)]
-    return sum(values) / len(values) if values else 0.0
+def _mean(by_engine: Mapping[str, float]) -> float:
+    return sum(by_engine.values()) / len(by_engine) if by_engine else 0.0
 
 
 def kv_tokens_of(cache: Mapping[str, str]) -> int | None:

@@ -19,6 +19,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    OthersOnRank,
     PrefillDone,
     PrefillerPaired,
     PrefillLost,
@@ -55,6 +56,7 @@ _FREEING = frozenset(
         RequestCancelled,
         RequestRecomputed,
         RankOpened,
+        OthersOnRank,
         # What waits for ranks that its prefiller does not fit may have to go elsewhere.
         RankClosed,
         PrefillerPaired,

@@ -29,6 +29,11 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
     ("rank_bound_requests", "Requests bound to the rank.", attrgetter("bound")),
     ("rank_started_requests", "Requests that the rank decodes.", attrgetter("started")),
     ("rank_free_slots", "Slots that the rank has free.", attrgetter("free_slots")),
+    (
+        "rank_other_requests",
+        "Requests of others on the rank, as its engine tells.",
+        attrgetter("others"),
+    ),
     ("rank_speed_ratio", "Speed that the rank counts with, 1 on average.", attrgetter("speed")),
     ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
 )

@@ -25,6 +25,7 @@ class RankState:
     speed: float = 1.0  # Relative to the mean rank, as told or learned.
     quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
     url: str = ""  # Of its server.
+    others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from balanceroute.proxy.core.events import (
     Action,
     Admit,
     Event,
+    OthersOnRank,
     PrefillerClosed,
     PrefillerOpened,
     PrefillerPaired,
@@ -29,6 +30,7 @@ _NOT_OF_A_REQUEST = (
     PrefillerOpened,
     PrefillerPaired,
     PrefillerScraped,
+    OthersOnRank,
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from balanceroute.proxy.core.events import EngineLoad
 from balanceroute.proxy.live.engines.engine_gauges import (
     MAX_PAGE_BYTES,
     EngineGauges,
@@ -54,6 +55,7 @@ def test_a_page_of_vllm_is_understood() -> None:
         waiting=1.0,
         running=4.0,
         kv_tokens=16_384,
+        loads={"0": EngineLoad(1.0, 4.0, 0.0273972602739726)},
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.balance import Balance
 from balanceroute.proxy.core.events import RankId
@@ -50,7 +51,7 @@ class Round:
             ahead = fleet.loads.astype(np.float64)[:, None]
             persistence = np.ones(1)
         else:
-            ahead = projection.loads_ahead(fleet.loads)
+            ahead = _loads_ahead(projection, fleet)
             # One persistence for the whole round, the mean of the candidates: with one for each
             # request F would not depend on the sum alone, and the solvers could not be used.
             candidates = pool.first(settings.window)
@@ -115,3 +116,11 @@ class Round:
                 entry.request, entry.kv_tokens, entry.age, entry.slots
             )
         self.balance.admit(rank, contribution)
+
+
+def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
+    """Return float64[G, H + 1], the projected loads; of what others have nothing is known ahead."""
+    others = fleet.others_kv_tokens
+    if others is None:
+        return projection.loads_ahead(fleet.loads)
+    return np.asarray(projection.loads_ahead(fleet.loads - others) + others[:, None])

@@ -1,0 +1,128 @@
+"""What others have on the decode ranks: what the engines count there beyond this proxy's own requests.
+
+A page of metrics is a little older than this proxy's books, and an engine may run a request for a
+moment after its client has left. So of its own requests those count that it had at this reading or at
+the one before, whichever were more. While it has any, others count only once three readings in a row
+have told of some, and a change of theirs once two have. A proxy that is alone finds nothing.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, RankId
+from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
+from balanceroute.proxy.live.engines.instances import Instances, Rank, Role, Target
+from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
+
+_log = logging.getLogger(__name__)
+_UNKNOWN = 1 << 62
+_READINGS = 3  # Until others count.
+_CHANGED = 2  # Until other numbers of them do.
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The latest reading of one rank.
+
+    Attributes:
+        own: Slots of this proxy's requests then.
+        beyond: Slots beyond those of this proxy, at the latest readings, the last one last.
+        told: What the scheduler was told of last.
+        failed: Readings that failed since.
+    """
+
+    own: int = 0
+    beyond: tuple[int, ...] = (_UNKNOWN,) * _READINGS
+    told: int = 0
+    failed: int = 0
+
+
+class OthersOnRanks:
+    """Tells the scheduler what others have on each rank, at every reading while there is something.
+
+    Args:
+        instances: The engines.
+        own_slots: Returns the slots of this proxy's requests on a rank.
+        feed: Takes what there is to tell.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        own_slots: Callable[[RankId], int],
+        feed: Callable[[Event], None],
+    ) -> None:
+        self._instances = instances
+        self._own_slots = own_slots
+        self._feed = feed
+        self._readings: list[_Reading] = []
+        self._ranks: dict[Target, list[Rank]] = {}
+        self._shared = False  # As it was logged last.
+
+    def scraped(self, target: Target, gauges: EngineGauges) -> None:
+        """Take in what an engine says."""
+        for rank in self._ranks_of(target):
+            load = _load_of(rank, gauges)
+            if load is None:
+                continue
+            reported = round(load.running + load.waiting)
+            others = self._others(rank.id, reported)
+            kv_tokens = 0
+            if others and gauges.kv_tokens is not None:
+                kv_tokens = round(load.kv_usage * gauges.kv_tokens * others / reported)
+            self._tell(rank, others, kv_tokens)
+
+    def failed(self, target: Target) -> None:
+        """Note that an engine could not be read; what it told holds for some readings."""
+        for rank in self._ranks_of(target):
+            reading = self._readings[rank.id]
+            reading.failed += 1
+            if reading.failed >= STALE_INTERVALS:
+                reading.beyond = (_UNKNOWN,) * _READINGS
+                self._tell(rank, 0, 0)
+
+    def _others(self, rank: RankId, reported: int) -> int:
+        reading, own = self._readings[rank], self._own_slots(rank)
+        most = max(own, reading.own)
+        beyond = max(0, reported - most)
+        reading.own, reading.beyond, reading.failed = own, (*reading.beyond[1:], beyond), 0
+        if not most:
+            return beyond
+        latest = reading.beyond[-_CHANGED:] if reading.told else reading.beyond
+        # Between the least and the most of them it may be as before.
+        return min(max(reading.told, min(latest)), max(latest))
+
+    def _tell(self, rank: Rank, slots: int, kv_tokens: int) -> None:
+        reading = self._readings[rank.id]
+        if not slots and not reading.told:
+            return
+        reading.told = slots
+        self._feed(OthersOnRank(rank.id, slots, kv_tokens))
+        shared = any(one.told for one in self._readings)
+        if shared != self._shared:
+            self._shared = shared
+            message = "others send to the decode ranks too: their slots are shared"
+            fields = {"fields": {"rank": rank.name, "requests": slots}}
+            _log.warning(message if shared else "no others send to the decode ranks", extra=fields)
+
+    def _ranks_of(self, target: Target) -> list[Rank]:
+        """Return the ranks of a decode engine."""
+        if target.role is not Role.DECODE:
+            return []
+        # Their numbers are never used again, so that there are new ones only if there are more.
+        ranks = self._instances.ranks
+        if len(self._readings) < len(ranks):
+            self._readings += [_Reading() for _ in range(len(ranks) - len(self._readings))]
+            self._ranks.clear()
+        if target not in self._ranks:
+            self._ranks[target] = [rank for rank in ranks if rank.target == target]
+        return self._ranks[target]
+
+
+def _load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
+    """Return what a page tells of a rank; None if it does not tell the ranks apart."""
+    if rank.header is not None:
+        return gauges.loads.get(rank.header.decode())
+    # It may have any number: that in its data-parallel group.
+    return next(iter(gauges.loads.values())) if len(gauges.loads) == 1 else None

@@ -1,0 +1,80 @@
+"""How a rank's slots are shared with others."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import OthersOnRank, RankId, RequestId
+from balanceroute.proxy.core.ledger import Ledger
+from balanceroute.proxy.core.others import own_limit
+from balanceroute.proxy.core.ranks import Ranks
+
+BATCH = 64
+
+
+def shares(own: int, others: int, *, readings: int = 40) -> Iterator[tuple[int, int]]:
+    """Yield what two saturated proxies have, a quarter of whose requests end between two readings."""
+    for _ in range(readings):
+        limits = own_limit(BATCH, others, own), own_limit(BATCH, own, others)
+        own = max(own - own // 4, min(own, limits[0])) if limits[0] < own else limits[0]
+        others = (
+            max(others - others // 4, min(others, limits[1])) if limits[1] < others else limits[1]
+        )
+        yield own, others
+
+
+@pytest.mark.parametrize(("own", "others"), [(64, 1), (63, 1), (40, 8), (10, 10), (1, 63)])
+def test_two_end_with_half_each_and_never_have_more_than_the_batch(own: int, others: int) -> None:
+    seen = list(shares(own, others))
+    assert max(map(sum, seen)) <= BATCH + 1
+    assert seen[-1] == (BATCH // 2, BATCH // 2)
+
+
+def test_two_that_both_filled_a_rank_give_half_of_it_back() -> None:
+    seen = list(shares(BATCH, BATCH))
+    assert [sum(one) for one in seen] == sorted([sum(one) for one in seen], reverse=True)
+    assert seen[-1] == (BATCH // 2, BATCH // 2)
+
+
+@pytest.mark.parametrize("batch", range(1, 20))
+def test_one_slot_is_always_its_own(batch: int) -> None:
+    for others in range(1, 3 * batch):
+        for own in range(3 * batch):
+            assert 1 <= own_limit(batch, others, own) <= batch
+
+
+def test_what_others_have_counts_until_it_is_gone() -> None:
+    config = SchedulerConfig(2, 8, rank_kv_tokens=1_000)
+    ledger, ranks = Ledger(2), Ranks(config)
+    ledger.bind(RequestId(0), RankId(1), 100)
+    before = ranks.fleet(ledger, config, 0)
+    assert before.others_kv_tokens is None
+    ranks.shared(OthersOnRank(RankId(1), 4, 300), ledger, config)
+    fleet = ranks.fleet(ledger, config, 0)
+    assert fleet.loads.tolist() == [0, 400]
+    assert fleet.bound.tolist() == [0, 5]
+    assert fleet.free_slots.tolist() == [8, 2]  # Half of the four that are free, and its own.
+    assert fleet.free_kv_tokens.tolist() == [1_000, 600]
+    assert ledger.loads.tolist() == [0, 100]
+    ranks.reconfigure(SchedulerConfig(3, 8, rank_kv_tokens=1_000))
+    ledger = Ledger(3)
+    assert ranks.fleet(ledger, config, 0).free_slots.tolist() == [8, 3, 8]
+    ranks.shared(OthersOnRank(RankId(1), 0, 0), ledger, config)
+    assert ranks.others is None
+    assert np.array_equal(ranks.fleet(ledger, config, 0).free_slots, [8, 8, 8])
+
+
+def test_each_rank_is_shared_by_its_own_batch() -> None:
+    config = SchedulerConfig(2, 9, rank_batch_limits=(9, 4))
+    ledger, ranks = Ledger(2), Ranks(config)
+    ranks.shared(OthersOnRank(RankId(1), 4, 0), ledger, config)
+    assert ranks.free_slots(ledger, config, 0).tolist() == [9, 1]
+
+
+def test_an_unknown_rank_is_refused() -> None:
+    config = SchedulerConfig(2, 1)
+    with pytest.raises(LifecycleError, match="rank 2 is unknown"):
+        Ranks(config).shared(OthersOnRank(RankId(2), 1, 0), Ledger(2), config)
