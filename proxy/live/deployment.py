@@ -120,7 +120,7 @@ class Deployment:
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
-        heard = any(one.kv_events is not None for one in config.prefillers)
+        heard = config.hears_kv_events
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
         connector, active = config.engines.connector, config.engines.check_pairs
         self.roster = Roster(
@@ -158,7 +158,6 @@ class Deployment:
         )
         self.discovery: Reconciler | None = None
         self.driver: Driver
-        self._others: OthersOnRanks
         self.pass_through: PassThrough
 
     async def start(self) -> None:
@@ -233,8 +232,8 @@ class Deployment:
                 "KV events",
                 partial(
                     follow_kv_events,
-                    self.instances,
-                    self.config.prefillers,
+                    self.roster,
+                    self.config.engines,
                     subscribe=subscribed(self._environment),
                     lost=self._metrics.engines.kv_events_lost,
                 ),

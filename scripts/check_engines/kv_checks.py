@@ -77,8 +77,8 @@ class KvChecks:
         """Follow the prefiller's events in a thread of its own."""
         events, replay = self._prefiller.kv_addresses
         feed, ended = KvFeed(blocks, _P, replays=True), threading.Event()
-        source = Source(feed, events, replay, lambda: not ended.is_set(), lambda _: None)
-        thread = threading.Thread(target=lambda: asyncio.run(_follow(source)))
+        source = Source(feed, events, replay, lambda: True, lambda _: None)
+        thread = threading.Thread(target=lambda: asyncio.run(_follow(source, ended)))
         thread.start()
         try:
             yield
@@ -87,8 +87,13 @@ class KvChecks:
             thread.join()
 
 
-async def _follow(source: Source) -> None:
-    await subscribe([source])
+async def _follow(source: Source, ended: threading.Event) -> None:
+    sources = asyncio.Queue[Source]()
+    sources.put_nowait(source)
+    following = asyncio.create_task(subscribe(sources))
+    await asyncio.to_thread(ended.wait)
+    following.cancel()
+    await asyncio.wait([following])
 
 
 def _prompt(rng: random.Random, family: int) -> list[int]:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,7 +95,9 @@ def test_the_index_follows_a_prefiller_through_its_life(make_exchanged: "MakeExc
             lost: list[str] = []
             ((events, replay), _) = fleet.kv_addresses
             source = Source(feed, events, replay, lambda: True, lost.append)
-            task = asyncio.create_task(subscribe([source]))
+            sources = asyncio.Queue[Source]()
+            sources.put_nowait(source)
+            task = asyncio.create_task(subscribe(sources))
             try:
                 # What was published before it listened.
                 await until(lambda: blocks.blocks(P) == 12 and follows())
@@ -159,6 +162,65 @@ def test_a_proxy_finds_what_others_had_computed(
                     # Elsewhere it would have been stored once more.
                     held = fleet._prefillers[fleet.engines[1 - place]]._caches._caches[0]
                     assert held.leading(hashed(prompt(seed, 8))) == 0
+
+    play(main())
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_prefillers_that_come_and_go_are_followed(
+    make_exchanged: "MakeExchanged", tmp_path: Path, found: bool
+) -> None:
+    async def main() -> None:
+        async with engines() as fleet:
+            first, second = fleet.prefill_urls
+            listed, addresses = tmp_path / "engines.toml", fleet.kv_addresses
+            engine = Client(fleet.engines[1].port, make_exchanged)
+            assert (await engine.post(COMPLETIONS, request(prompt(2, 8)))).status == 200
+            engine.close()
+            listed.write_text("")
+            words = ["--prefill-choice", "prefix-aware", "--kv-block-tokens", str(BLOCK)]
+            words += ["--kv-events", addresses[0][0], "--kv-replay", addresses[0][1]]
+            if found:
+                words += ["--discover", f"file:{listed}", "--discover-interval-s", "0.1"]
+                words += ["--discover-hold-s", "0"]
+            else:
+                ports = [one.rpartition(":")[2] for one in addresses[1]]
+                words += ["--kv-events-port", ports[0], "--kv-replay-port", ports[1]]
+            async with serving(make_exchanged, [first], fleet.decode_urls, *words) as served:
+
+                async def come() -> None:
+                    events, replay = addresses[1]
+                    told = f'url = "{second}"\nkv_events = "{events}"\nkv_replay = "{replay}"\n'
+                    if found:
+                        listed.write_text(f"[[prefill]]\n{told}")
+                    else:
+                        await order("", role="prefill", url=second)
+
+                async def go() -> None:
+                    listed.write_text("")
+                    if not found:
+                        await order("/remove", role="prefill", url=second)
+
+                async def order(path: str, **values: object) -> None:
+                    answer = await served.admin.post(f"/admin/instances{path}", values)
+                    assert answer.status == 200, answer.body
+
+                async def served_by_the_second() -> bool:
+                    held = fleet._prefillers[fleet.engines[0]]._caches._caches[0]
+                    answer = await served.client.post(COMPLETIONS, request(prompt(2, 8)))
+                    assert answer.status == 200
+                    return held.leading(hashed(prompt(2, 8))) == 0
+
+                await until_known(served, [0])
+                await come()
+                # What it had computed before it was there.
+                await until_known(served, [0, 8])
+                assert await served_by_the_second()
+                await go()
+                await until_known(served, [0, 0])
+                await come()
+                await until_known(served, [0, 0, 8])
+                assert await served_by_the_second()
 
     play(main())
 

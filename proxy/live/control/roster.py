@@ -7,6 +7,7 @@ itself cannot disagree.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -196,7 +197,16 @@ class Roster:
             self.instances.ranks.append(rank)
         return target
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
+    ) -> None:
         """Add an instance while the proxy serves, or take a draining one back.
 
         Args:
@@ -204,6 +214,8 @@ class Roster:
             url: Its address.
             ranks: The number of a decode server's ranks; None to ask it.
             bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+            kv_events: Where a prefiller publishes its KV cache events; None if it does not say.
+            kv_replay: Where it sends them again; likewise.
 
         Raises:
             ConfigError: An address is none, something is said of an instance that it cannot have,
@@ -221,7 +233,8 @@ class Roster:
             if ranks is not None:
                 raise ConfigError("only decode servers have ranks")
             own = None if bootstrap is None else EngineUrl.parse(bootstrap)
-            self.enlist_prefiller(prefill_server(address, own, self._connector))
+            server = prefill_server(address, own, self._connector)
+            self.enlist_prefiller(replace(server, kv_events=kv_events, kv_replay=kv_replay))
         else:
             if bootstrap is not None:
                 raise ConfigError("only prefillers have bootstrap servers")
@@ -231,9 +244,9 @@ class Roster:
                 if self._take_back(target):  # It was added while it was asked.
                     await self.pairing.ask()
                     return
-            server = DecodeServer(address, known)
-            self.servers[target] = server if ranks else DecodeServer(address, discover=True)
-            self._enlist_ranks(server)
+            decoder = DecodeServer(address, known)
+            self.servers[target] = decoder if ranks else DecodeServer(address, discover=True)
+            self._enlist_ranks(decoder)
         self._reconfigure()
         self._driver.grown()
         self._watch(target)

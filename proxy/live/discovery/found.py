@@ -14,6 +14,8 @@ class Found:
     Attributes:
         ranks: The ranks of a decode server; None to ask it.
         bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        kv_events: Where a prefiller publishes its KV cache events; None if its source does not say.
+        kv_replay: Where it sends them again; likewise.
         ready: Whether it serves already. One that is registered stays so either way.
         leaving: Whether it is about to end.
     """
@@ -21,6 +23,8 @@ class Found:
     target: Target
     ranks: int | None = None
     bootstrap: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
     ready: bool = True
     leaving: bool = False
 

@@ -40,7 +40,16 @@ class Engines(Protocol):
     def sessions_on(self, target: Target) -> Collection[object]:
         """Return the requests in flight on an instance."""
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
+    ) -> None:
         """Add an instance, or take a draining one back. Raises ConfigError, ConflictError."""
 
     def drain(self, role: Role, url: str) -> None:
@@ -170,7 +179,14 @@ class Reconciler:
                 ranks = await self._ask(EngineUrl.parse(target.url))
             self.owned.add(target)
             self.leaving.discard(target)
-            await self._engines.add(target.role, target.url, ranks=ranks, bootstrap=found.bootstrap)
+            await self._engines.add(
+                target.role,
+                target.url,
+                ranks=ranks,
+                bootstrap=found.bootstrap,
+                kv_events=found.kv_events,
+                kv_replay=found.kv_replay,
+            )
         except ConflictError:
             if not was_owned:
                 self.owned.discard(target)  # It was added by order meanwhile.

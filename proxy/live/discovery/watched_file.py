@@ -9,6 +9,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.discovery.found import Found
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.topologies import TopologyError, read_engine_list
 
 if TYPE_CHECKING:
@@ -59,7 +60,13 @@ def read_view(path: Path) -> "View":
     """
     prefill, decode = read_engine_list(path)
     found = [
-        Found(_target(path, Role.PREFILL, one.url), bootstrap=one.bootstrap) for one in prefill
+        Found(
+            _target(path, Role.PREFILL, one.url),
+            bootstrap=one.bootstrap,
+            kv_events=_event_address(path, one.kv_events),
+            kv_replay=_event_address(path, one.kv_replay),
+        )
+        for one in prefill
     ]
     for one in decode:
         ids = one.rank_ids or (0,)
@@ -68,6 +75,13 @@ def read_view(path: Path) -> "View":
         ranks = None if one.discover else len(ids)
         found.append(Found(_target(path, Role.DECODE, one.url), ranks))
     return {one.target: one for one in found}
+
+
+def _event_address(path: Path, word: str | None) -> str | None:
+    try:
+        return None if word is None else event_address(word)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: an address of KV cache events {error}") from None
 
 
 def _target(path: Path, role: Role, word: str) -> Target:

@@ -8,13 +8,17 @@ is known. So whatever comes, no more is lost than what it has cached.
 Source: https://github.com/vllm-project/vllm, ZmqEventPublisher at v0.32.0.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.live.engines.kv_event_batch import KvEventError, apply
+
+if TYPE_CHECKING:
+    import asyncio
 
 _DIGEST_BYTES = 16
 
@@ -114,6 +118,10 @@ class KvFeed:
         self._overlap = self._last is not None
         return not anew
 
+    def end(self) -> None:
+        """Know nothing of the prefiller any more: it is gone."""
+        self._blocks.forget(self._prefiller)
+
     def _lost(self, reason: str, number: int, payload: bytes) -> bool:
         if self._replays:
             return True
@@ -156,8 +164,8 @@ class Source:
     lost: Callable[[str], None]
 
 
-# Takes the events of all sources until it is cancelled.
-Subscribe = Callable[[Sequence[Source]], Awaitable[None]]
+# Takes the events of all sources that come, until it is cancelled.
+Subscribe = Callable[["asyncio.Queue[Source]"], Coroutine[None, None, None]]
 
 
 def _digest(payload: bytes) -> bytes:

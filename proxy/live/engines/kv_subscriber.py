@@ -6,7 +6,6 @@ number. What is lost by that is noticed by its number; see `KvFeed`.
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -32,13 +31,13 @@ _NUMBER_BYTES = 8
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-async def subscribe(sources: Sequence[Source]) -> None:
-    """Take the events of all prefillers until cancelled."""
+async def subscribe(sources: asyncio.Queue[Source]) -> None:
+    """Take the events of all prefillers that come, until cancelled."""
     context = zmq.asyncio.Context()
     try:
         async with asyncio.TaskGroup() as tasks:
-            for source in sources:
-                tasks.create_task(_Subscriber(context, source).run())
+            while True:
+                tasks.create_task(_Subscriber(context, await sources.get()).run())
     finally:
         context.destroy(linger=0)
 
@@ -78,6 +77,7 @@ class _Subscriber:
             subscriber.disable_monitor()
             monitor.close(0)
             subscriber.close(0)
+        self._feed.end()
 
     async def _changed(self, change: Any) -> None:
         if change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -122,6 +122,12 @@ class ProxyConfig:
         assert self.times.queue_ttl_s is not None, "make_config replaces it"
         return self.aimd.too_long(self.times.queue_ttl_s, self.times.pool_ttl_s)
 
+    @property
+    def hears_kv_events(self) -> bool:
+        """Whether prefillers tell what they have cached, also those that are added later."""
+        named = any(one.kv_events is not None for one in self.prefillers)
+        return named or self.engines.kv_events_port is not None
+
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks and P prefillers."""
         pool_limit, deadline_s = self.scheduling.pool_limit, self.times.pool_deadline_s

@@ -145,7 +145,7 @@ def _configured(
     _check_admin(given, listening, credentials.admin_token)
     scheduling = given.read(SchedulingSettings)
     _check_scheduling(given, scheduling, engines)
-    _check_kv_events(prefillers, scheduling)
+    _check_kv_events(prefillers, engines, scheduling)
     aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
@@ -372,8 +372,12 @@ def _limits(given: Given) -> ExchangeLimits:
 # Scheduling.
 
 
-def _check_kv_events(prefillers: "Iterable[PrefillServer]", scheduling: SchedulingSettings) -> None:
-    if all(one.kv_events is None for one in prefillers):
+def _check_kv_events(
+    prefillers: "Iterable[PrefillServer]", engines: EngineSettings, scheduling: SchedulingSettings
+) -> None:
+    if engines.kv_replay_port is not None and engines.kv_events_port is None:
+        raise ConfigError("--kv-replay-port: needs --kv-events-port too")
+    if engines.kv_events_port is None and all(one.kv_events is None for one in prefillers):
         return
     if scheduling.prefill_choice not in USING_EVENTS:
         choices = " or ".join(sorted(USING_EVENTS))

@@ -94,6 +94,17 @@ class EngineSettings:
     connector: str = choice(
         "nixl", "how the engines move KV caches", words(CONNECTORS), at_top=True
     )
+    kv_events_port: int | None = integer(
+        None,
+        "the port at which a prefiller publishes its KV cache events, of each that names no address for "
+        "them, as those that are found do not",
+        1,
+        65_535,
+        metavar="PORT",
+    )
+    kv_replay_port: int | None = integer(
+        None, "the port at which it sends them again", 1, 65_535, metavar="PORT"
+    )
     kv_block_tokens: int = integer(
         16, "with --kv-events, tokens of the prefillers' KV blocks (--block-size)", 1, 4_096
     )

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
+from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from balanceroute.proxy.live.settings.declared import EngineAddresses
+    from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
     from balanceroute.topologies import Topology
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
@@ -32,6 +33,15 @@ class PrefillServer:
     bootstrap: EngineUrl | None = None
     kv_events: str | None = None
     kv_replay: str | None = None
+
+    def event_addresses(self, ports: "EngineSettings") -> tuple[str | None, str | None]:
+        """Return `kv_events` and `kv_replay`, by the ports of the settings if it names neither."""
+        if self.kv_events is not None:
+            return self.kv_events, self.kv_replay
+        return self._at(ports.kv_events_port), self._at(ports.kv_replay_port)
+
+    def _at(self, port: int | None) -> str | None:
+        return None if port is None else f"tcp://{bracketed(self.url.host)}:{port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """KV cache events of emulated prefillers in virtual time, where ZeroMQ cannot be."""
 
 import asyncio
-from collections.abc import Sequence
 
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.kv_log import KvLog
@@ -21,11 +20,11 @@ class KvLink:
     def __init__(self, fleet: EmulatedFleet) -> None:
         self._fleet = fleet
 
-    async def subscribe(self, sources: Sequence[Source]) -> None:
-        """Take the events of all sources until cancelled."""
+    async def subscribe(self, sources: asyncio.Queue[Source]) -> None:
+        """Take the events of all sources that come, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for source in sources:
-                tasks.create_task(self._follow(source))
+            while True:
+                tasks.create_task(self._follow(await sources.get()))
 
     async def _follow(self, source: Source) -> None:
         engine = self._fleet.engines[int(source.events.rpartition(":")[2]) - 1]
@@ -54,6 +53,7 @@ class KvLink:
         finally:
             if heard is not None:
                 heard.listeners.remove(listen)
+        source.feed.end()
 
 
 def _catch_up(source: Source, log: KvLog) -> None:

@@ -41,7 +41,16 @@ class Engines:
     def sessions_on(self, target: Target) -> Collection[object]:
         return [object()] if target in self.busy else []
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
+    ) -> None:
         del bootstrap
         target = Target(role, url)
         await asyncio.sleep(0)
