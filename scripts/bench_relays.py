@@ -21,7 +21,6 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.channel import Channel
@@ -50,11 +49,9 @@ def _request(number: int) -> Messages:
     """Return what one request makes a relay send."""
     return [
         from_relay.Arrival(number, _SHAPE, None, 0, None, "", (), _RECORD),
-        from_relay.PrefillDone(number, 1, 3000, 10**18, pulls=True),
+        from_relay.PrefillDone(number, 1, 3000, 10**18, pulls=True, emitted=0),
         from_relay.DecodeStarted(number, 2, 0),
-        from_relay.PullSucceeded(PrefillerId(1), RankId(9)),
-        from_relay.Ended(number, 2, "finished"),
-        from_relay.SessionEnded(number, _RECORD),
+        from_relay.SessionEnded(number, _RECORD, "finished"),
     ]
 
 
@@ -65,7 +62,7 @@ def _progress(streams: int) -> Messages:
 
 
 def _one(_: int) -> Messages:
-    return [from_relay.PrefillDone(7, 1, 3000, 10**18, pulls=True)]
+    return [from_relay.PrefillDone(7, 1, 3000, 10**18, pulls=True, emitted=0)]
 
 
 # By name: what a frame has, and how many pieces of work that is.

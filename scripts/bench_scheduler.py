@@ -30,9 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.deployment import Deployment
-from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.processes import from_relay, to_relay
@@ -163,7 +161,6 @@ class Relay:
         self._timers = 0
         self._rows: dict[int, int] = {}
         self._taken: dict[int, int] = {}
-        self._prefiller: dict[int, int] = {}
         rows = 4 * load.streams
         # By row: the step at which the stream began, its length, and the tokens told.
         self._number = np.full(rows, -1)
@@ -222,33 +219,26 @@ class Relay:
                     self._rows[number] = row
                 case to_relay.Refused(number):
                     raise AssertionError(f"request {number} was refused: {message}")
-                case to_relay.StartPrefill(number, _, prefiller):
+                case to_relay.StartPrefill(number):
                     self._taken[number] += 1
-                    self._later(PREFILL_S, partial(self._prefilled, number, prefiller))
-                case to_relay.StartDecode(number, _, rank):
+                    self._later(PREFILL_S, partial(self._prefilled, number))
+                case to_relay.StartDecode(number):
                     self._taken[number] += 1
-                    self._later(TRANSFER_S, partial(self._begin, number, rank))
+                    self._later(TRANSFER_S, partial(self._begin, number))
                 case _:
                     pass
         self.spent_s += time.thread_time() - begin_s
 
-    def _prefilled(self, number: int, prefiller: int) -> None:
-        url = f"http://127.0.0.1:{1_000 + prefiller}"
+    def _prefilled(self, number: int) -> None:
         lease_ns = round(1e9 * (self._loop.time() + 30.0))
-        self._out += [
-            from_relay.LegSucceeded(Role.PREFILL, url),
-            from_relay.PromptCounted(number, PROMPT_TOKENS),
-            from_relay.PrefillDone(number, self._taken[number], PROMPT_TOKENS, lease_ns, True),
-        ]
-        self._prefiller[number] = prefiller
+        taken = self._taken[number]
+        self._out.append(
+            from_relay.PrefillDone(number, taken, PROMPT_TOKENS, lease_ns, pulls=True, emitted=0)
+        )
 
-    def _begin(self, number: int, rank: int) -> None:
-        row, prefiller = self._rows[number], self._prefiller.pop(number)
-        self._out += [
-            from_relay.LegSucceeded(Role.DECODE, "http://127.0.0.1:2000"),
-            from_relay.PullSucceeded(PrefillerId(prefiller), RankId(rank)),
-            from_relay.DecodeStarted(number, self._taken[number], 0),
-        ]
+    def _begin(self, number: int) -> None:
+        row = self._rows[number]
+        self._out.append(from_relay.DecodeStarted(number, self._taken[number], 0))
         mean = self._load.streams / self._load.requests * self._load.steps
         self.streams += 1
         self._number[row] = number
@@ -277,12 +267,8 @@ class Relay:
         record.output_tokens = output_tokens
         record.admitted_ns = record.first_token_ns = record.arrived_ns
         record.ended_ns = record.arrived_ns + 1_000_000_000
-        taken = self._taken.pop(number)
-        self._out += [
-            from_relay.Ended(number, taken, "finished"),
-            from_relay.SessionEnded(number, record),
-        ]
-        del self._rows[number]
+        self._out.append(from_relay.SessionEnded(number, record, "finished"))
+        del self._rows[number], self._taken[number]
         self.live -= 1
         self.streams -= 1
 

@@ -111,13 +111,20 @@ class Live(Struct, frozen=True, array_like=True, tag=3):
 
 
 class PrefillDone(Struct, frozen=True, array_like=True, tag=4):
-    """See `events.PrefillDone`; `pulls` says whether a rank is to pull a KV cache."""
+    """See `events.PrefillDone`. The prefiller answered.
+
+    Attributes:
+        pulls: Whether a rank is to pull a KV cache.
+        emitted: Tokens of earlier bindings, of all sequences. If there are none, the prompt is
+            counted by this.
+    """
 
     number: int
     taken: int
     prompt_tokens: int
     lease_expires_ns: int | None
     pulls: bool
+    emitted: int
 
 
 class PrefillLost(Struct, frozen=True, array_like=True, tag=5):
@@ -138,7 +145,10 @@ class DecodeLost(Struct, frozen=True, array_like=True, tag=6):
 
 
 class DecodeStarted(Struct, frozen=True, array_like=True, tag=7):
-    """See `events.DecodeStarted`; `emitted` are the tokens of earlier bindings, of all sequences."""
+    """See `events.DecodeStarted`; `emitted` are the tokens of earlier bindings, of all sequences.
+
+    The rank answered, and has pulled the KV cache if there was one.
+    """
 
     number: int
     taken: int
@@ -153,22 +163,15 @@ class Recomputed(Struct, frozen=True, array_like=True, tag=8):
     elsewhere: bool
 
 
-class Ended(Struct, frozen=True, array_like=True, tag=9):
-    """See `events.RequestFinished`, `RequestFailed` and `RequestCancelled`. No event follows."""
-
-    number: int
-    taken: int
-    how: Literal["finished", "failed", "cancelled"]
-
-
 # Reports; see `request/reports.py`.
 
 
 class LegSucceeded(Struct, frozen=True, array_like=True, tag=10):
-    """An engine answered."""
+    """An engine answered, as no core event or end says; see `reports.LegSucceeded`."""
 
     role: Role
     url: str
+    pull: tuple[PrefillerId, RankId] | None = None
 
 
 class LegFailed(Struct, frozen=True, array_like=True, tag=11):
@@ -178,13 +181,6 @@ class LegFailed(Struct, frozen=True, array_like=True, tag=11):
     url: str
     fault: Fault
     reason: str
-
-
-class PullSucceeded(Struct, frozen=True, array_like=True, tag=12):
-    """A rank has pulled a KV cache."""
-
-    prefiller: PrefillerId
-    rank: RankId
 
 
 class PullFailed(Struct, frozen=True, array_like=True, tag=13):
@@ -205,7 +201,7 @@ class EngineSeen(Struct, frozen=True, array_like=True, tag=14):
 
 
 class PromptCounted(Struct, frozen=True, array_like=True, tag=15):
-    """A prefiller counted the tokens of a prompt."""
+    """An engine counted the tokens of a prompt, as no `PrefillDone` says."""
 
     number: int
     prompt_tokens: int
@@ -224,10 +220,19 @@ class RemotePrefillEnded(Struct, frozen=True, array_like=True, tag=17):
 
 
 class SessionEnded(Struct, frozen=True, array_like=True, tag=18):
-    """A request is over, and this is its record; nothing more follows of it."""
+    """A request is over, and this is its record; nothing more follows of it.
+
+    Attributes:
+        how: What the scheduler is to know, see `events.RequestFinished`, `RequestFailed` and
+            `RequestCancelled`; empty if it knows, or never accepted it.
+        answered: Whether the engine that the request was on answered, which no `DecodeStarted` said;
+            a rank has then pulled the KV cache if there was one.
+    """
 
     number: int
     record: RequestRecord
+    how: Literal["", "finished", "failed", "cancelled"] = ""
+    answered: bool = False
 
 
 # Questions. Each has a number of its own, and one answer.
@@ -346,11 +351,10 @@ class AskAlone(Struct, frozen=True, array_like=True, tag=30):
     tenant: str
 
 
-CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | Ended
+CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed
 Report = (
     LegSucceeded
     | LegFailed
-    | PullSucceeded
     | PullFailed
     | EngineSeen
     | PromptCounted

@@ -1,7 +1,7 @@
 """Where each request of a relay stands with the scheduler process."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from balanceroute.proxy.live.processes import to_relay
 
@@ -29,6 +29,8 @@ class Link:
         sent: Core events sent on this connection.
         taken: Bindings acted on likewise.
         over: Whether it has ended for the scheduler.
+        how: How, as its `SessionEnded` is to tell; empty if the scheduler process said so.
+        answered: Likewise.
         row: Names it in `Progress`.
     """
 
@@ -40,6 +42,8 @@ class Link:
     sent: int = 0
     taken: int = 0
     over: bool = False
+    how: Literal["", "finished", "failed", "cancelled"] = ""
+    answered: bool = False
     row: int = -1
 
     @property

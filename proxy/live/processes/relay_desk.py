@@ -62,12 +62,11 @@ class RelayDesk:
             from_relay.Live: self._live,
             from_relay.Resumed: lambda _: None,
             from_relay.Arrival: self._arrival,
-            from_relay.PrefillDone: self._event,
+            from_relay.PrefillDone: self._prefill_done,
             from_relay.PrefillLost: self._event,
             from_relay.DecodeLost: self._event,
-            from_relay.DecodeStarted: self._event,
+            from_relay.DecodeStarted: self._decode_started,
             from_relay.Recomputed: self._event,
-            from_relay.Ended: self._event,
             from_relay.SessionEnded: self._session_ended,
             from_relay.AskRetry: self._ask_retry,
             from_relay.AskPrefiller: self._ask_prefiller,
@@ -212,6 +211,35 @@ class RelayDesk:
         )
         return request
 
+    def _prefill_done(self, message: from_relay.PrefillDone) -> None:
+        request = self.requests.get(message.number)
+        if request is not None:
+            self._prove(request, message)
+            if not message.emitted:
+                self._count_prompt(request, message.prompt_tokens)
+        self._event(message)
+
+    def _decode_started(self, message: from_relay.DecodeStarted) -> None:
+        request = self.requests.get(message.number)
+        if request is not None:
+            self._prove(request, message)
+        self._event(message)
+
+    def _prove(
+        self,
+        request: RemoteRequest,
+        message: from_relay.PrefillDone | from_relay.DecodeStarted | from_relay.SessionEnded,
+    ) -> None:
+        """Report what a message implies. If that fails, it is an event all the same."""
+        proved = request.proved(message)
+        if proved is not None:
+            self._driver.isolation.run("relay", self._driver.report, proved)
+
+    def _count_prompt(self, request: RemoteRequest, tokens: int) -> None:
+        request.record.prompt_tokens = tokens
+        report = reports.PromptCounted(request.number, tokens)
+        self._driver.isolation.run("relay", self._driver.report, report)
+
     def _event(self, message: from_relay.CoreEvent) -> None:
         request = self.requests.get(message.number)
         if request is None:
@@ -235,6 +263,12 @@ class RelayDesk:
             ours = request.record
             message.record.expected_ttft_ns = ours.expected_ttft_ns
             message.record.hint, message.record.hint_source = ours.hint, ours.hint_source
+            if message.answered:
+                self._prove(request, message)
+            driver, number = self._driver, request.number
+            if message.how and number in driver.scheduler.requests:
+                event = _ENDINGS[message.how](number)
+                driver.isolation.run_for(request, "relay", driver.feed, event)
             self._end(request, message.record)
 
     def _end(self, request: RemoteRequest, record: "RequestRecord") -> None:
@@ -254,14 +288,11 @@ class RelayDesk:
     def _report(self, message: Any) -> None:
         report = self._driver.report
         match message:  # Ordered by frequency.
-            case from_relay.LegSucceeded():
-                report(reports.LegSucceeded(Target(message.role, message.url)))
+            case from_relay.LegSucceeded(role, url, pull):
+                report(reports.LegSucceeded(Target(role, url), pull))
             case from_relay.PromptCounted(number, prompt_tokens):
                 if number in self.requests:
-                    self.requests[number].record.prompt_tokens = prompt_tokens
-                    report(reports.PromptCounted(self.requests[number].number, prompt_tokens))
-            case from_relay.PullSucceeded():
-                report(reports.PullSucceeded(message.prefiller, message.rank))
+                    self._count_prompt(self.requests[number], prompt_tokens)
             case from_relay.LegFailed(role, url, fault, reason):
                 report(reports.LegFailed(Target(role, url), fault, reason))
             case from_relay.PullFailed(number, prefiller, rank, fault, reason):
@@ -340,8 +371,6 @@ def _core_event(
             return events.PrefillDone(number, message.prompt_tokens, message.lease_expires_ns)
         case from_relay.DecodeStarted():
             return events.DecodeStarted(number)
-        case from_relay.Ended():
-            return _ENDINGS[message.how](number)
         case from_relay.PrefillLost(_, _, elsewhere, decode, same_rank):
             if crossed:  # Whom it was bound to meanwhile was never asked.
                 return events.PrefillLost(number, decode=decode, same_rank=True)

@@ -1,6 +1,6 @@
 """What sessions report and feed, as messages to the scheduler process."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.processes import from_relay
@@ -9,8 +9,13 @@ from balanceroute.proxy.live.request import reports
 if TYPE_CHECKING:
     from balanceroute.proxy.live.processes.uplink import Uplink
 
-ENDINGS = (events.RequestFinished, events.RequestFailed, events.RequestCancelled)
-"""The events after which a request is no more for the scheduler."""
+_Ending = Literal["finished", "failed", "cancelled"]
+ENDINGS: dict[type[events.Event], _Ending] = {
+    events.RequestFinished: "finished",
+    events.RequestFailed: "failed",
+    events.RequestCancelled: "cancelled",
+}
+"""The events after which a request is no more for the scheduler, told by its `SessionEnded`."""
 
 
 class Reports:
@@ -36,20 +41,15 @@ class Reports:
 def event_message(
     event: events.Event, taken: int, *, pulls: bool, emitted: int
 ) -> from_relay.CoreEvent:
-    """Return an event as a message; see the messages for the arguments."""
+    """Return an event as a message, unless it is an end; see the messages for the arguments."""
     # Ordered by frequency, as in `_as_message`: a pattern with arguments costs more than one without.
     match event:
         case events.PrefillDone():
             number, lease_ns = event.request, event.lease_expires_ns
-            return from_relay.PrefillDone(number, taken, event.prompt_tokens, lease_ns, pulls)
+            tokens = event.prompt_tokens
+            return from_relay.PrefillDone(number, taken, tokens, lease_ns, pulls, emitted)
         case events.DecodeStarted():
             return from_relay.DecodeStarted(event.request, taken, emitted)
-        case events.RequestFinished():
-            return from_relay.Ended(event.request, taken, "finished")
-        case events.RequestCancelled():
-            return from_relay.Ended(event.request, taken, "cancelled")
-        case events.RequestFailed():
-            return from_relay.Ended(event.request, taken, "failed")
         case events.PrefillLost(number, elsewhere, decode, same_rank):
             return from_relay.PrefillLost(number, taken, elsewhere, decode, same_rank)
         case events.DecodeLost(number):
@@ -61,17 +61,13 @@ def event_message(
 
 
 def _as_message(report: reports.Report) -> from_relay.Report:
-    """Return what a report says as a message; its request is the relay's own number."""
+    """Return what a report says as a message, unless it is an end; its request is the relay's own."""
     match report:
         case reports.LegSucceeded():
             target = report.target
-            return from_relay.LegSucceeded(target.role, target.url)
+            return from_relay.LegSucceeded(target.role, target.url, report.pull)
         case reports.PromptCounted():
             return from_relay.PromptCounted(report.request, report.prompt_tokens)
-        case reports.PullSucceeded():
-            return from_relay.PullSucceeded(report.prefiller, report.rank)
-        case reports.SessionEnded():
-            return from_relay.SessionEnded(report.request, report.record)
         case reports.EngineSeen(prefiller, engine_id):
             return from_relay.EngineSeen(prefiller, engine_id)
         case reports.LegFailed(target, fault, reason):
@@ -83,3 +79,5 @@ def _as_message(report: reports.Report) -> from_relay.Report:
             return from_relay.KvAbandoned(word)
         case reports.RemotePrefillEnded(prefiller):
             return from_relay.RemotePrefillEnded(prefiller)
+        case _:
+            raise AssertionError(f"{report} is told with the end of its request")

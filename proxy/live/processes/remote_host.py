@@ -180,20 +180,28 @@ class RemoteHost:
     def report(self, report: Report) -> None:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
-            self._forget(report.request)
-        self._reports.tell(report)
+            number, record = report.request, report.record
+            link = self._links[number]
+            self._forget(number)
+            self.uplink.send(from_relay.SessionEnded(number, record, link.how, link.answered))
+        else:
+            self._reports.tell(report)
 
     # What sessions do: Host.
 
-    def feed(self, event: events.Event) -> None:
-        """Pass an event on."""
+    def feed(self, event: events.Event, *implied: Report) -> None:
+        """Pass an event on, from which the scheduler process knows what it implies."""
         number: RequestId = event.request  # type: ignore[union-attr]
         link = self._links[number]
         if link.over:
             return
+        how = ENDINGS.get(type(event))
+        if how is not None:
+            link.over, link.how, link.answered = True, how, bool(implied)
+            return
         message = self._event_message(number, link, event)
         link.fed(event, self.sessions[number], self._now_ns())
-        if link.loose and not link.over:
+        if link.loose:
             if not isinstance(event, events.DecodeStarted):
                 self.uplink.send(self._anew(number, link))
             return
@@ -310,7 +318,6 @@ class RemoteHost:
             self._counts.started(link.row, session)
         elif isinstance(event, events.RequestRecomputed):
             self._counts.left(link.row)
-        link.over = isinstance(event, ENDINGS)
         emitted = session.emitted.tokens
         return event_message(event, link.taken, pulls=session.pullable, emitted=emitted)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.request.reports import LegSucceeded
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId, Ticket
@@ -122,6 +123,17 @@ class RemoteRequest:
         self._pooled_s = self._clock()
         self.emitted_before = live.emitted_before
         self._counts.update(np.array([self.row]), np.array([live.emitted]))
+
+    def proved(
+        self, message: from_relay.PrefillDone | from_relay.DecodeStarted | from_relay.SessionEnded
+    ) -> LegSucceeded | None:
+        """Return what a message implies of the engine that the request is on; see `Host.feed`."""
+        rank = self._rank
+        if rank is None or isinstance(message, from_relay.PrefillDone):
+            return None if self._at is None else LegSucceeded(self._at.target)
+        if self._kv is None or not self._pulls:
+            return LegSucceeded(rank.target)
+        return LegSucceeded(rank.target, (self._kv[0].id, rank.id))
 
     def take(self, event: from_relay.CoreEvent) -> bool:
         """Count an event, and note where the request is now; return whether it crossed a binding."""

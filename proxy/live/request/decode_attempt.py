@@ -29,7 +29,7 @@ from balanceroute.proxy.live.request.failures import Failure, What, breakage, re
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted, PullSucceeded
+from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -313,31 +313,31 @@ class DecodeAttempt(Attempt):
             reason = "the engine's answer is no JSON object"
             self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
         else:
-            self._served()
+            served = self._served()
             record = self._session.record
             prompt_tokens, record.output_tokens = counts_of(body)
             _count_prompt(self._session, prompt_tokens)
             record.prompt_tokens = record.prompt_tokens or prompt_tokens
             if record.cached_tokens is not None:
                 body = with_cached_tokens(body, record.cached_tokens)
-            self._session.answered(headers, body)
+            self._session.answered(headers, body, served)
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""
-        self._served()
+        served = self._served()
         session = self._session
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.emitted.early = None
-        session.began(self, status, headers, hands_back=self.hands_back)
+        session.began(self, status, headers, served, hands_back=self.hands_back)
 
-    def _served(self) -> None:
-        host, pair = self._session.host, self.pair
-        host.report(LegSucceeded(self.engine.target))
-        if pair is not None:
-            self._kv = None
-            prefiller, rank = pair
-            host.report(PullSucceeded(prefiller.id, rank.id))
+    def _served(self) -> LegSucceeded:
+        pair = self.pair
+        if pair is None:
+            return LegSucceeded(self.engine.target)
+        self._kv = None
+        prefiller, rank = pair
+        return LegSucceeded(self.engine.target, (prefiller.id, rank.id))
 
     def stream_ended(self) -> None:
         """Finish the answer."""
@@ -358,7 +358,7 @@ class DecodeAttempt(Attempt):
         stream = self.stream
         assert stream is not None
         if emitted.early is not None and stream.reader.differs:
-            self._served()
+            session.host.report(self._served())
             self.close()
             session.record.first_token_differences += 1
             emitted.add_early(session.shape)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.emitted import Emitted
     from balanceroute.proxy.live.request.failures import Failure
     from balanceroute.proxy.live.request.kv_handle import KvHandle
+    from balanceroute.proxy.live.request.reports import LegSucceeded
     from balanceroute.proxy.live.request.session_host import Host, SessionContext
     from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
@@ -115,7 +116,7 @@ class AttemptOwner(Protocol):
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
 
-    def prefilled(self, kv: "KvHandle", done: "PrefillDone") -> None:
+    def prefilled(self, kv: "KvHandle", done: "PrefillDone", served: "LegSucceeded") -> None:
         """Go on to a rank."""
 
     def left_to_prefillers(self) -> None:
@@ -125,11 +126,17 @@ class AttemptOwner(Protocol):
         """Answer with the one token of the prefill, behind which nothing comes."""
 
     def began(
-        self, attempt: "Attempt", status: int, headers: "Headers", *, hands_back: bool
+        self,
+        attempt: "Attempt",
+        status: int,
+        headers: "Headers",
+        served: "LegSucceeded",
+        *,
+        hands_back: bool,
     ) -> None:
         """Open the client's stream; `hands_back` says that the engine may give the request back."""
 
-    def answered(self, headers: "Headers", body: bytes) -> None:
+    def answered(self, headers: "Headers", body: bytes, served: "LegSucceeded") -> None:
         """Pass on a whole answer."""
 
     def finished(self, error: str = "") -> None:

@@ -78,7 +78,6 @@ class PrefillAttempt(Attempt):
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return
-        session.host.report(LegSucceeded(self.prefiller.target))
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
         if session.emitted.tokens == 0:
@@ -93,7 +92,7 @@ class PrefillAttempt(Attempt):
             early = session.emitted.early
             if early is not None and early.said is None:
                 self._give(early, answer, body)
-            session.prefilled(kv, self._done(answer, lease_ns))
+            session.prefilled(kv, self._done(answer, lease_ns), self._served())
 
     def _expect_early(self) -> EarlyToken | None:
         """Return the first token that this leg is to bring; None if it waits for a rank."""
@@ -143,6 +142,9 @@ class PrefillAttempt(Attempt):
             return answer.params_text
         return dump(params)
 
+    def _served(self) -> LegSucceeded:
+        return LegSucceeded(self.prefiller.target)
+
     def _done(self, answer: PrefillAnswer, lease_ns: int | None) -> PrefillDone:
         number, cached_tokens = self._session.number, answer.cached_tokens
         return PrefillDone(number, answer.prompt_tokens, lease_ns, cached_tokens)
@@ -163,18 +165,21 @@ class PrefillAttempt(Attempt):
         return lease_ns / 1e9 - margin_s / 2
 
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
-        session, legs = self._session, self._session.context.legs
+        session, legs, served = self._session, self._session.context.legs, self._served()
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         # Of a stream that is open nobody knows which events came before the first token.
         if answer.complete and session.emitted.tokens == 0 and not session.answer.opened:
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns
+            session.host.report(served)
             session.prefill_was_all(answer.message)
         elif recompute and legs.direct is Direct.DECODE:
-            session.prefilled(KvHandle(self.prefiller, None), self._done(answer, None))
+            session.prefilled(KvHandle(self.prefiller, None), self._done(answer, None), served)
         elif recompute and legs.direct is Direct.PREFILL:
+            session.host.report(served)
             session.left_to_prefillers()
         else:
+            session.host.report(served)
             session.failed(self, Failure(What.NO_KV, Fault.PROTOCOL, reason))
 
     def _broken(self, error: "WireError") -> None:

@@ -21,9 +21,15 @@ class LegFailed(Struct, frozen=True):
 
 
 class LegSucceeded(Struct, frozen=True):
-    """An engine answered."""
+    """An engine answered.
+
+    Attributes:
+        target: Which.
+        pull: Whose KV cache it has pulled, and which rank it is; None if there was none to pull.
+    """
 
     target: Target
+    pull: tuple[PrefillerId, RankId] | None = None
 
 
 class PullFailed(Struct, frozen=True):
@@ -34,13 +40,6 @@ class PullFailed(Struct, frozen=True):
     rank: RankId
     fault: Fault
     reason: str
-
-
-class PullSucceeded(Struct, frozen=True):
-    """A rank has pulled a KV cache."""
-
-    prefiller: PrefillerId
-    rank: RankId
 
 
 class EngineSeen(Struct, frozen=True):
@@ -80,7 +79,6 @@ Report = (
     LegFailed
     | LegSucceeded
     | PullFailed
-    | PullSucceeded
     | EngineSeen
     | PromptCounted
     | KvAbandoned

@@ -53,8 +53,13 @@ class Host(Protocol):
     @property
     def context(self) -> SessionContext: ...  # noqa: D102
 
-    def feed(self, event: "Event") -> None:
-        """Give the scheduler an event and perform what it decides."""
+    def feed(self, event: "Event", *implied: "Report") -> None:
+        """Take note of what an event implies, give it to the scheduler, and perform what it decides.
+
+        A `PrefillDone` implies the `LegSucceeded` of its prefiller, and `PromptCounted` of a prompt
+        behind which nothing was emitted; a `DecodeStarted`, and the end of an answer that is no
+        stream, the `LegSucceeded` of the engine. No other event implies anything.
+        """
 
     def report(self, report: "Report") -> None:
         """Take note of something."""

@@ -355,8 +355,10 @@ class Driver:
 
     # What a session does: Host.
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Event, *implied: Report) -> None:
         """Give the scheduler an event; see `Decisions.feed`."""
+        for report in implied:
+            self.report(report)
         self.decisions.feed(event)
 
     def report(self, report: Report) -> None:

@@ -15,7 +15,6 @@ from balanceroute.proxy.live.request.reports import (
     LegSucceeded,
     PromptCounted,
     PullFailed,
-    PullSucceeded,
     RemotePrefillEnded,
     Report,
     SessionEnded,
@@ -69,7 +68,6 @@ class Feedback:
         self._takers: dict[type[Report], Callable[[Any], None]] = {
             LegSucceeded: self._leg_succeeded,
             LegFailed: self._leg_failed,
-            PullSucceeded: self._pull_succeeded,
             PullFailed: self._pull_failed,
             EngineSeen: self._engine_seen,
             PromptCounted: self._prompt_counted,
@@ -111,14 +109,14 @@ class Feedback:
 
     def _leg_succeeded(self, report: LegSucceeded) -> None:
         self._health.succeeded(report.target)
+        if report.pull is not None:
+            prefiller, rank = report.pull
+            instances = self._instances
+            self._transfers.succeeded(instances.prefillers[prefiller], instances.ranks[rank])
 
     def _leg_failed(self, report: LegFailed) -> None:
         self._metrics.engines.leg_failed(report.target, report.fault)
         self._health.failed(report.target, report.fault, report.reason)
-
-    def _pull_succeeded(self, report: PullSucceeded) -> None:
-        prefiller = self._instances.prefillers[report.prefiller]
-        self._transfers.succeeded(prefiller, self._instances.ranks[report.rank])
 
     def _pull_failed(self, report: PullFailed) -> None:
         prefiller = self._instances.prefillers[report.prefiller]

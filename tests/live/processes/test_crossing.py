@@ -7,9 +7,16 @@ import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.engines.instances import Role, Status, Target
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.frames import VERSION
+from balanceroute.proxy.live.request.reports import (
+    LegSucceeded,
+    PromptCounted,
+    Report,
+    SessionEnded,
+)
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
@@ -37,7 +44,7 @@ class Relay:
         self.said: list[to_relay.ToRelay] = []
         self.desk = split(site).app.connect(self.said.extend)
         self.site = site
-        self.say(from_relay.Hello(1, 9, "the same"))
+        self.say(from_relay.Hello(VERSION, 9, "the same"))
 
     def say(self, *messages: from_relay.FromRelay) -> None:
         self.desk.take(messages)
@@ -59,7 +66,7 @@ class Relay:
     def end(self) -> None:
         record = self.desk.requests[NUMBER].record
         record.end(Outcome.CANCELLED, "", self.site.loop.time())
-        self.say(from_relay.Ended(NUMBER, 0, "cancelled"), from_relay.SessionEnded(NUMBER, record))
+        self.say(from_relay.SessionEnded(NUMBER, record, "cancelled"))
 
 
 def test_a_lost_kv_cache_that_crosses_a_binding_makes_it_void(play: "Play") -> None:
@@ -70,7 +77,7 @@ def test_a_lost_kv_cache_that_crosses_a_binding_makes_it_void(play: "Play") -> N
         assert (accepted.number, accepted.engine_id, accepted.prompt_estimate) == (NUMBER, "r", 3)
         start = await relay.hears(to_relay.StartPrefill)
         assert (start.number, start.heard) == (NUMBER, 0)
-        relay.say(from_relay.PrefillDone(NUMBER, 1, 3, None, True))
+        relay.say(from_relay.PrefillDone(NUMBER, 1, 3, None, True, 0))
         assert (await relay.hears(to_relay.StartDecode)).heard == 1
         # Sent before that came: one binding was acted on.
         relay.say(from_relay.PrefillLost(NUMBER, 1, True, True, False))
@@ -78,7 +85,7 @@ def test_a_lost_kv_cache_that_crosses_a_binding_makes_it_void(play: "Play") -> N
         assert again.heard == 2
         request = site.world.scheduler.requests[number]
         assert request.lost_on_ranks == () == request.lost_on_prefillers
-        relay.say(from_relay.PrefillDone(NUMBER, 2, 3, None, True))
+        relay.say(from_relay.PrefillDone(NUMBER, 2, 3, None, True, 0))
         assert (await relay.hears(to_relay.StartDecode, 2)).heard == 3
         relay.say(from_relay.DecodeStarted(NUMBER, 3, 0))
         assert request.started
@@ -104,12 +111,63 @@ def test_a_lost_kv_cache_of_a_request_that_is_queued_already_changes_nothing(pla
     play(scenario, relays=1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_messages_imply_is_reported(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        relay = Relay(site)
+        driver = site.world.plane.deployment.driver
+        reported: list[Report] = []
+        monkeypatch.setattr(driver, "report", reported.append)
+        number = relay.arrive().number
+        start = await relay.hears(to_relay.StartPrefill)
+        prefiller, url = PrefillerId(start.prefiller), f"prefill/{start.prefiller}"
+        prefilled = LegSucceeded(Target(Role.PREFILL, site.fleet.engine(url).url))
+        relay.say(from_relay.PrefillDone(NUMBER, 1, 3, None, True, 0))
+        assert reported == [prefilled, PromptCounted(number, 3)]
+        bound = await relay.hears(to_relay.StartDecode)
+        rank = driver.instances.ranks[bound.rank]
+        decoded = LegSucceeded(rank.target, (prefiller, rank.id))
+        record = relay.desk.requests[NUMBER].record
+        record.end(Outcome.OK, "", site.loop.time())
+        if stream:
+            relay.say(from_relay.DecodeStarted(NUMBER, 2, 0))
+            assert reported[2:] == [decoded]
+            relay.say(from_relay.SessionEnded(NUMBER, record, "finished"))
+        else:
+            relay.say(from_relay.SessionEnded(NUMBER, record, "finished", answered=True))
+        assert reported[2:] == [decoded, SessionEnded(number, record)]
+        assert not site.world.scheduler.requests
+        monkeypatch.undo()
+        driver.report(reported[-1])
+
+    play(scenario, relays=1)
+
+
+def test_a_prompt_with_emitted_tokens_is_not_counted(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(site: "Site") -> None:
+        relay = Relay(site)
+        reported: list[Report] = []
+        relay.arrive()
+        await relay.hears(to_relay.StartPrefill)
+        with monkeypatch.context() as patch:
+            patch.setattr(site.world.plane.deployment.driver, "report", reported.append)
+            relay.say(from_relay.PrefillDone(NUMBER, 1, 9, None, True, 6))
+        assert [type(one) for one in reported] == [LegSucceeded]
+        relay.end()
+
+    play(scenario, relays=1)
+
+
 def test_what_a_relay_says_of_an_ended_request_changes_nothing(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         relay = Relay(site)
         relay.arrive()
         relay.end()
-        relay.say(from_relay.PrefillDone(NUMBER, 0, 3, None, True))
+        relay.say(from_relay.PrefillDone(NUMBER, 0, 3, None, True, 0))
         await asyncio.sleep(0.1)
         assert len(site.world.ended) == 1
         assert not site.world.scheduler.requests
@@ -121,7 +179,7 @@ def test_a_record_of_a_request_that_nobody_knows_is_counted_and_logged(play: "Pl
     async def scenario(site: "Site") -> None:
         relay = Relay(site)
         record = RequestRecord("late", COMPLETIONS, 0, 0.0, outcome=Outcome.OK, status=200)
-        relay.say(from_relay.Ended(3, 0, "finished"), from_relay.SessionEnded(3, record))
+        relay.say(from_relay.SessionEnded(3, record, "finished"))
         assert [one.request_id for one in site.world.ended] == ["late"]
         assert b'outcome="ok",status="200"} 1.0' in site.world.plane.metrics.render()
 
@@ -132,7 +190,7 @@ def test_a_relay_that_is_gone_leaves_nothing_behind(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         relay = Relay(site)
         relay.arrive()
-        relay.say(from_relay.PrefillDone(NUMBER, 1, 3, None, True))
+        relay.say(from_relay.PrefillDone(NUMBER, 1, 3, None, True, 0))
         relay.say(from_relay.AskPrefiller(1, NUMBER, None))
         await relay.hears(to_relay.StartDecode)
         assert site.world.scheduler.ledger.bound.any()
@@ -176,7 +234,7 @@ class Scheduler:
         host = self.relay.host
         self.relay.connect(self.said.extend)
         states = split(site).app.hub.states()
-        self.say(to_relay.Welcome(1, "another", 1, uses_keys=False), *states.values())
+        self.say(to_relay.Welcome(VERSION, "another", 1, uses_keys=False), *states.values())
         self.number = RequestId(host._arrived)
 
     def say(self, *messages: to_relay.ToRelay) -> None:
@@ -216,8 +274,32 @@ def test_a_relay_passes_over_a_void_binding(play: "Play") -> None:
         await exchange.end()
         assert exchange.done
         ended = await scheduler.hears(from_relay.SessionEnded)
+        assert (ended.how, ended.answered) == ("finished", False)  # As `DecodeStarted` said.
         assert (ended.record.outcome, ended.record.output_tokens) == (Outcome.OK, 20)
         assert site.received("decode")[0].header(b"x-request-id") == b"mine"
+
+    play(scenario, relays=1, at_rest=False)
+
+
+def test_an_answer_takes_three_messages(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        scheduler = Scheduler(site)
+        exchange = site.send(COMPLETIONS, BODY)
+        await scheduler.hears(from_relay.Arrival)
+        number = scheduler.number
+        scheduler.say(
+            to_relay.Accepted(number, 0, "mine", 3),
+            to_relay.StartPrefill(number, 0, PrefillerId(0)),
+        )
+        await scheduler.hears(from_relay.PrefillDone)
+        scheduler.say(to_relay.StartDecode(number, 1, RankId(0)))
+        await exchange.end()
+        ended = await scheduler.hears(from_relay.SessionEnded)
+        assert (ended.how, ended.answered) == ("finished", True)
+        of_request = [one for one in scheduler.said if hasattr(one, "number")]
+        kinds = [from_relay.Arrival, from_relay.PrefillDone, from_relay.SessionEnded]
+        assert [type(one) for one in of_request] == kinds
+        assert not heard_of(scheduler, from_relay.LegSucceeded)
 
     play(scenario, relays=1, at_rest=False)
 
@@ -243,8 +325,8 @@ def test_a_client_that_leaves_before_it_is_accepted_ends_once(play: "Play") -> N
         await scheduler.hears(from_relay.Arrival)
         assert exchange.call is not None
         exchange.call.abort()
-        assert (await scheduler.hears(from_relay.Ended)).how == "cancelled"
-        assert (await scheduler.hears(from_relay.SessionEnded)).record.status == 0
+        ended = await scheduler.hears(from_relay.SessionEnded)
+        assert (ended.how, ended.answered, ended.record.status) == ("cancelled", False, 0)
         scheduler.say(
             to_relay.Accepted(scheduler.number, 0, "mine", 3),
             to_relay.StartPrefill(scheduler.number, 0, PrefillerId(0)),

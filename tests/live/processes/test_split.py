@@ -10,6 +10,7 @@ import pytest
 from balanceroute.proxy.core.events import RequestArrived
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.processes import from_relay, to_relay
+from balanceroute.proxy.live.processes.frames import VERSION
 from balanceroute.proxy.live.processes.stream_counts import PROGRESS_S
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -215,7 +216,7 @@ def test_relays_log_as_much_as_was_ordered(play: "Play", caplog: pytest.LogCaptu
     async def scenario(site: "Site") -> None:
         said: list[to_relay.ToRelay] = []
         log = logging.getLogger(LOGGER)
-        split(site).app.connect(said.extend).take([from_relay.Hello(1, 5, "the same")])
+        split(site).app.connect(said.extend).take([from_relay.Hello(VERSION, 5, "the same")])
         assert (await site.admin("/admin/log-level", {"level": "error"})).status == 200
         await asyncio.sleep(0.0)
         told = [one for one in said if isinstance(one, to_relay.LogLevel)]
@@ -232,16 +233,16 @@ def test_a_relay_with_other_settings_is_not_welcome(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         said: list[to_relay.ToRelay] = []
         for hello in (
-            from_relay.Hello(1, 1, "other"),
+            from_relay.Hello(VERSION, 1, "other"),
             from_relay.Hello(99, 1, "the same"),
-            from_relay.Hello(1, 0, "the same"),
+            from_relay.Hello(VERSION, 0, "the same"),
         ):
             split(site).app.connect(said.extend).take([hello])
         await asyncio.sleep(0.0)
         reasons = [one.reason for one in said if isinstance(one, to_relay.Unwelcome)]
         assert reasons == [
             "the relay has other settings",
-            "the relay speaks version 99, the scheduler 1",
+            f"the relay speaks version 99, the scheduler {VERSION}",
             "relay 0 is connected already",
         ]
 

@@ -23,7 +23,6 @@ from balanceroute.proxy.live.request.reports import (
     LegSucceeded,
     PromptCounted,
     PullFailed,
-    PullSucceeded,
     RemotePrefillEnded,
     Report,
     SessionEnded,
@@ -322,7 +321,9 @@ class Site:
         assert what
         raise error
 
-    def feed(self, event: events.Event) -> None:
+    def feed(self, event: events.Event, *implied: Report) -> None:
+        for report in implied:
+            self.report(report)
         """Check that the session is where it will be, and has let go of its engines."""
         assert is_data(event)
         assert self.session.phase in AFTER[type(event)], event
@@ -364,14 +365,14 @@ class Site:
             case LegFailed(target, fault, reason):
                 assert reason
                 self.blamed.append((target.url, fault))
-            case LegSucceeded(target):
+            case LegSucceeded(target, pull):
                 self.praised.append(target.url)
+                if pull is not None:
+                    self.pulls.append((f"p{pull[0]}", f"d{pull[1]}", None))
             case PullFailed(request, prefiller, rank, fault, reason):
                 assert request == 3
                 assert reason
                 self.pulls.append((f"p{prefiller}", f"d{rank}", fault))
-            case PullSucceeded(prefiller, rank):
-                self.pulls.append((f"p{prefiller}", f"d{rank}", None))
             case EngineSeen(prefiller, engine_id):
                 self.prefillers[prefiller].engines.add(engine_id)
             case PromptCounted(_, prompt_tokens):

@@ -22,7 +22,6 @@ from balanceroute.proxy.live.request.reports import (
     LegFailed,
     LegSucceeded,
     PullFailed,
-    PullSucceeded,
     RemotePrefillEnded,
     Report,
 )
@@ -73,7 +72,6 @@ def test_every_report_has_a_taker() -> None:
     [
         (LegSucceeded(TARGET), "health.succeeded"),
         (LegFailed(TARGET, Fault.RESET, "gone"), "health.failed"),
-        (PullSucceeded(P, R), "transfers.succeeded"),
         (PullFailed(NUMBER, P, R, Fault.TIMEOUT, "late"), "transfers.failed"),
         (EngineSeen(P, "e"), "lost.engine_seen"),
         (KvAbandoned("lost"), "metrics.legs.abandoned_lease"),
@@ -92,12 +90,22 @@ def test_a_report_goes_to_its_part_alone(report: Report, part: str) -> None:
         == {
             LegSucceeded: (TARGET,),
             LegFailed: (TARGET, Fault.RESET, "gone"),
-            PullSucceeded: (prefiller, rank),
             PullFailed: (NUMBER, prefiller, rank, Fault.TIMEOUT, "late"),
             EngineSeen: (prefiller, "e"),
             KvAbandoned: ("lost",),
         }[type(report)]
     )
+
+
+def test_who_answers_after_a_pull_has_pulled() -> None:
+    site = Site()
+    site.feedback.take(LegSucceeded(TARGET, (P, R)))
+    prefiller, rank = site.instances.prefillers[P], site.instances.ranks[R]
+    calls = [(call[0], call.args) for call in site.parts.mock_calls]
+    assert calls == [
+        ("health.succeeded", (TARGET,)),
+        ("transfers.succeeded", (prefiller, rank)),
+    ]
 
 
 def test_only_retries_after_a_pull_from_a_prefiller_on_trial_are_free() -> None:
