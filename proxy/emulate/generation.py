@@ -1,8 +1,10 @@
 """The path of a generation request from the socket to the engine."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from balanceroute.proxy.emulate.answer import AnswerFormat, AnswerHead, json_headers, stream_headers
 from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
@@ -16,12 +18,18 @@ from balanceroute.proxy.emulate.faults import STATUSES
 from balanceroute.proxy.emulate.malformed import send_malformed
 from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_error, read_messages
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
+from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.emulate.token_format import TokenFormat
+from balanceroute.proxy.emulate.token_request import read_tokens
 
 if TYPE_CHECKING:
     from balanceroute.proxy.emulate.hub import Hub
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
+_Read = Callable[[Mapping[str, Any], EmulationSettings], GenerationRequest]
+_read_chat: _Read = partial(read_generation, chat=True)
+_read_completion: _Read = partial(read_generation, chat=False)
 _KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
@@ -34,11 +42,15 @@ class Generation:
 
     def chat(self, request: "Request", reply: "Reply") -> None:
         """Handle a request to /v1/chat/completions."""
-        self._take(request, reply, chat=True)
+        self._take(request, reply, _read_chat)
 
     def completion(self, request: "Request", reply: "Reply") -> None:
         """Handle a request to /v1/completions."""
-        self._take(request, reply, chat=False)
+        self._take(request, reply, _read_completion)
+
+    def tokens(self, request: "Request", reply: "Reply") -> None:
+        """Handle a request to /inference/v1/generate."""
+        self._take(request, reply, read_tokens)
 
     def messages(self, request: "Request", reply: "Reply") -> None:
         """Handle a request to /v1/messages."""
@@ -55,7 +67,7 @@ class Generation:
         # No number is drawn for an impossible fault, so that one kind of fault does not change others.
         return probability > 0 and self._hub.rng.random() < probability
 
-    def _take(self, request: "Request", reply: "Reply", *, chat: bool) -> None:
+    def _take(self, request: "Request", reply: "Reply", read: _Read) -> None:
         engine, faults = self._engine, self._engine.faults
         for status in STATUSES:
             if self._happens(getattr(faults, f"status_{status}")):
@@ -65,19 +77,19 @@ class Generation:
             reply.abort()
             return
         if not faults.hang and not faults.delay_s:
-            self._accept(request, reply, chat=chat)
+            self._accept(request, reply, read)
             return
         engine.held[reply] = None
         reply.on_closed = lambda: engine.held.pop(reply, None)
         if not faults.hang:
             delay_s = self._hub.settings.seconds(1e9 * faults.delay_s)
-            self._hub.loop.call_later(delay_s, self._release, request, reply, chat)
+            self._hub.loop.call_later(delay_s, self._release, request, reply, read)
 
-    def _release(self, request: "Request", reply: "Reply", chat: bool) -> None:
+    def _release(self, request: "Request", reply: "Reply", read: _Read) -> None:
         if reply in self._engine.held:
             del self._engine.held[reply]
             reply.on_closed = None
-            self._accept(request, reply, chat=chat)
+            self._accept(request, reply, read)
 
     def _refuse_on_purpose(self, reply: "Reply", status: int) -> None:
         error = ApiError(
@@ -88,10 +100,10 @@ class Generation:
             headers.append((b"retry-after", str(self._engine.faults.retry_after_s).encode()))
         reply.send(status, headers, error.body())
 
-    def _accept(self, request: "Request", reply: "Reply", *, chat: bool) -> None:
+    def _accept(self, request: "Request", reply: "Reply", read: _Read) -> None:
         try:
             values = read_json(request.body)
-            wanted = read_generation(values, self._hub.settings, chat=chat)
+            wanted = read(values, self._hub.settings)
             rank = self._rank(request)
         except ApiError as error:
             reply.send(error.status, json_headers(self._hub.date()), error.body())
@@ -130,7 +142,8 @@ class Generation:
     def _begin(self, wanted: GenerationRequest, reply: "Reply", name: str, rank: int) -> None:
         engine, hub = self._engine, self._hub
         settings, faults = hub.settings, engine.faults
-        request_id = f"{'chatcmpl' if wanted.chat else 'cmpl'}-{name}"
+        kind = "chatcmpl" if wanted.chat else "cmpl"
+        request_id = f"{kind if wanted.token_output is None else 'generate-tokens'}-{name}"
         length = self._length(wanted, name)
         head = AnswerHead(
             request_id,
@@ -139,9 +152,7 @@ class Generation:
             engine.fingerprint,
             settings.prompt_tokens_details,
         )
-        answer_format: AnswerFormat = (
-            ChatFormat(wanted, head) if wanted.chat else CompletionFormat(wanted, head)
-        )
+        answer_format = _format(wanted, head)
         eos_first = self._happens(faults.eos_first)
         choices = [
             Choice(
@@ -186,3 +197,9 @@ class Generation:
             send_malformed(exchange.reply, headers, body, exchange.faults)
         else:
             exchange.reply.send(status, headers, body)
+
+
+def _format(wanted: GenerationRequest, head: AnswerHead) -> AnswerFormat:
+    if wanted.token_output is not None:
+        return TokenFormat(wanted, head, wanted.token_output)
+    return ChatFormat(wanted, head) if wanted.chat else CompletionFormat(wanted, head)

@@ -91,6 +91,19 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What an answer of /inference/v1/generate says.
+
+    Attributes:
+        text: Whether it has the text beside the ids.
+        prompt_ids: Whether it has the prompt's ids.
+    """
+
+    text: bool
+    prompt_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A valid request.
 
@@ -105,6 +118,7 @@ class GenerationRequest:
         sampling: What determines the text in addition to the prompt.
         tool_choice: "none", "auto", "required" or "named".
         reasoning_parser: Whether a reasoning parser reads the answer.
+        token_output: Of a request to /inference/v1/generate; None for any other.
     """
 
     chat: bool
@@ -130,6 +144,7 @@ class GenerationRequest:
     tool_name: str | None
     kv: Mapping[str, Any] | None
     reasoning_parser: bool
+    token_output: TokenOutput | None = None
 
     @property
     def prompt_tokens(self) -> int:

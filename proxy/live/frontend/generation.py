@@ -18,6 +18,7 @@ from balanceroute.proxy.live.frontend.request_head import (
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
 from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
+from balanceroute.proxy.live.openai.token_shape import read_token_shape
 from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
 
@@ -169,7 +170,10 @@ class Generation:
     def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""
         refuse_state(api, body)
-        shape = read_shape(api, body, max_sequences=self._max_sequences)
+        if api is Api.GENERATE:
+            shape = read_token_shape(body, max_sequences=self._max_sequences)
+        else:
+            shape = read_shape(api, body, max_sequences=self._max_sequences)
         record.model = shape.model[:128]
         record.stream = shape.stream
         record.choices = shape.sequences

@@ -68,6 +68,9 @@ def stops_at_recomputed(body: "RequestBody") -> bool:
     """Return whether the client's own stop words may make an engine report what a hand-back does."""
     try:
         stop = body.values.get("stop")
+        sampling = body.values.get("sampling_params")
+        if isinstance(sampling, dict):
+            stop = sampling.get("stop", stop)
     except BodyError:
         return True  # Too large to read, so it may.
     return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)

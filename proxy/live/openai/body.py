@@ -32,7 +32,7 @@ from balanceroute.proxy.live.openai.prompt_summary import PromptSummary, summari
 # size takes some 15 ms and 4 MB.
 SMALL_BYTES = 131_072
 # Members that may be large in an ordinary request: the prompts of the endpoints.
-_PROMPTS = frozenset({"input", "messages", "prompt"})
+_PROMPTS = frozenset({"input", "messages", "prompt", "token_ids"})
 # One slice of reading a large body.
 _SLICE_NS = 4_000_000
 _HASH_SLICE = 1 << 20
@@ -186,7 +186,7 @@ class RequestBody:
             self._digests[begin, end] = hasher.digest()
 
     def summary(self, key: str) -> PromptSummary:
-        """Return what `prompt`, `messages` or `input` consists of; nothing if it is absent."""
+        """Return what a prompt consists of (`_PROMPTS`); nothing if it is absent."""
         summary = self._summaries.get(key)
         if summary is None:
             summary = self._summaries[key] = summarise(self.values.get(key))

@@ -29,7 +29,7 @@ from balanceroute.proxy.wire.sse import event_data
 
 # In every vLLM event of a token that is not the last of its sequence. The text of an answer cannot
 # hold it: its quotes are escaped.
-_GOING_ON = b'"finish_reason":null'
+GOING_ON = b'"finish_reason":null'
 _ROLE = b'"delta":{"role":'
 
 
@@ -109,7 +109,7 @@ class CompletionStream(StreamReader):
         rewrites_each, counts = self._shows_each and self._usage.changes, self._counts
         for event in events:
             # From the right, where it stands: a third of what `in` costs.
-            if event.rfind(_GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
+            if event.rfind(GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
                 return []
         if self._ids is not None:
             # Of several events it might take some and not the others.
@@ -158,7 +158,7 @@ class CompletionStream(StreamReader):
 
     def _read(self, event: bytes) -> bytes:
         ids = self._ids
-        going_on = event.rfind(_GOING_ON) >= 0 and event.find(_ROLE) < 0
+        going_on = event.rfind(GOING_ON) >= 0 and event.find(_ROLE) < 0
         if going_on and (ids is None or ids.is_plain(event)):
             self._has_begun = True
             if self._transcript is not None:
@@ -181,6 +181,11 @@ class CompletionStream(StreamReader):
             self._events += 1
             return event
         return self._counts.take(event)
+
+    def _tokens_of(self, choice: dict[str, Any]) -> int:
+        """Return the tokens of a parsed choice that has no count of the engine's."""
+        del choice
+        return 1
 
     @property
     def _may_be_mended(self) -> bool:
@@ -233,7 +238,7 @@ class CompletionStream(StreamReader):
     def _take_choice(self, choice: dict[str, Any]) -> None:
         self._has_begun = True
         if self._counts is None:
-            self._events += 1
+            self._events += self._tokens_of(choice)
         if self._transcript is not None:
             self._transcript.keep_choice(choice)
         if choice.get("finish_reason"):

@@ -10,7 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.body import dump
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, refuse_internal
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api, refuse_internal
+from balanceroute.proxy.live.openai.token_shape import SAMPLING, one_token
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -43,6 +44,7 @@ def prefill_body(
     members: Mapping[str, object],
     params: Mapping[str, object],
     *,
+    api: Api = Api.COMPLETIONS,
     drop: frozenset[str] = INTERNAL_FIELDS,
     min_tokens: int = 1,
 ) -> bytes:
@@ -52,9 +54,12 @@ def prefill_body(
         body: The client's.
         members: Changed by an earlier binding; see `resumed_members`.
         params: The connector's.
+        api: The endpoint, which says where the limits stand.
         drop: Members of the client's that no engine gets.
         min_tokens: 0 if the answer may end without a token.
     """
+    if api is Api.GENERATE:
+        members = {**members, SAMPLING: one_token(body.values[SAMPLING], min_tokens)}
     limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
     last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, dump(params))
     kept = {name: value for name, value in members.items() if name not in _REPLACED}
@@ -88,17 +93,13 @@ def decode_body(
 def engine_body(data: bytes, body: "RequestBody") -> bytes:
     """Return a client's body as it may reach the one engine that generates text for it.
 
-    The members that steer KV transfer must not be a client's. They stand in the body, in `vllm_xargs`,
-    and for `/inference/v1/generate` in `sampling_params.extra_args` (vLLM 0.32's `SamplingParams`).
+    The members that steer KV transfer must not be a client's. They stand in the body and in `vllm_xargs`.
 
     Raises:
         BodyError: An internal member stands where it cannot be cut out.
     """
     values = body.values
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
-    sampling = values.get("sampling_params")
-    if isinstance(sampling, dict):
-        refuse_internal(sampling.get("extra_args"), "sampling_params.extra_args")
     if INTERNAL_FIELDS.isdisjoint(values):
         return data
     return body.encode({}, drop=INTERNAL_FIELDS)

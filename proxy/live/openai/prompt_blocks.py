@@ -19,7 +19,7 @@ from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import FRONT
-from balanceroute.proxy.live.openai.shape import PROMPT_MEMBER, Api
+from balanceroute.proxy.live.openai.shape import PROMPT_MEMBER, TAKES_IDS, Api
 
 # About 500 tokens of English text.
 BLOCK_BYTES = 2_048
@@ -67,8 +67,8 @@ def prompt_blocks(api: Api, body: RequestBody, token_block: int = 0) -> PromptBl
         body: The request.
         token_block: Tokens of a block where the prompt is token ids; 0 for blocks of text alone.
     """
-    if token_block and api is Api.COMPLETIONS:
-        found = _token_blocks(body, token_block)
+    if token_block and api in TAKES_IDS:
+        found = _token_blocks(body, PROMPT_MEMBER[api], token_block)
         if found is not None:
             return found
     text = body.value_text(PROMPT_MEMBER[api])
@@ -89,9 +89,8 @@ def prompt_blocks(api: Api, body: RequestBody, token_block: int = 0) -> PromptBl
     return PromptBlocks(tuple(hashes), BLOCK_BYTES / len(text))
 
 
-def _token_blocks(body: RequestBody, token_block: int) -> PromptBlocks | None:
+def _token_blocks(body: RequestBody, name: str, token_block: int) -> PromptBlocks | None:
     """Return the blocks of one prompt of token ids; None if it is something else."""
-    name = PROMPT_MEMBER[Api.COMPLETIONS]
     summary = body.summary(name)
     if summary.elements == summary.integers > 0:
         count, read = summary.integers, _read_flat

@@ -19,7 +19,7 @@ from itertools import pairwise
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, RequestBody
 from balanceroute.proxy.live.openai.json_scan import decoded_beginning
 from balanceroute.proxy.live.openai.prompt_summary import HEADS, PromptSummary
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, PROMPT_MEMBER, Api
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, PROMPT_MEMBER, TAKES_IDS, Api
 
 # Where a text's beginnings end, in characters, and those of a prompt of token ids, in tokens.
 CHARACTERS = (256, 1024, 4096)
@@ -106,11 +106,11 @@ def _pieces(api: Api, body: RequestBody) -> Iterator[bytes]:
         yield b""  # Before the messages stands a system prompt.
     name = PROMPT_MEMBER[api]
     large = body.large_value(name)
-    if large is not None and api is not Api.COMPLETIONS and large[0] == _ARRAY:
+    if large is not None and api not in TAKES_IDS and large[0] == _ARRAY:
         yield from _large_message_pieces(body, name)
         return
     prompt = body.values.get(name) if large is None else _beginning(large, body.summary(name))
-    if api is Api.COMPLETIONS and isinstance(prompt, list) and len(prompt) == 1:
+    if api in TAKES_IDS and isinstance(prompt, list) and len(prompt) == 1:
         # A list of one prompt is that prompt. One token id is shorter than any beginning.
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -119,7 +119,7 @@ def _pieces(api: Api, body: RequestBody) -> Iterator[bytes]:
             yield _encoded(prompt[begin:end])
     elif not isinstance(prompt, list):
         return
-    elif api is Api.COMPLETIONS:
+    elif api in TAKES_IDS:
         yield from _token_pieces(prompt)
     else:
         yield from _message_pieces(prompt)

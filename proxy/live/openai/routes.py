@@ -86,10 +86,11 @@ ROUTES: tuple[Route, ...] = (
             "/v1/completions",
             "/v1/responses",
             "/v1/messages",
+            # vLLM serves it with --enable-scale-out, else says 403.
+            "/inference/v1/generate",
         )
     ),
-    # Whole answers of one engine. vLLM serves the latter with --enable-scale-out, else says 403.
-    *_single("/v1/chat/completions/batch", "/inference/v1/generate", generates=True),
+    *_single("/v1/chat/completions/batch", generates=True),
     *_single("/v1/embeddings", "/v2/embed", "/pooling", "/classify"),
     *_single("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring"),
     *_single("/tokenize", "/detokenize", "/v1/messages/count_tokens"),

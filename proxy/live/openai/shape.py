@@ -58,6 +58,7 @@ class Api(Enum):
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    GENERATE = "/inference/v1/generate"
 
 
 class Shape(Struct, frozen=True):
@@ -132,7 +133,10 @@ PROMPT_MEMBER: dict[Api, str] = {
     Api.COMPLETIONS: "prompt",
     Api.RESPONSES: "input",
     Api.MESSAGES: "messages",
+    Api.GENERATE: "token_ids",
 }
+TAKES_IDS = frozenset({Api.COMPLETIONS, Api.GENERATE})
+"""The endpoints whose prompts may be token ids."""
 
 
 def _answers(n: object, most: int) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 # Not every engine has these routes.
-_OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES})
+_OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 
 
 class ClientAnswer:

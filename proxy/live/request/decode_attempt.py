@@ -22,6 +22,7 @@ from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError,
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
@@ -410,6 +411,8 @@ def _make_reader(
     session: "AttemptOwner", repeated: "RepeatedText", **options: Any
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
+    if shape.api is Api.GENERATE:
+        return TokenStream(shape.sequences, resumes=resumes, **options)
     if shape.api not in (Api.CHAT, Api.COMPLETIONS):
         return NamedEventStream(resumes=resumes)
     if emitted.continued is None and not emitted.overlap:

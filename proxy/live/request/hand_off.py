@@ -129,7 +129,9 @@ class HandOff:
         self._prefiller = prefiller
         legs = self._host.context.legs
         leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
-        body = prefill_body(self._body, self._members, self._params, drop=legs.drop)
+        body = prefill_body(
+            *(self._body, self._members, self._params), api=self._api, drop=legs.drop
+        )
         self._call = prefiller.endpoint.request(
             b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed
         )

@@ -57,7 +57,8 @@ class PrefillAttempt(Attempt):
         members = session.emitted.members
         if early is not None:
             members, least = {**members, **early.members}, early.min_tokens
-        body = prefill_body(self._asked[1], members, params, drop=legs.drop, min_tokens=least)
+        api, asked = self._asked
+        body = prefill_body(*(asked, members, params), api=api, drop=legs.drop, min_tokens=least)
         leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
         self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 

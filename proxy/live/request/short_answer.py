@@ -15,6 +15,7 @@ from balanceroute.proxy.live.openai.answer_events import (
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.token_events import ended_token_events
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -42,5 +43,8 @@ def short_answer_body(message: Mapping[str, Any]) -> bytes:
 
 def short_answer_events(api: Api, message: Mapping[str, Any], *, include_usage: bool) -> bytes:
     """Return the prefiller's answer as server-sent events."""
-    events = ended_events(api, message, include_usage=include_usage)
+    if api is Api.GENERATE:
+        events = ended_token_events(message, include_usage=include_usage)
+    else:
+        events = ended_events(api, message, include_usage=include_usage)
     return write_events(events) + b"data: [DONE]\n\n"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EMBEDDINGS = "/v1/embeddings"
 TOKENIZE = "/tokenize"
-GENERATE = "/inference/v1/generate"
+BATCH = "/v1/chat/completions/batch"
 BODY = {"model": "tiny", "input": "t1 t2"}
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -130,10 +130,10 @@ def test_who_waits_too_long_is_refused(play: "Play") -> None:
         replies.append(reply)
 
     async def scenario(site: "Site") -> None:
-        site.handlers[GENERATE.encode()] = begin
-        running = [site.send(GENERATE, {"token_ids": [1]}) for _ in range(2)]
+        site.handlers[BATCH.encode()] = begin
+        running = [site.send(BATCH, {"messages": []}) for _ in range(2)]
         await site.until(lambda: len(replies) == 2)
-        waiting = site.send(GENERATE, {"token_ids": [1]})
+        waiting = site.send(BATCH, {"messages": []})
         for _ in range(6):
             for reply in replies:
                 reply.write(b"data: 1\n\n")
@@ -261,8 +261,8 @@ def test_a_stream_is_relayed_event_by_event_and_its_breaking_off_is_shown(
         replies.append(reply)
 
     async def scenario(site: "Site") -> None:
-        site.handlers[GENERATE.encode()] = begin
-        exchange = site.send(GENERATE, {"token_ids": [1], "stream": True})
+        site.handlers[BATCH.encode()] = begin
+        exchange = site.send(BATCH, {"messages": [], "stream": True})
         await exchange.until_events(1)
         replies[0].write(b"data: 2\n\n")
         await exchange.until_events(2)
@@ -294,9 +294,9 @@ def test_a_relayed_answer_that_stands_still_is_cut(play: "Play") -> None:
         reply.write(b"data: 1\n\n")
 
     async def scenario(site: "Site") -> None:
-        site.handlers[GENERATE.encode()] = begin
+        site.handlers[BATCH.encode()] = begin
         begin_s = site.loop.time()
-        answer = await site.post(GENERATE, {"token_ids": [1]})
+        answer = await site.post(BATCH, {"messages": []})
         assert site.loop.time() - begin_s == pytest.approx(9.0, abs=0.1)
         assert b"no answer within 9 s" in answer.events[-1]
         assert site.world.ended[0].outcome is Outcome.UPSTREAM_ERROR
