@@ -31,8 +31,9 @@ class TokenFormat(AnswerFormat):
         self._chunk = f'data: {{"request_id":{quoted(head.id)},"usage":'
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return nothing: every event has ids."""
+        """Return None: every event has ids."""
         del choice
+        return None
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
         """Return the event of a token; empty if it has neither ids, nor text, nor an end."""

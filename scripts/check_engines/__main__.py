@@ -26,6 +26,7 @@ from kv_checks import KvChecks
 from locality_checks import LocalityChecks
 from pairing_checks import PairingChecks
 from pd_checks import Checks
+from token_checks import TokenChecks
 from trace_checks import TraceChecks
 
 # Short, so that a check can wait for its end.
@@ -40,7 +41,16 @@ _MOONCAKE = {
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
 CONNECTORS = ("nixl", "mooncake", "nixl-dp")
-Group = Checks | TraceChecks | ClientChecks | KvChecks | IdChecks | LocalityChecks | PairingChecks
+Group = (
+    Checks
+    | TraceChecks
+    | TokenChecks
+    | ClientChecks
+    | KvChecks
+    | IdChecks
+    | LocalityChecks
+    | PairingChecks
+)
 
 
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
@@ -113,7 +123,7 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
             if connector == "nixl":
                 more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
                 more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]
-            groups = [TraceChecks(fleet), *more, Checks(fleet)]
+            groups = [TraceChecks(fleet), TokenChecks(fleet), *more, Checks(fleet)]
         for group in groups:
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):
                 title = name.removeprefix("check_").replace("_", " ")

@@ -34,6 +34,7 @@ _COMMON = [
     "--served-model-name=tiny",
     "--host=127.0.0.1",
     "--enable-auto-tool-choice",
+    "--enable-scale-out",
     "--tool-call-parser=hermes",
     "--enable-prompt-tokens-details",
 ]
