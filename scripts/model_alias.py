@@ -1,12 +1,13 @@
 """Three models behind one alias, live, at a rate that rises and falls: who answers, and in time or not.
 
-    python scripts/model_alias.py [--out build/models] [--seconds 30] [--weights router.npz]
+    python scripts/model_alias.py [--out build/models] [--seconds 30] [--train | --weights router.npz]
 
 Starts three groups of emulated engines of different speed and one proxy before them, each a process
 with real sockets, and sends the same requests to several aliases of the same groups, one after another:
-always one model, for each of them, greedy, and ddqn if weights are given. Prints for each
-the share of the answers within the target and their mean score (0 if late), and draws both over time.
-Exits 1 if a request failed.
+always one model, for each of them, greedy, and ddqn if weights are given. With --train it trains them
+first, by `balanceroute model-router train`, on these groups and lengths. Prints for each choice the
+share of the answers within the target and their mean score (0 if late), and draws both over time. Exits
+1 if a request failed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import asyncio
 import json
 import math
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 TPOT_MS = 80.0
 # Base of a step in ms, and what each KV token of a rank adds in us, from the smallest model.
 STEPS = {"small": (16.0, 4.0), "medium": (30.0, 12.0), "large": (45.0, 25.0)}
+RANKS, BATCH = 2, 64  # Of each group; slots are a rank's.
+PROMPTS, OUTPUTS = (100, 400), (20, 60)  # Tokens, from and to.
 COLOURS = {"small": "#7fb2d9", "medium": "#e0a458", "large": "#9c5aa6"}
 RUNS = {
     "always small": "#7fb2d9",
@@ -122,7 +126,7 @@ def arrivals(seconds: float) -> list[tuple[float, int, int, int]]:
         if now_s >= seconds:
             return found
         task = draw.randrange(len(SCENARIO.tasks))
-        found.append((now_s, task, draw.randint(100, 400), draw.randint(20, 60)))
+        found.append((now_s, task, draw.randint(*PROMPTS), draw.randint(*OUTPUTS)))
 
 
 async def run(port: int, alias: str, seconds: float) -> list[Answer]:
@@ -156,7 +160,7 @@ async def run(port: int, alias: str, seconds: float) -> list[Answer]:
 
 def topology(fleets: dict[str, dict[str, object]], weights: Path | None) -> str:
     """Return the file of the proxy."""
-    lines = ['name = "models"', "[proxy]", "batch = 64"]
+    lines = ['name = "models"', "[proxy]", f"batch = {BATCH}"]
     for name, urls in fleets.items():
         prefill = json.dumps(urls["prefill"]).replace('"http', '{ url = "http')
         decode = json.dumps(urls["decode"]).replace('"http', '{ url = "http')
@@ -192,8 +196,8 @@ def engines_command(name: str) -> list[str]:
     flags = {
         "model": name,
         "prefillers": 1,
-        "ranks": 2,
-        "batch": 64,
+        "ranks": RANKS,
+        "batch": BATCH,
         "step-base-ms": base_ms,
         "step-us-per-token": us_per_token,
         "prefill-us-per-token": 50,
@@ -202,6 +206,33 @@ def engines_command(name: str) -> list[str]:
     words = [f"--{key}={value}" for key, value in flags.items()]
     command = [sys.executable, "-m", "balanceroute.proxy", "emulate", *words]
     return [*command, "--json-ready", "--exit-with-stdin"]
+
+
+def scenario() -> str:
+    """Return the groups as `model-router train` reads them."""
+    lines = [f"tpot_ms = {TPOT_MS}", f"tasks = {json.dumps(SCENARIO.tasks)}"]
+    for place, (name, (base_ms, us_per_token)) in enumerate(STEPS.items()):
+        lines += ["[[group]]", f'name = "{name}"', f"ranks = {RANKS}", f"slots = {BATCH}"]
+        lines += [f"step_base_ms = {base_ms}", f"step_us_per_token = {us_per_token}"]
+        lines.append(f"scores = {[row[place] for row in SCENARIO.scores]}")
+    return "\n".join([*lines, ""])
+
+
+def train(folder: Path) -> Path:
+    """Train a network on these groups and on lengths that are drawn alike; return its weights."""
+    draw, weights = random.Random(SEED + 1), folder / "router.npz"
+    lengths = [(draw.randint(*PROMPTS), draw.randint(*OUTPUTS)) for _ in range(2_000)]
+    rows = [
+        {"arrival_s": float(place), "prompt_tokens": prompt, "output_tokens": output}
+        for place, (prompt, output) in enumerate(lengths)
+    ]
+    trace, described = folder / "lengths.jsonl", folder / "scenario.toml"
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    described.write_text(scenario())
+    command = [sys.executable, "-m", "balanceroute.proxy", "model-router", "train"]
+    command += [f"--scenario={described}", f"--trace={trace}", f"--out={weights}"]
+    subprocess.run(command, check=True)
+    return weights
 
 
 def live(folder: Path, seconds: float, weights: Path | None) -> dict[str, list[Answer]]:
@@ -316,10 +347,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/models"), metavar="DIR")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
-    parser.add_argument("--weights", type=Path, help="of `model-router train`, for a run with ddqn")
+    learned = parser.add_mutually_exclusive_group()
+    learned.add_argument(
+        "--weights", type=Path, help="of `model-router train`, for a run with ddqn"
+    )
+    learned.add_argument("--train", action="store_true", help="train them for these groups first")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    runs = live(arguments.out, arguments.seconds, arguments.weights)
+    weights = train(arguments.out) if arguments.train else arguments.weights
+    runs = live(arguments.out, arguments.seconds, weights)
     Console().print(table(runs))
     files = write_pictures({"alias": lambda: draw(runs, arguments.seconds)}, arguments.out)
     print(*files, sep="\n")
