@@ -2,6 +2,10 @@
 
     scripts/chaos.py --seeds 500 --requests 100 --jobs 2
     scripts/chaos.py --seed 17 --requests 100 --log 17.log
+    scripts/chaos.py --seeds 100 --groups
+
+With --groups there are several groups of engines behind the proxy, with aliases and fall-back chains, and
+groups are drained, removed and added while requests run.
 
 The same seed with the same number of requests does the same thing again, whatever it was.
 """
@@ -12,9 +16,16 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
 from balanceroute.proxy.testing.chaos.summary import Summary
 from balanceroute.proxy.testing.chaos.trial import run_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.testing.chaos.trial import Report
 
 
 def main() -> int:
@@ -36,10 +47,13 @@ def main() -> int:
         choices=["locality"],
         help="in every seed: prefix-aware choice, ranks that compute prompts, conversations, two versions",
     )
+    parser.add_argument("--groups", action="store_true", help="several groups of engines")
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
     arguments = parser.parse_args()
     if arguments.log is not None and arguments.seed is None:
         parser.error("--log goes with --seed")
+    if arguments.groups and (arguments.relays or arguments.kills):
+        parser.error("--groups are served by one process: leave out --relays and --kills")
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.seed is not None:
         seeds = range(arguments.seed, arguments.seed + 1)
@@ -47,13 +61,15 @@ def main() -> int:
     summary = Summary()
     # Fresh processes: what one run leaves in memory can then be of no consequence to another.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        run = partial(
+        run: Callable[[int], Report] = partial(
             run_seed,
             requests=arguments.requests,
             relays=arguments.relays,
             kills=arguments.kills,
             near=arguments.force == "locality",
         )
+        if arguments.groups:
+            run = partial(run_seed_of_groups, requests=arguments.requests)
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)
             if report.violations:

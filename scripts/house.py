@@ -119,8 +119,8 @@ MAY_IMPORT = {
     "proxy.testing.virtual": set[str](),
     # Replays a seed against the whole proxy, in virtual time.
     "proxy.testing.chaos": {
-        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire", "predictors"),
-        *("proxy.testing.virtual", "topologies"),
+        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.model_choice", "proxy.wire"),
+        *("predictors", "proxy.testing.virtual", "topologies"),
     },
     "proxy.testing.soak": {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire"),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
 from balanceroute.proxy.live.control.load_log import LoadLog
-from balanceroute.proxy.live.control.standing import KeepingPart
 from balanceroute.proxy.live.control.state import ended_rows, instance_rows, request_rows
 from balanceroute.proxy.live.control.view import view_of
 from balanceroute.proxy.live.deployment import Deployment
@@ -118,10 +117,7 @@ class ControlPlane(ABC):
 
     def _make_group(self, group: "GroupConfig") -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
-        environment = self._environment
-        if environment.orders is not None:
-            orders = KeepingPart(environment.orders, group.name)
-            environment = replace(environment, orders=orders)
+        environment = self._environment.of_group(group.name)
         # One whose decisions fail makes none of the others unready.
         failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         beside = self.deployment.tenancy if self.deployments else None

@@ -7,11 +7,11 @@ import asyncio
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
-from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.control.standing import Keeper, KeepingPart
 from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.security.credentials import Credentials
@@ -32,6 +32,7 @@ class Environment:
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
         in_thread: Runs what may wait for a disk.
         observer: Called with every event of a scheduler and what came of it, if there is one.
+        group_observers: Of several groups, by name, in place of `observer`.
         policy: Returns what decides in place of a policy that was made.
         read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
             None where there are none.
@@ -53,6 +54,7 @@ class Environment:
     write_loads: Callable[[bytes], object] | None = None
     in_thread: InThread = asyncio.to_thread
     observer: Observer | None = None
+    group_observers: Mapping[str, Observer] = field(default_factory=dict)
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
@@ -60,3 +62,8 @@ class Environment:
     orders: Keeper | None = None
     subscribe: Subscribe | None = None
     admin_sockets: Sequence[socket.socket] = ()
+
+    def of_group(self, name: str) -> "Environment":
+        """Return that of one of several groups: its observer, and its part of the orders."""
+        orders = None if self.orders is None else KeepingPart(self.orders, name)
+        return replace(self, orders=orders, observer=self.group_observers.get(name))

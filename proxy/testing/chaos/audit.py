@@ -14,10 +14,10 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act
-from balanceroute.proxy.testing.chaos.judge import Judge, contradictions
+from balanceroute.proxy.testing.chaos.judge import Judging, contradictions
 from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
-from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.testing.chaos.world import Part, World
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -65,9 +65,10 @@ async def take_census(world: World) -> Census:
     return Census(min(tasks), min(timers))
 
 
-def audit_proxy(world: World) -> list[str]:
-    """Return what the proxy still holds although no request is left."""
-    driver, scheduler = world.plane.deployment.driver, world.scheduler
+def audit_deployment(part: Part) -> list[str]:
+    """Return what a deployment still holds although no request is left."""
+    deployment = part.deployment
+    driver, scheduler = deployment.driver, deployment.driver.scheduler
     meter = scheduler.intake.meter
     found = []
     try:
@@ -85,29 +86,33 @@ def audit_proxy(world: World) -> list[str]:
         "bound slots": scheduler.ledger.bound.tolist(),
         "held tokens of prefillers": scheduler.prefillers.held_tokens,
         "probes": scheduler.prefillers.prefills,
-        "hand-offs": [
-            prefiller.hand_offs for prefiller in world.plane.deployment.instances.prefillers
-        ],
-        "passed on": [front.pass_through.in_flight for front in world.fronts],
+        "hand-offs": [prefiller.hand_offs for prefiller in deployment.instances.prefillers],
         "tenants": [
-            one.name
-            for one in world.plane.deployment.tenancy.states()
-            if one.in_flight or one.waiting
+            one.name for one in deployment.tenancy.states() if one.in_flight or one.waiting
         ],
     }
     for name, value in held.items():
         if any(value) if isinstance(value, list) else value:
             found.append(f"held: {name}: {value}")
-    found += [
-        f"lease: request {number} was sent to decode with a lease that had ended"
-        for number in world.observer.stale_admissions
-    ]
     return found
 
 
-def audit_leases(plan: Plan, world: World) -> list[str]:
+def audit_proxy(world: World) -> list[str]:
+    """Return what the proxy still holds although no request is left, and what it did too late."""
+    found = [wrong for part in world.parts if part.is_there for wrong in audit_deployment(part)]
+    passed_on = [front.pass_through.in_flight for front in world.fronts]
+    if any(passed_on):
+        found.append(f"held: passed on: {passed_on}")
+    return found + [
+        f"lease: request {number} was sent to decode with a lease that had ended"
+        for part in world.parts
+        for number in part.observer.stale_admissions
+    ]
+
+
+def audit_leases(plan: Plan, part: Part) -> list[str]:
     """Return what decode ranks asked for although it was not there any more, through no fault."""
-    misses = world.fleet.stats()["misses"]
+    misses = part.fleet.stats()["misses"]
     slow = _is_slow(plan)
     killed = any(one.act is Act.KILL and one.role is Role.PREFILL for one in plan.injections)
     found = []
@@ -132,16 +137,16 @@ def _is_excused(misread: Misread, plan: Plan) -> bool:
     return misread.end is LeaseEnd.EXPIRED and _is_slow(plan)
 
 
-def audit_misreads(plan: Plan, world: World) -> list[str]:
+def audit_misreads(plan: Plan, part: Part) -> list[str]:
     """Return who was answered with another prompt's KV cache, or killed an engine by its length.
 
     Nobody may, whatever goes wrong.
     """
-    killers = [f"overrun: {name} killed a decode engine" for name in world.fleet.overruns]
+    killers = [f"overrun: {name} killed a decode engine" for name in part.fleet.overruns]
     return killers + [
         f"misread: {one.request_id} was answered with another prompt's KV cache: its own lease was "
         f"{'held' if one.end is None else one.end.value}"
-        for one in world.fleet.misreads
+        for one in part.fleet.misreads
         if not _is_excused(one, plan)
     ]
 
@@ -185,9 +190,11 @@ def audit_retries(plan: Plan, world: World) -> list[str]:
     retries = sum(record.retries for record in world.ended)
     if plan.weather is Weather.CALM and retries:
         return [f"retries: {retries} though all was well"]
-    # Free of the budget is a retry only where a KV cache could not be pulled.
+    # Free of the budget is a retry only where a KV cache could not be pulled. Each group has a budget.
     free = _counted(world.plane.metrics.render(), _PULL_FAILURE_LINE).total()
-    allowed = _RETRY_RESERVE + _RETRY_SHARE * len(world.ended) + free
+    reserve = _RETRY_RESERVE * world.deployments_made
+    attempts = sum(1 + len(record.fall_backs) for record in world.ended)
+    allowed = reserve + _RETRY_SHARE * attempts + free
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
 
@@ -204,9 +211,8 @@ def audit_lapses(ended: "Sequence[RequestRecord]") -> list[str]:
 
 def audit_rest(world: World) -> list[str]:
     """Return what is left when leases have ended and unused connections have closed."""
-    found = []
-    if not world.fleet.idle:
-        found.append(f"engines: not idle: {world.fleet.stats()}")
+    fleets = [part.fleet for part in world.parts]
+    found = [f"engines: not idle: {one.stats()}" for one in fleets if not one.idle]
     for front in world.fronts:
         if front.server.connections:
             found.append(f"connections: {front.server.connections} of clients are open")
@@ -217,14 +223,14 @@ def audit_rest(world: World) -> list[str]:
     return found
 
 
-def excused_names(plan: Plan, world: World) -> set[str]:
+def excused_names(plan: Plan, part: Part) -> set[str]:
     """Return the requests that read another prompt's KV cache because an engine was slow."""
-    misreads = [one for one in world.fleet.misreads if _is_excused(one, plan)]
+    misreads = [one for one in part.fleet.misreads if _is_excused(one, plan)]
     return {one.request_id.partition("-")[2] for one in misreads}
 
 
 async def audit_answers(
-    judge: Judge,
+    judge: Judging,
     clients: Sequence[Client],
     ended: "Sequence[RequestRecord]",
     endings: Counter[str],

@@ -1,18 +1,32 @@
 """A proxy before several groups of engines in one virtual-time loop."""
 
+import json
 import random
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
-from balanceroute.proxy.testing.chaos.scheduler_watch import Step
-from balanceroute.proxy.testing.chaos.world import EPOCH_S, World, WorldSettings
+from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
+from balanceroute.proxy.testing.chaos.world import EPOCH_S, Part, World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.messages import Response
 from balanceroute.topologies import read_topology
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.deployment import Deployment
+
+_ORDER_TIMEOUT_S = 60.0
+_ORDER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +60,20 @@ class GroupWorld(World):
         flags: Mapping[str, object],
         more: str = "",
         tenants: str = "",
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        orders: Keeper | None = None,
         watch: Callable[[Step], None] = lambda _: None,
     ) -> None:
-        """Take the groups by name; `more` are further tables of the file."""
+        """Take the groups by name.
+
+        `more` are further tables of the file, `files` lie beside it; `orders` outlives the proxy.
+        """
         first = next(iter(groups.values()))
         super().__init__(WorldSettings(first.engines, flags, tenants), loop, rng, watch=watch)
         self._groups = groups
         self._more = more
+        self._files = files
+        self._orders = orders
         self.fleets = {
             name: EmulatedFleet(
                 one.engines, rng=random.Random(rng.getrandbits(64)), epoch_s=EPOCH_S
@@ -60,12 +81,30 @@ class GroupWorld(World):
             for name, one in groups.items()
         }
         self.fleet = next(iter(self.fleets.values()))
+        self.deployments_made = len(groups)
+        self._latest: dict[str, Deployment] = {}
+        self._observers = {
+            name: SchedulerWatch(partial(self._scheduler_of, name), watch, group=name)
+            for name in groups
+        }
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Each group with its engines."""
+        return [
+            Part(name, fleet, self._observers[name], lambda: self.plane.deployments)
+            for name, fleet in self.fleets.items()
+        ]
+
+    def _scheduler_of(self, name: str) -> Scheduler:
+        # While a group is removed or added it is not there, and its requests end.
+        self._latest |= self.plane.deployments
+        return self._latest[name].driver.scheduler
 
     async def start(self, front: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the engines and the proxy."""
-        del front
-        for fleet in self.fleets.values():
-            await fleet.start()
+        """Start the engines, unless they run, and the proxy; see `World.start`."""
+        self._front = front
+        await self.start_engines()
         flags = {
             "host": "127.0.0.1",
             "port": 0,
@@ -76,13 +115,19 @@ class GroupWorld(World):
         }
         path = self._own_folder() / "groups.toml"
         path.write_text(self.topology())
+        for name, data in self._files.items():
+            path.with_name(name).write_bytes(data)
         topology = read_topology(path)
         environment = self._make_environment(partial(read_credentials, topology, flags))
-        # Numbers of requests are those of one scheduler.
-        await self._start(
-            make_config(topology, flags),
-            replace(environment, observer=None, make_group=partial(make_group, topology, flags)),
+        make = partial(make_group, topology, flags)
+        environment = replace(
+            environment,
+            make_group=make,
+            orders=self._orders,
+            group_observers=self._observers,
         )
+        await self._start(make_config(topology, flags), environment)
+        self._latest |= self.plane.deployments
 
     def topology(self) -> str:
         """Return the file."""
@@ -92,11 +137,14 @@ class GroupWorld(World):
             lines += ["[[model]]", f'name = "{name}"', group.table]
             lines.append(f'connector = "{group.engines.connector}"')
             for place, url in enumerate(fleet.prefill_urls):
-                lines += ["[[model.prefill]]", f'url = "{url}"']
+                lines += ["[[model.prefill]]", f'url = "{self._known(url)}"']
                 if fleet.bootstrap_urls:
                     lines.append(f'bootstrap = "{fleet.bootstrap_urls[place]}"')
             for url in fleet.decode_urls:
-                lines += ["[[model.decode]]", f'url = "{url}"']
+                base, _, rank = url.partition("@")
+                lines += ["[[model.decode]]", f'url = "{self._known(base)}"']
+                if rank:
+                    lines.append(f"rank_ids = [{rank}]")
             if group.proxy:
                 lines += ["[model.proxy]", group.proxy]
         return "\n".join([*lines, self._more, ""])
@@ -110,9 +158,38 @@ class GroupWorld(World):
             if engine.url == url
         )
 
-    async def close(self) -> None:
-        """End everything."""
-        await super().close()
-        for fleet in self.fleets.values():
-            if fleet is not self.fleet:
-                await fleet.close()
+    async def restart(self) -> None:
+        """End the proxy, and start another one in its place."""
+        await self.close_proxy()
+        await self.start(self._front)
+
+    async def begin_group(self, name: str) -> Response:
+        """Add a group that was removed, by an administrator's order; return the answer."""
+        tables: list[dict[str, Any]] = tomllib.loads(self.topology())["model"]
+        self._observers[name].forget()
+        self.deployments_made += 1
+        return await self._order("", next(one for one in tables if one["name"] == name))
+
+    async def drain_group(self, name: str) -> Response:
+        """Drain a group likewise."""
+        return await self._order("/drain", {"group": name})
+
+    async def end_group(self, name: str, *, force: bool) -> Response:
+        """Remove a group likewise."""
+        return await self._order("/remove", {"group": name, "force": force})
+
+    async def _order(self, path: str, order: Mapping[str, object]) -> Response:
+        assert self.plane.admin is not None
+        endpoint = Endpoint("127.0.0.1", self.plane.admin.port)
+        try:
+            return await fetch(
+                endpoint,
+                b"POST",
+                f"/admin/groups{path}".encode(),
+                [(b"content-type", b"application/json")],
+                json.dumps(order).encode(),
+                timeout_s=_ORDER_TIMEOUT_S,
+                max_bytes=_ORDER_BYTES,
+            )
+        finally:
+            endpoint.close()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from balanceroute.proxy.emulate.faults import MalformedStream
 from balanceroute.proxy.live.engines.instances import Role
@@ -15,7 +15,7 @@ from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
-from balanceroute.proxy.testing.chaos.tenants import OVERLOADED
+from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
 
@@ -44,6 +44,34 @@ class Verdict:
     ending: str
     wrong: list[str]
     expected: Expectation | None = None
+
+
+class Judging(Protocol):
+    """Whoever judges answers.
+
+    Attributes:
+        merges: Whether engines may put several tokens into one event.
+        tenants: Those of the plan.
+    """
+
+    merges: bool
+    tenants: TenantPlan | None
+
+    def may_draw_seed(self, request: ClientRequest) -> bool:
+        """Return whether the proxy may have drawn a seed for a request."""
+        ...
+
+    async def judge(
+        self,
+        client: Client,
+        request: ClientRequest,
+        received: Received,
+        *,
+        reworded: bool,
+        seed: int | None,
+    ) -> Verdict:
+        """Return what became of one request; see `Judge.judge`."""
+        ...
 
 
 class Judge:
@@ -183,7 +211,7 @@ class Judge:
         if received.ending is not Ending.COMPLETE and not client.left:
             verdict.wrong.append(f"its answer of {status} is cut")
         elif not client.left:
-            verdict.wrong += _refusal_is_wrong(received)
+            verdict.wrong += refusal_is_wrong(received)
         shut_down = status == 503 and self._plan.shutdown_s is not None
         if status in (429, 503) and not received.header(b"retry-after") and not shut_down:
             verdict.wrong.append(f"its answer of {status} does not say when to retry")
@@ -268,7 +296,7 @@ def _judge_whole(client: Client, received: Received, expected: Expectation) -> V
     return Verdict("exact", [one for one in wrong if one], expected)
 
 
-def _refusal_is_wrong(received: Received) -> list[str]:
+def refusal_is_wrong(received: Received) -> list[str]:
     """Return what is wrong with an error answer: OpenAI's shape, and a code that is its status."""
     if not received.header(b"content-type").startswith(b"application/json"):
         return [f"its answer of {received.status} is not JSON"]

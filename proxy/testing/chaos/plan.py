@@ -99,9 +99,39 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
     return replace(plan, world=world, visits=visits, tenants=tenants)
 
 
-def _draw_plan(seed: int, requests: int, *, long: bool, near: bool) -> Plan:
+def draw_group(seed: int, whole: Plan, model: str) -> Plan:
+    """Return what happens to one more group of engines in the course of a plan, with no clients.
+
+    Args:
+        seed: Decides about the group.
+        whole: The plan.
+        model: The name of its model.
+    """
+    span_s = whole.visits[-1].start_s
+    plan = _draw_plan(seed, len(whole.requests), weather=whole.weather, span_s=span_s)
+    engines, flags = plan.world.engines, plan.world.flags
+    if whole.tenants is not None:
+        flags = {**flags, **whole.tenants.flags}
+    return replace(
+        plan,
+        world=WorldSettings(replace(engines, model=model), flags),
+        shutdown_s=whole.shutdown_s,
+        tenants=whole.tenants,
+    )
+
+
+def _draw_plan(
+    seed: int,
+    requests: int,
+    *,
+    long: bool = False,
+    near: bool = False,
+    weather: Weather | None = None,
+    span_s: float | None = None,
+) -> Plan:
     rng = random.Random(seed)
-    weather = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
+    drawn = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
+    weather = weather or drawn
     engines = _engines(rng, long=long)
     if near:
         engines = with_near_engines(engines)
@@ -118,9 +148,40 @@ def _draw_plan(seed: int, requests: int, *, long: bool, near: bool) -> Plan:
         flags |= dict.fromkeys(_TIMEOUTS, 300.0)
     work_s = requests * _SEQUENCES * engines.mean_output_tokens * engines.step_base_ns / 1e9
     work_s /= engines.ranks * engines.batch_limit
-    span_s = max(
+    due_s = max(
         requests * rng.choice([0.03, 0.06, 0.12, 0.2]), work_s * rng.choice([0.7, 1.0, 1.3])
     )
+    span_s = span_s or due_s
+    injections, storm_s = _injections(rng, seed, weather, engines, span_s, near=near)
+    mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
+    longest = rng.choice([10, 40, 100])
+    mix = replace(mix, max_tokens=100 if long else longest)
+    leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
+    visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
+    if near:
+        visits = with_talks(seed, visits)
+    return Plan(
+        seed,
+        weather,
+        WorldSettings(engines, flags),
+        tuple(visits),
+        tuple(injections),
+        storm_s,
+        max([span_s, *(one.end_s for one in injections)]) + 0.1,
+        rng.uniform(0.3, 1.0) * span_s if weather is Weather.SHUTDOWN else None,
+    )
+
+
+def _injections(
+    rng: random.Random,
+    seed: int,
+    weather: Weather,
+    engines: EmulationSettings,
+    span_s: float,
+    *,
+    near: bool,
+) -> tuple[list[Injection], float | None]:
+    """Return the faults in the order of their beginnings, and when clients give up in a storm."""
     decoders = engines.ranks if engines.dp_mode is DpMode.PORTS else 1
     counts = {
         Weather.CALM: 0,
@@ -148,23 +209,7 @@ def _draw_plan(seed: int, requests: int, *, long: bool, near: bool) -> Plan:
     if near:
         injections = with_updates(seed, injections)
     injections.sort(key=lambda one: (one.start_s, one.end_s))
-    mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
-    longest = rng.choice([10, 40, 100])
-    mix = replace(mix, max_tokens=100 if long else longest)
-    leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
-    visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
-    if near:
-        visits = with_talks(seed, visits)
-    return Plan(
-        seed,
-        weather,
-        WorldSettings(engines, flags),
-        tuple(visits),
-        tuple(injections),
-        storm_s,
-        max([span_s, *(one.end_s for one in injections)]) + 0.1,
-        rng.uniform(0.3, 1.0) * span_s if weather is Weather.SHUTDOWN else None,
-    )
+    return injections, storm_s
 
 
 def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:

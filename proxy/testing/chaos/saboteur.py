@@ -9,21 +9,22 @@ from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.errors import ConflictError
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.meddler import Meddler
-from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.testing.chaos.world import Part, World
 
 
 class Saboteur:
-    """Works on one world, whose engines run.
+    """Works on one part of a world, whose engines run.
 
     Attributes:
         done: How many faults of each kind there were.
         front: URLs under which the proxy is to know engines, by their own.
     """
 
-    def __init__(self, world: World, injections: tuple[Injection, ...]) -> None:
+    def __init__(self, world: World, part: Part, injections: tuple[Injection, ...]) -> None:
         self.done: Counter[str] = Counter()
         self.front: dict[str, str] = {}
         self._world = world
+        self._part = part
         self._injections = injections
         self._meddlers: dict[Engine, Meddler] = {}
         self._timers: list[asyncio.TimerHandle] = []
@@ -51,8 +52,8 @@ class Saboteur:
         for timer in self._timers:
             timer.cancel()
         await asyncio.gather(*self._tasks)
-        world = self._world
-        world.fleet.faults.clear()
+        world, fleet = self._world, self._part.fleet
+        fleet.faults.clear()
         world.decision_faults.clear()
         for meddler in self._meddlers.values():
             meddler.meddling = None
@@ -60,8 +61,8 @@ class Saboteur:
             engine = self._engine(injection)
             world.loop.network.rule(engine.host, engine.port, None)
             world.loop.network.restore(engine.host, engine.port)
-        for engine in world.fleet.engines:
-            await world.fleet.restore(engine.name)
+        for engine in fleet.engines:
+            await fleet.restore(engine.name)
 
     def close(self) -> None:
         """Stand aside."""
@@ -69,15 +70,15 @@ class Saboteur:
             meddler.close()
 
     def _begin(self, injection: Injection) -> None:
-        world, engine = self._world, self._engine(injection)
+        world, fleet, engine = self._world, self._part.fleet, self._engine(injection)
         network = world.loop.network
         world.journal.write("fault", injection.name, engine.name, injection.changes or "")
         self.done[injection.name] += 1
         match injection.act:
             case Act.BOARD:
-                world.fleet.faults.set(engine.name, **injection.changes)
+                fleet.faults.set(engine.name, **injection.changes)
             case Act.KILL:
-                world.fleet.kill(engine.name)
+                fleet.kill(engine.name)
             case Act.PROCESS:
                 engine.lose_process()
             case Act.SILENCE:
@@ -87,26 +88,28 @@ class Saboteur:
             case Act.MEDDLE:
                 self._meddlers[engine].meddling = injection.meddling
             case Act.DRAIN:
-                world.plane.deployment.roster.drain(injection.role, self._known(engine))
+                if self._part.is_there:
+                    self._part.deployment.roster.drain(injection.role, self._known(engine))
             case Act.POLICY:
-                world.plane.deployment.set_policy(injection.policy)
+                if self._part.is_there:
+                    self._part.deployment.set_policy(injection.policy)
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.begin(injection.lapse)
 
     def _end(self, injection: Injection) -> None:
-        world, engine = self._world, self._engine(injection)
+        world, fleet, engine = self._world, self._part.fleet, self._engine(injection)
         network = world.loop.network
         world.journal.write("fault over", injection.name, engine.name)
         match injection.act:
             case Act.BOARD:
-                world.fleet.faults.set(engine.name, **injection.usual)
+                fleet.faults.set(engine.name, **injection.usual)
                 if injection.changes.get("after_pull") is AfterPull.DEATH:
-                    self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
+                    self._tasks.append(world.loop.create_task(fleet.restore(engine.name)))
             case Act.KILL:
                 if injection.version:
                     world.versions[engine.name] = injection.version
-                self._tasks.append(world.loop.create_task(world.fleet.restore(engine.name)))
+                self._tasks.append(world.loop.create_task(fleet.restore(engine.name)))
             case Act.SILENCE:
                 network.restore(engine.host, engine.port)
             case Act.LINK:
@@ -122,14 +125,16 @@ class Saboteur:
                 pass
 
     async def _take_back(self, injection: Injection) -> None:
+        if not self._part.is_there:
+            return
         # Unless another fault of this kind has ended already.
         with suppress(ConflictError):
-            await self._world.plane.deployment.roster.add(
+            await self._part.deployment.roster.add(
                 injection.role, self._known(self._engine(injection)), ranks=None, bootstrap=None
             )
 
     def _engine(self, injection: Injection) -> Engine:
-        return self._world.fleet.engine(f"{injection.role.value}/{injection.engine}")
+        return self._part.fleet.engine(f"{injection.role.value}/{injection.engine}")
 
     def _known(self, engine: Engine) -> str:
         return self.front.get(engine.url, engine.url)

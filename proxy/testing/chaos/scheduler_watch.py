@@ -44,6 +44,7 @@ class Step:
         before: That request's state before; None if it had none.
         started: Whether it was in its rank's batch before.
         actions: What the scheduler wants done.
+        group: Whose scheduler it is; empty for the only one.
     """
 
     event: Event
@@ -51,6 +52,7 @@ class Step:
     before: State | None
     started: bool
     actions: list[Action]
+    group: str = ""
 
 
 class SchedulerWatch:
@@ -60,6 +62,7 @@ class SchedulerWatch:
         scheduler: Returns whom it observes.
         watch: Told of every event that was handled.
         check_every: How many events pass between two recounts of everything.
+        group: Whose scheduler it is; empty for the only one.
 
     Attributes:
         stale_admissions: Requests that were sent to decode with a lease that had run out.
@@ -71,11 +74,13 @@ class SchedulerWatch:
         watch: Callable[[Step], None],
         *,
         check_every: int = 64,
+        group: str = "",
     ) -> None:
         self._scheduler = scheduler
         self.watch = watch
         self.stale_admissions: list[RequestId] = []
         self._check_every = check_every
+        self._group = group
         self._events = 0
         # State of each request, and whether it is in its rank's batch.
         self._states: dict[RequestId, tuple[State, bool]] = {}
@@ -100,7 +105,7 @@ class SchedulerWatch:
         self._events += 1
         if self._events % self._check_every == 0:
             self._scheduler().check()
-        self.watch(Step(event, number, before, started, list(actions)))
+        self.watch(Step(event, number, before, started, list(actions), self._group))
 
     def _learn(self, number: RequestId) -> None:
         request = self._scheduler().requests.get(number)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from balanceroute.proxy.core.events import (
     PrefillDone,
     RequestArrived,
     RequestCancelled,
+    RequestId,
     StartPrefill,
     StepCompleted,
     Tick,
@@ -34,7 +36,7 @@ from balanceroute.proxy.testing.chaos.audit import (
     take_census,
 )
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
-from balanceroute.proxy.testing.chaos.judge import Judge
+from balanceroute.proxy.testing.chaos.judge import Judge, Judging
 from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills
 from balanceroute.proxy.testing.chaos.ledger_watch import LedgerWatch
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
@@ -43,7 +45,7 @@ from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
-from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.testing.chaos.world import Part, World
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -108,13 +110,18 @@ def run_plan(plan: Plan, *, relays: int = 0, kills: bool = False) -> Report:
         relays: How many, see `SplitWorld`; 0 for one process.
         kills: Whether processes are killed.
     """
+    return run_trial(
+        plan,
+        lambda loop, report, log: Trial(plan, loop, report, log, relays=relays, kills=kills),
+    )
+
+
+def run_trial(plan: Plan, make: Callable[[VirtualLoop, Report, LogKeeper], "Trial"]) -> Report:
+    """Carry out a run that `make` makes, in a loop of its own; return what came of it."""
     gc.collect()  # The world of the seed before: it has cycles, and this run collects none of its own.
     report = Report(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
-        lambda log: run(
-            lambda loop: Trial(plan, loop, report, log, relays=relays, kills=kills).run(),
-            seed=plan.seed,
-        )
+        lambda log: run(lambda loop: make(loop, report, log).run(), seed=plan.seed)
     )
     return report
 
@@ -136,35 +143,66 @@ class Trial:
         self._loop = loop
         self._report = report
         self._rng = random.Random(f"trial {plan.seed}")
-        if relays:
-            self._world: World = SplitWorld(
-                plan.world, loop, self._rng, relays=relays, watch=self._saw
-            )
-        else:
-            self._world = World(plan.world, loop, self._rng, watch=self._saw)
+        self._world = self._make_world(relays)
         log.journal = self._world.journal
         log.explains = self._world.decision_faults.explains
-        self._saboteur = Saboteur(self._world, plan.injections)
+        self._saboteurs = [
+            Saboteur(self._world, part, self._plan_of(part).injections)
+            for part in self._world.parts
+        ]
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
         self._ports: dict[Client, int] = {}
         self._kills = kills
         self._next_link: Link | None = None
         self._begin_s = 0.0
-        self._has_bad_wires = any(one.link or one.meddling for one in plan.injections)
+        self._has_bad_wires = any(
+            one.link or one.meddling
+            for part in self._world.parts
+            for one in self._plan_of(part).injections
+        )
+
+    def _make_world(self, relays: int) -> World:
+        settings = self._plan.world
+        if relays:
+            return SplitWorld(settings, self._loop, self._rng, relays=relays, watch=self._saw)
+        return World(settings, self._loop, self._rng, watch=self._saw)
+
+    def _plan_of(self, part: Part) -> Plan:
+        """Return what happens to the engines of a part, and what may come of it."""
+        del part
+        return self._plan
+
+    def _make_judge(self, judges: Sequence[Judge]) -> Judging:
+        """Return who judges all answers, given the judges of the parts."""
+        (judge,) = judges
+        return judge
+
+    def _begin_more(self) -> None:
+        """Begin what is planned beside clients and faults."""
+        return
+
+    async def _end_more(self) -> None:
+        """Wait until that is over."""
+        return
 
     async def run(self) -> None:
         """Do it."""
         world, plan, report = self._world, self._plan, self._report
-        await world.fleet.start()
-        await self._saboteur.start()
-        await world.start(self._saboteur.front)
+        await world.start_engines()
+        known: dict[str, str] = {}
+        for saboteur in self._saboteurs:
+            await saboteur.start()
+            known |= saboteur.front
+        await world.start(known)
         await asyncio.sleep(_WARM_UP_S)
         before = await take_census(world)
         self._begin_s = self._loop.time()
         for front in world.fronts:
             self._loop.network.rule("127.0.0.1", front.server.port, self._link)
-        self._saboteur.begin(self._begin_s)
+        for saboteur in self._saboteurs:
+            saboteur.begin(self._begin_s)
+        self._begin_more()
         self._report.faults += _client_faults(plan)
         self._plan_kills()
         self._watch_ledger()
@@ -179,7 +217,9 @@ class Trial:
             await world.drain()
             await world.close_proxy()
         await self._until(plan.calm_s)
-        await self._saboteur.stop()
+        for saboteur in self._saboteurs:
+            await saboteur.stop()
+        await self._end_more()
         world.journal.write("calm")
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
@@ -193,14 +233,26 @@ class Trial:
         report.violations += audit_lapses(world.ended)
         report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
-        oracle = Oracle(plan.world.engines)
-        await oracle.start()
-        judge = Judge(plan, oracle, excused_names(plan, world))
-        report.violations += await audit_answers(judge, self._clients, world.ended, report.endings)
-        await oracle.close()
+        await self._judge_answers()
         await world.close()
-        self._saboteur.close()
+        for saboteur in self._saboteurs:
+            saboteur.close()
         self._sum_up()
+
+    async def _judge_answers(self) -> None:
+        """Compare what the clients got with what reference engines answer."""
+        world, report = self._world, self._report
+        oracles, judges = [], []
+        for part in world.parts:
+            plan = self._plan_of(part)
+            oracle = Oracle(plan.world.engines)
+            await oracle.start()
+            oracles.append(oracle)
+            judges.append(Judge(plan, oracle, excused_names(plan, part)))
+        judge = self._make_judge(judges)
+        report.violations += await audit_answers(judge, self._clients, world.ended, report.endings)
+        for oracle in oracles:
+            await oracle.close()
 
     async def _until(self, planned_s: float) -> None:
         await asyncio.sleep(max(0.0, self._begin_s + planned_s - self._loop.time()))
@@ -222,11 +274,13 @@ class Trial:
 
     async def _look_at_the_rest(self, before: Census) -> None:
         """Look at what takes time to go: leases, and connections that nobody uses."""
-        world, engines = self._world, self._plan.world.engines
-        await asyncio.sleep(engines.lease_s + _IDLE_S)
+        world = self._world
+        lease_s = max(self._plan_of(part).world.engines.lease_s for part in world.parts)
+        await asyncio.sleep(lease_s + _IDLE_S)
         self._report.violations += audit_rest(world)
-        self._report.violations += audit_leases(self._plan, world)
-        self._report.violations += audit_misreads(self._plan, world)
+        for part in world.parts:
+            self._report.violations += audit_leases(self._plan_of(part), part)
+            self._report.violations += audit_misreads(self._plan_of(part), part)
         if self._plan.shutdown_s is None:
             after = await take_census(world)
             self._report.violations += after.beyond(before)
@@ -268,7 +322,8 @@ class Trial:
 
     def _check_aborted(self, name: str) -> None:
         """Look whether an engine still works for a client that left."""
-        for engine in self._world.fleet.engines:
+        engines = [engine for part in self._world.parts for engine in part.fleet.engines]
+        for engine in engines:
             for call in engine.exchanges.values():
                 if call.request_id.endswith(f"cmpl-{name}"):
                     self._report.violations.append(
@@ -342,22 +397,23 @@ class Trial:
             isinstance(event, Tick) and not step.actions
         ):
             return
-        self._world.journal.write(event, *step.actions)
+        self._world.journal.write(*(word for word in (step.group,) if word), event, *step.actions)
         if isinstance(event, RequestCancelled) and step.before is not None:
             state = step.before.name.lower()
             self._report.cancelled[f"{state}, started" if step.started else state] += 1
         if isinstance(event, RequestArrived):
-            self._reached(event.request, Phase.QUEUED)
+            self._reached(step.group, event.request, Phase.QUEUED)
         elif isinstance(event, PrefillDone):
-            self._reached(event.request, Phase.PREFILLED)
+            self._reached(step.group, event.request, Phase.PREFILLED)
         for action in step.actions:
             if isinstance(action, StartPrefill):
-                self._reached(action.request, Phase.PREFILLING)
+                self._reached(step.group, action.request, Phase.PREFILLING)
             elif isinstance(action, Admit):
-                self._reached(action.request, Phase.ADMITTED)
+                self._reached(step.group, action.request, Phase.ADMITTED)
 
-    def _reached(self, number: int, phase: Phase) -> None:
-        session = self._world.plane.deployment.driver.sessions.get(number)  # type: ignore[call-overload]
+    def _reached(self, group: str, number: RequestId, phase: Phase) -> None:
+        deployment = self._world.plane.deployments.get(group)
+        session = None if deployment is None else deployment.driver.sessions.get(number)
         if session is not None:
             client = self._by_id.get(session.record.request_id)
             if client is not None:
@@ -367,7 +423,8 @@ class Trial:
 
     def _sum_up(self) -> None:
         world, report = self._world, self._report
-        report.faults.update(self._saboteur.done)
+        for saboteur in self._saboteurs:
+            report.faults.update(saboteur.done)
         counters = report.counters
         for record in world.ended:
             assert record.outcome is not None
@@ -378,16 +435,18 @@ class Trial:
             counters["resumes"] += record.resumes
             counters["early first tokens"] += record.early_first_token
             counters["first token differences"] += record.first_token_differences
+            counters["fall-backs"] += len(record.fall_backs)
             counters["lease lapses"] += record.lease_lapses
             counters["cheaper lapses"] += record.cheaper_lapses
             counters["output tokens"] += record.output_tokens
             world.journal.write("ended", record)
-        stats = world.fleet.stats()
-        for kind in ("leases", "misses"):
-            for end, count in stats[kind].items():
-                counters[f"{kind} {end}"] += count
-        counters["misreads"] += stats["misreads"]
-        counters["mixed pairs"] += stats["mixed_pairs"]
+        for part in world.parts:
+            stats = part.fleet.stats()
+            for kind in ("leases", "misses"):
+                for end, count in stats[kind].items():
+                    counters[f"{kind} {end}"] += count
+            counters["misreads"] += stats["misreads"]
+            counters["mixed pairs"] += stats["mixed_pairs"]
         counters["decision faults"] += world.decision_faults.made.total()
         report.virtual_s = self._loop.time() - self._begin_s
         traffic = self._loop.network.traffic

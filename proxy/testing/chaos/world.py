@@ -1,7 +1,7 @@
 """A proxy and its engines in one virtual-time loop."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,8 @@ from types import MappingProxyType
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.control_plane import ControlPlane
+from balanceroute.proxy.live.control_plane import DEFAULT, ControlPlane
+from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.pass_through import PassThrough
 from balanceroute.proxy.live.proxy import Proxy
@@ -58,6 +59,32 @@ class Front:
     endpoints: Mapping[str, Endpoint]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A deployment of a world with its engines.
+
+    Attributes:
+        name: Of its group; empty if it is the only one.
+        observer: Of its scheduler.
+        deployments: Returns those that are there, by name.
+    """
+
+    name: str
+    fleet: EmulatedFleet
+    observer: SchedulerWatch
+    deployments: Callable[[], Mapping[str, Deployment]]
+
+    @property
+    def deployment(self) -> Deployment:
+        """What decides about it. Raises KeyError: it is not there."""
+        return self.deployments()[self.name]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the proxy serves it."""
+        return self.name in self.deployments()
+
+
 class World:
     """One proxy before one fleet.
 
@@ -65,6 +92,7 @@ class World:
         decision_faults: Of the policy and the predictor.
         ended: The requests that ended, in order.
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
+        deployments_made: How many the proxy has made so far.
     """
 
     def __init__(
@@ -78,6 +106,7 @@ class World:
         self.loop = loop
         self.journal = Journal(loop.time)
         self.ended: list[RequestRecord] = []
+        self.deployments_made = 1
         self.decision_faults = DecisionFaults()
         self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
@@ -87,6 +116,7 @@ class World:
         )
         self.proxy: Proxy
         self._settings = settings
+        self._front: Mapping[str, str] = {}
         self._folder: TemporaryDirectory[str] | None = None
         self._rng = random.Random(rng.getrandbits(64))
         self.observer = SchedulerWatch(lambda: self.scheduler, watch)
@@ -96,13 +126,8 @@ class World:
 
         `front` has the URLs under which the proxy is to know engines, by their own.
         """
-        if not self.fleet.engines:
-            await self.fleet.start()
-
-        def known(url: str) -> str:
-            base, mark, rank = url.partition("@")
-            return f"{front.get(base, base)}{mark}{rank}"
-
+        self._front = front
+        await self.start_engines()
         flags = {
             "host": "127.0.0.1",
             "port": 0,
@@ -112,13 +137,24 @@ class World:
             "tenants": self._write_tenants(self._settings.tenants),
             **_kv_addresses(self._settings.engines),
             **self._settings.flags,
-            "prefill": [known(url) for url in self.fleet.prefill_urls],
-            "decode": [known(url) for url in self.fleet.decode_urls],
+            "prefill": [self._known(url) for url in self.fleet.prefill_urls],
+            "decode": [self._known(url) for url in self.fleet.decode_urls],
             "bootstrap": self.fleet.bootstrap_urls or None,
             "connector": self._settings.engines.connector,
         }
         environment = self._make_environment(partial(read_credentials, None, flags))
         await self._start(make_config(None, flags), environment)
+
+    def _known(self, url: str) -> str:
+        """Return the URL under which the proxy is to know an engine."""
+        base, mark, rank = url.partition("@")
+        return f"{self._front.get(base, base)}{mark}{rank}"
+
+    async def start_engines(self) -> None:
+        """Start the engines, unless they run."""
+        for part in self.parts:
+            if not part.fleet.engines:
+                await part.fleet.start()
 
     def _make_environment(self, read: Callable[[], Credentials]) -> Environment:
         return Environment(
@@ -169,6 +205,11 @@ class World:
         return self.proxy
 
     @property
+    def parts(self) -> Sequence[Part]:
+        """Each deployment with its engines."""
+        return [Part(DEFAULT, self.fleet, self.observer, lambda: self.plane.deployments)]
+
+    @property
     def scheduler(self) -> Scheduler:
         """The proxy's."""
         return self.plane.deployment.driver.scheduler
@@ -181,10 +222,8 @@ class World:
     @property
     def fronts(self) -> list[Front]:
         """The listeners for clients."""
-        proxy = self.proxy
-        return [
-            Front(proxy.server, proxy.deployment.pass_through, proxy.deployment.roster.endpoints)
-        ]
+        server, deployments = self.proxy.server, self.proxy.deployments.values()
+        return [Front(server, one.pass_through, one.roster.endpoints) for one in deployments]
 
     async def drain(self) -> None:
         """Take nothing new, and wait for what runs."""
@@ -201,7 +240,8 @@ class World:
     async def close(self) -> None:
         """End everything."""
         await self.close_proxy()
-        await self.fleet.close()
+        for part in self.parts:
+            await part.fleet.close()
         if self._folder is not None:
             self._folder.cleanup()
 

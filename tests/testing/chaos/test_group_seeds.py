@@ -1,0 +1,58 @@
+"""The proxy with several groups under faults, and while groups are drained, removed and added."""
+
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.proxy.live.frontend.fall_back import Attempt
+from balanceroute.proxy.live.frontend.groups import Groups
+from balanceroute.proxy.testing.chaos.group_plan import GroupAct, draw_groups
+from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
+
+REQUESTS = 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_seed_violates_nothing(seed: int) -> None:
+    report = run_seed_of_groups(seed, requests=REQUESTS)
+    assert not report.violations, f"seed {seed}"
+    assert sum(report.outcomes.values()) > 0
+
+
+def test_the_seeds_are_of_every_kind() -> None:
+    plans = [draw_groups(seed, requests=REQUESTS) for seed in range(40)]
+    assert {len(plan.groups) for plan in plans} == {2, 3}
+    assert {order.act for plan in plans for order in plan.orders} == set(GroupAct)
+    choosers = {one.members["chooser"] for plan in plans for one in plan.aliases}
+    assert choosers == {"static", "greedy", "ddqn"}
+    assert any("fall_back" in one.members for plan in plans for one in plan.aliases)
+    named = {request.values.get("model") for plan in plans for request in plan.whole.requests}
+    assert named >= {"small", "medium", "large", "best", "cheap", None}
+
+
+def test_a_seed_happens_again() -> None:
+    first, again = (run_seed_of_groups(3, requests=20) for _ in range(2))
+    assert first.digest == again.digest
+
+
+def answers_of_the_wrong_group(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(Groups, "find", lambda groups, _: groups.first)
+    return "it was served, and names no group"
+
+
+def two_answers(patch: pytest.MonkeyPatch) -> str:
+    # A group that is given up on goes on, and what it says reaches the client.
+    patch.setattr(Attempt, "give_up", lambda _: None)
+    return " belongs"
+
+
+@pytest.mark.parametrize("plant", [answers_of_the_wrong_group, two_answers])
+def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plant(monkeypatch)
+    for seed in range(20):
+        violations = run_seed_of_groups(seed, requests=REQUESTS).violations
+        if any(found in one for one in violations):
+            return
+    raise AssertionError("no seed found it")
