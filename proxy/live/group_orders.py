@@ -8,6 +8,7 @@ from balanceroute.proxy.live.control.errors import ConflictError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.deployment import Deployment
+    from balanceroute.proxy.live.kept_groups import KeptGroups
     from balanceroute.proxy.live.settings.config import GroupConfig
 
 
@@ -19,6 +20,7 @@ class GroupOrders:
         make: Returns a group's settings, given what its `[[model]]` table would have. Raises ConfigError.
         begin: Starts a group and serves it from now on.
         end: Serves a group no more, and closes it.
+        kept: Keeps what was ordered.
     """
 
     def __init__(
@@ -28,9 +30,10 @@ class GroupOrders:
         make: "Callable[[Mapping[str, object]], GroupConfig]",
         begin: "Callable[[GroupConfig], Awaitable[None]]",
         end: Callable[[str], Awaitable[None]],
+        kept: "KeptGroups",
     ) -> None:
         self._deployments = deployments
-        self._make, self._begin, self._end = make, begin, end
+        self._make, self._begin, self._end, self._kept = make, begin, end, kept
 
     def rows(self) -> list[dict[str, object]]:
         """Return each group: its names, whether it takes requests, and how many it has."""
@@ -64,6 +67,7 @@ class GroupOrders:
             for url in own & urls:
                 raise ConflictError(f"{url} is an engine of the group {name!r}")
         await self._begin(group)
+        self._kept.add(group.name, table)
 
     def drain(self, group: str) -> None:
         """Send nothing new to any engine of a group. Raises UnknownInstanceError: it is not there."""
@@ -85,6 +89,7 @@ class GroupOrders:
         if count and not force:
             raise ConflictError(f"{count} requests are in flight in {group!r}: drain it first")
         await self._end(group)
+        self._kept.remove(group)
 
     def _in_flight(self, deployment: "Deployment") -> int:
         return len(deployment.driver.sessions) + deployment.pass_through.in_flight

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.connectors import make_connector
@@ -11,6 +12,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.group_orders import GroupOrders
+from balanceroute.proxy.live.kept_groups import KeptGroups
 from balanceroute.proxy.live.listeners import PublicListener
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 
@@ -34,6 +36,11 @@ class Proxy(ControlPlane):
     """
 
     def __init__(self, config: "ProxyConfig", environment: "Environment") -> None:
+        self._kept: KeptGroups | None = None
+        if config.groups and environment.make_group is not None:
+            make = environment.make_group
+            self._kept = KeptGroups(environment.orders, config.groups, make)
+            config = replace(config, groups=self._kept.load())
         super().__init__(config, environment)
         self.server: Server
         self.gateway: Gateway
@@ -107,10 +114,14 @@ class Proxy(ControlPlane):
 
     def _group_orders(self) -> GroupOrders | None:
         make = self._environment.make_group
-        if make is None or not self.config.groups:
+        if make is None or self._kept is None:
             return None
         return GroupOrders(
-            self.deployments, make=make, begin=self._begin_group, end=self._end_group
+            self.deployments,
+            make=make,
+            begin=self._begin_group,
+            end=self._end_group,
+            kept=self._kept,
         )
 
     async def _begin_group(self, config: "GroupConfig") -> None:

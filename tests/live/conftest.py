@@ -12,6 +12,7 @@ import pytest
 
 from balanceroute.proxy.emulate.routes import Routes
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
@@ -380,6 +381,7 @@ def play_groups(monkeypatch: pytest.MonkeyPatch) -> Play:
         flags: Mapping[str, object] | None = None,
         more: str = "",
         tenants: str = "",
+        orders: Keeper | None = None,
         at_rest: bool = True,
     ) -> None:
         async def main(loop: VirtualLoop) -> None:
@@ -390,6 +392,7 @@ def play_groups(monkeypatch: pytest.MonkeyPatch) -> Play:
                 flags={"admin": True, "admin_port": 0, **(flags or {})},
                 more=more,
                 tenants=tenants,
+                orders=orders,
             )
             await play_in(world, scenario, monkeypatch, at_rest=at_rest)
 

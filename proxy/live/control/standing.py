@@ -84,6 +84,12 @@ class KeepingPart:
         """Keep this, and what there is of other groups."""
         self._whole.write(encode(self._parts() | {self._group: Raw(data)}))
 
+    def forget(self) -> None:
+        """Keep nothing of it."""
+        self._whole.write(
+            encode({name: data for name, data in self._parts().items() if name != self._group})
+        )
+
     def _parts(self) -> dict[str, Raw]:
         data = self._whole.read()
         return decode(data, type=dict[str, Raw]) if data else {}
