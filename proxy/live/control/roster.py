@@ -15,6 +15,7 @@ from balanceroute.proxy.core.events import EngineLoad, PrefillerId, PrefillerScr
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
+from balanceroute.proxy.live.control.readiness import Readiness
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
@@ -90,7 +91,7 @@ class Roster:
         self._health: Health
         self._scraper: Scraper
         self._metrics: EngineMetrics
-        self._missing: set[Role] = set()  # As they were logged last.
+        self._readiness = Readiness(instances)
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
         self._ordered = self._reconfigure  # Called after each change by order.
@@ -318,7 +319,7 @@ class Roster:
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
         self._driver.reopen()
-        self._log_readiness()
+        self._readiness.log()
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
             for instance in self.instances.of(target):
@@ -357,17 +358,6 @@ class Roster:
         self._scraper.add(target)
         self._metrics.added(target)
 
-    def _log_readiness(self) -> None:
-        """Log when a role has no engine left, and when each has one again."""
-        missing = self.instances.missing
-        if missing == self._missing:
-            return
-        for role in missing - self._missing:
-            _log.warning("no engine of a role is up", extra={"fields": {"role": role.value}})
-        if not missing:
-            _log.warning("the fleet is ready: an engine of each role is up")
-        self._missing = missing
-
     def _endpoint(self, url: EngineUrl) -> "Endpoint":
         endpoint = self.endpoints.get(url.base)
         if endpoint is None:
@@ -402,7 +392,7 @@ class Roster:
         self.pairing.update()
         self._ordered()
         self._driver.reopen()
-        self._log_readiness()
+        self._readiness.log()
         _log.info(
             "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
         )

@@ -1,0 +1,26 @@
+"""Tells the log when the fleet becomes ready, or ceases to be."""
+
+import logging
+
+from balanceroute.proxy.live.engines.instances import Instances, Role
+
+_log = logging.getLogger(__name__)
+
+
+class Readiness:
+    """Whether each role has an engine that is up, as it was logged last."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+        self._missing: set[Role] = set()
+
+    def log(self) -> None:
+        """Log when a role has no engine left, and when each has one again."""
+        missing = self._instances.missing
+        if missing == self._missing:
+            return
+        for role in missing - self._missing:
+            _log.warning("no engine of a role is up", extra={"fields": {"role": role.value}})
+        if not missing:
+            _log.warning("the fleet is ready: an engine of each role is up")
+        self._missing = missing
