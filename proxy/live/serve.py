@@ -98,8 +98,8 @@ def _announce(proxy: Proxy, descriptors: int) -> None:
         extra={
             "fields": {
                 "port": proxy.server.port,
-                "prefillers": sum(len(one.prefillers) for one in instances),
-                "ranks": sum(len(one.ranks) for one in instances),
+                "prefillers": sum(len(one.prefilling()) for one in instances),
+                "ranks": sum(len(one.serving()) for one in instances),
                 "policy": config.scheduling.policy,
                 "descriptors": descriptors,
                 "connection_limit": config.limits.connection_limit,

@@ -13,14 +13,23 @@ class Readiness:
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
         self._missing: set[Role] = set()
+        self._was_ready = False
 
     def log(self) -> None:
         """Log when a role has no engine left, and when each has one again."""
         missing = self._instances.missing
+        self._was_ready |= not missing
         if missing == self._missing:
             return
-        for role in missing - self._missing:
-            _log.warning("no engine of a role is up", extra={"fields": {"role": role.value}})
+        message = (
+            "no engine of a role is up" if self._was_ready else "waiting for engines of a role"
+        )
+        for role in sorted(missing - self._missing, key=_name):
+            _log.warning(message, extra={"fields": {"role": role.value}})
         if not missing:
             _log.warning("the fleet is ready: an engine of each role is up")
         self._missing = missing
+
+
+def _name(role: Role) -> str:
+    return role.value

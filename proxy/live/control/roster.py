@@ -113,6 +113,7 @@ class Roster:
         for target in self.targets():
             self._watch(target)
         driver.reopen()
+        self._readiness.log()
 
     def targets(self) -> list[Target]:
         """Return the instances that are not removed."""
@@ -253,6 +254,7 @@ class Roster:
         self._watch(target)
         await self.pairing.ask()
         self._ordered()
+        self._readiness.log()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
     def drain(self, role: Role, url: str) -> None:

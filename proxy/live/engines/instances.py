@@ -159,6 +159,10 @@ class Instances:
         """Return the ranks that are not removed, whose loads make the barrier."""
         return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
 
+    def prefilling(self) -> list[PrefillerId]:
+        """Return the prefillers that are not removed."""
+        return [one.id for one in self.prefillers if one.status is not Status.REMOVED]
+
     def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
         """Return the prefillers that are up, of those in `among`; None for all."""
         up = [one for one in self.prefillers if one.status is Status.UP]
