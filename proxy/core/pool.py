@@ -207,9 +207,13 @@ class Pool:
         """Return the entries whose KV lease has ended, once. The caller removes them."""
         return self._leases.take_due(now_ns)
 
+    def first_lease_end_ns(self) -> int | None:
+        """Return when the first lease ends; None if no entry has one."""
+        return self._leases.first_ns()
+
     def next_removal_ns(self) -> int | None:
         """Return when the next entry expires or its lease lapses; None for never."""
-        expiry_ns, lease_ns = self._expiries.first_ns(), self._leases.first_ns()
+        expiry_ns, lease_ns = self._expiries.first_ns(), self.first_lease_end_ns()
         if expiry_ns is None or lease_ns is None:
             return lease_ns if expiry_ns is None else expiry_ns
         return min(expiry_ns, lease_ns)

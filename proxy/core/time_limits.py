@@ -2,7 +2,7 @@
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.lifecycle import Request
-from balanceroute.proxy.core.pool import PoolEntry
+from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill.pairs import Pairs
 
 # Share of its usable lease after which an entry is late.
@@ -18,6 +18,17 @@ def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
 def earliest(*times_ns: int | None) -> int | None:
     """Return the earliest time; None, which stands for never, if there is none."""
     return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
+
+
+def lease_used(pool: Pool, config: SchedulerConfig, now_ns: int) -> float | None:
+    """Return the largest share of its usable lease that an entry has used, 0 to 1; None without leases."""
+    if config.lease_ns is None:
+        return None
+    ends_ns = pool.first_lease_end_ns()
+    if ends_ns is None:
+        return 0.0
+    usable_ns = config.lease_ns - min(config.lease_margin_ns, config.lease_ns // 2)
+    return min(1.0, max(0.0, 1.0 - (ends_ns - now_ns) / usable_ns))
 
 
 def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolEntry:

@@ -84,3 +84,44 @@ def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
         [PROMTOOL, "check", "rules", str(path)], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stderr + checked.stdout
+
+
+# Series of a minute each, and the alert that they raise.
+RAISING: dict[str, dict[str, str]] = {
+    "BalanceRouteLeasesNearTheirEnd": {"balanceroute_pooled_lease_used_ratio": "0.8x30"},
+    "BalanceRouteStepsMisjudged": {
+        'balanceroute_decode_step_seconds{job="proxy"}': "0.05x30",
+        'vllm:inter_token_latency_seconds_sum{instance="d0"}': "0+3x30",
+        'vllm:inter_token_latency_seconds_count{instance="d0"}': "0+100x30",
+    },
+}
+SILENT = {
+    "balanceroute_pooled_lease_used_ratio": "0.7x30",
+    'balanceroute_decode_step_seconds{job="proxy"}': "0.031x30",
+    'vllm:inter_token_latency_seconds_sum{instance="d0"}': "0+3x30",
+    'vllm:inter_token_latency_seconds_count{instance="d0"}': "0+100x30",
+}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool here")
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("alert", RAISING)
+def test_an_alert_is_raised_by_what_it_is_for(tmp_path: Path, alert: str, raises: bool) -> None:
+    assert PROMTOOL is not None
+    (rule,) = [rule for rule in RULES if rule["alert"] == alert]
+    rules, tests = tmp_path / "rules.yaml", tmp_path / "tests.yaml"
+    rules.write_text(yaml.safe_dump({"groups": [{"name": "balanceroute", "rules": [rule]}]}))
+    series = RAISING[alert] if raises else SILENT
+    raised = {"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": "25m", "alertname": alert, "exp_alerts": [raised] if raises else []}
+        ],
+    }
+    tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "tests": [test]}))
+    checked = subprocess.run(
+        [PROMTOOL, "test", "rules", str(tests)], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr + checked.stdout

@@ -7,6 +7,7 @@ from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import skill_share
+from balanceroute.proxy.core.time_limits import lease_used
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.request_log import fields_of
@@ -70,6 +71,7 @@ def take_snapshot(
         pool_limit=scheduler.leases.pool_limit,
         budget=_budget(driver),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),
+        lease_used=lease_used(scheduler.pool, scheduler.config, round(now_s * 1e9)),
         imbalance_tokens=imbalance_tokens(loads[serving]) if serving else 0,
         steps=progress.steps.steps,
         step_s=progress.steps.step_s,

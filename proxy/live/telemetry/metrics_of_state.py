@@ -251,6 +251,12 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
     for name, documentation, state_value in _COUNTERS:
         yield _family("counter", name, documentation, [{}], [state_value(state)])
     yield _known(
+        "pooled_lease_used_ratio",
+        "Largest share of its usable lease that a pooled request has used; absent without leases.",
+        [{}],
+        [state.lease_used],
+    )
+    yield _known(
         "pool_limit",
         "Requests that may be in prefill or in the pool; absent without a limit.",
         [{}],

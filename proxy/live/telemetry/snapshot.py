@@ -150,5 +150,6 @@ class Snapshot:
     idle_ratios: list[float | None] = field(default_factory=list)  # By 5 s of them, oldest first.
     engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.
     limits: LimitsState | None = None
+    lease_used: float | None = None  # Largest share, of a pooled request's; None without leases.
     skill_share: float | None = None  # None where the policy does not weigh predictions by it.
     group: str = ""  # Which of several deployments.
