@@ -175,7 +175,7 @@ class Gateway:
             tenant=tenant.name,
         )
         if self._tracer is not None:
-            request = replace(request, headers=self._tracer.begin(request.headers, record))
+            request.headers = self._tracer.begin(request.headers, record)
         elif (parent := read_parent(request.headers)) is not None:
             record.trace_id = parent.trace_id
         if route.handling is Handling.GENERATION:

@@ -31,15 +31,17 @@ def trace_move(
         now_s: The loop's time.
         decodes: Whether a rank decodes it.
     """
-    trace, stage = record.trace, _STAGES.get(phase)
-    if trace is None or stage is None:
+    trace = record.trace
+    repeats = phase is Phase.QUEUED or (phase is Phase.POOLED and before not in _FIRST)
+    if trace is None or not (repeats or trace.steps):
+        return
+    stage = _STAGES.get(phase)
+    if stage is None:
         return
     now_ns = round(now_s * 1e9)
-    if phase is Phase.QUEUED or (phase is Phase.POOLED and before not in _FIRST):
+    if repeats:
         trace.steps = trace.steps or stages_of(record)
         trace.events.append(Event(f"{stage} again", now_ns))
-    if not trace.steps:
-        return
     engine = ""
     if phase in _WITH_ENGINE:
         engine = record.rank if decodes and phase is not Phase.PREFILLING else record.prefiller

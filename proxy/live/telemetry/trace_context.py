@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from balanceroute.proxy.live.telemetry.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
@@ -21,7 +21,9 @@ _MAX_STATE = 512
 # The ratio of a sampler counts in these bits of the trace id, as in OpenTelemetry's SDKs.
 _RATIO_BITS = 64
 # An id of a trace, and the first 15 digits of one of a span.
-_DRAWN_BITS = 128 + 60
+_DRAWN_DIGITS = 32 + 15
+# Requests whose ids are drawn at once: each draw asks the system.
+_DRAWN_AT_ONCE = 64
 
 
 class Parent(NamedTuple):
@@ -63,6 +65,7 @@ class Tracer:
         self._all = share == 1.0
         self._bound = round(share * (1 << _RATIO_BITS))
         self._random_bits = random_bits
+        self._drawn = self._draw()
 
     def begin(self, headers: Headers, record: "RequestRecord") -> Headers:
         """Begin the request's trace; return its headers with the context that engines are to get.
@@ -71,7 +74,7 @@ class Tracer:
         """
         parent_id, sampled = "", False
         states: Headers = []
-        drawn = f"{self._random_bits(_DRAWN_BITS):047x}"
+        drawn = next(self._drawn)
         trace_id, span_id = drawn[15:], f"{drawn[:15]}0"
         given = dict(headers)
         if b"traceparent" in given or b"tracestate" in given:
@@ -90,3 +93,11 @@ class Tracer:
             record.trace = Trace(trace_id, span_id, parent_id, state)
         flag = "01" if sampled else "00"
         return [*headers, *states, (b"traceparent", f"00-{trace_id}-{span_id}-{flag}".encode())]
+
+    def _draw(self) -> "Iterator[str]":
+        """Return random digits, those of a request each time."""
+        digits = _DRAWN_DIGITS * _DRAWN_AT_ONCE
+        while True:
+            drawn = f"{self._random_bits(4 * digits):0{digits}x}"
+            for begin in range(0, digits, _DRAWN_DIGITS):
+                yield drawn[begin : begin + _DRAWN_DIGITS]
