@@ -10,8 +10,7 @@ Without one, a request's `max_tokens` is its hint where answers alike habitually
 """
 
 from collections.abc import Iterable, Sequence
-from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +27,8 @@ _HALF_LIFE = 3_000.0
 _HISTORY = 20_000
 
 
-class HintSource(Enum):
-    """Where a hint comes from."""
-
-    CLIENT = "client"
-    LIMIT = "limit"
+HintSource = Literal["client", "limit"]
+"""Where a hint comes from."""
 
 
 class Hint(NamedTuple):
@@ -66,11 +62,14 @@ class Hinted:
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note the hint, and pass on what is known of a request."""
         self._predictor.begin(request, features)
-        self._drop(request)
-        if features.max_tokens is not None:
+        if features.max_tokens is None:
+            self._limited.pop(request, None)
+        else:
             self._limited[request] = features
         hint = self._hint(features)
-        if hint is not None:
+        if hint is None:
+            self._hints.pop(request, None)
+        else:
             self._hints[request] = hint
 
     def hint_of(self, request: RequestId) -> Hint | None:
@@ -89,7 +88,7 @@ class Hinted:
             rows = [
                 row
                 for row, request in enumerate(requests)
-                if request in hints and hints[request].source is source
+                if request in hints and hints[request].source == source
             ]
             if rows:
                 stated = np.array([hints[requests[row]].tokens for row in rows], np.int64)
@@ -99,14 +98,14 @@ class Hinted:
     def observe(self, request: RequestId, output_tokens: int) -> None:
         """Learn what a hint came to, and let the other learn."""
         self._predictor.observe(request, output_tokens)
-        features, hint = self._limited.get(request), self._hints.get(request)
-        self._drop(request)
+        features, hint = self._limited.pop(request, None), self._hints.pop(request, None)
         self._learn(features, hint, output_tokens)
 
     def forget(self, request: RequestId) -> None:
         """Pass on that a request ended otherwise."""
         self._predictor.forget(request)
-        self._drop(request)
+        self._limited.pop(request, None)
+        self._hints.pop(request, None)
 
     def learn(self, hint: Hint, output_tokens: int) -> None:
         """Learn what came of a hint, of a request that ended by itself."""
@@ -119,16 +118,16 @@ class Hinted:
                 half_life=_HALF_LIFE,
                 # That a limit tells something is known from how often it was reached. Usually there
                 # is but one, which has nothing to be told apart from.
-                judged=hint.source is HintSource.CLIENT,
+                judged=hint.source == "client",
             )
         outputs.add(hint.tokens, output_tokens)
 
     def _hint(self, features: RequestFeatures) -> Hint | None:
         if features.expected_tokens is not None:
-            return Hint(features.expected_tokens, HintSource.CLIENT)
+            return Hint(features.expected_tokens, "client")
         limit = features.max_tokens
         if limit is not None and self._habits.is_habit(limit, features.keys):
-            return Hint(limit, HintSource.LIMIT)
+            return Hint(limit, "limit")
         return None
 
     def _learn(
@@ -138,7 +137,3 @@ class Hinted:
             self._habits.learn(features.max_tokens, features.keys, output_tokens)
         if hint is not None:
             self.learn(hint, output_tokens)
-
-    def _drop(self, request: RequestId) -> None:
-        self._limited.pop(request, None)
-        self._hints.pop(request, None)

@@ -17,6 +17,7 @@ _LATEST = 64
 _GROUPS = 20_000
 # As of `ExactMatch`: of more keys, the least specific are left out.
 _MAX_KEYS = 8
+_NO_KEYS = (None,)
 
 
 class LimitHabits:
@@ -35,16 +36,16 @@ class LimitHabits:
             max_tokens: The limit.
             keys: Of the request, the most specific first.
         """
-        for key in (*keys[:_MAX_KEYS], None):
-            answers, share = self._groups.get((max_tokens, key), (0, 0.0))
-            if answers >= LEAST_ANSWERS:
-                return share >= _LEAST_SHARE
+        for key in (*keys[:_MAX_KEYS], None) if keys else _NO_KEYS:
+            group = self._groups.get((max_tokens, key))
+            if group is not None and group[0] >= LEAST_ANSWERS:
+                return group[1] >= _LEAST_SHARE
         return False
 
     def learn(self, max_tokens: int, keys: tuple[int, ...], output_tokens: int) -> None:
         """Learn from an answer that ended by itself, or at its limit."""
         reached = float(output_tokens >= max_tokens)
-        for key in (*keys[:_MAX_KEYS], None):
+        for key in (*keys[:_MAX_KEYS], None) if keys else _NO_KEYS:
             group = max_tokens, key
             answers, share = self._groups.pop(group, (0, 0.0))
             answers = min(answers + 1, _LATEST)

@@ -60,6 +60,8 @@ class Pace:
         self._steps = self._left_tokens = 0.0
         # Prefills that run, each with its prefiller, its tokens and its start.
         self._running: dict[RequestId, tuple[int, int, int]] = {}
+        # How many of them each prefiller has that has any.
+        self._running_on: dict[int, int] = {}
         self._prefilled_tokens = self._prefills = self._prefill_ns = 0.0
         # Time in which each prefiller was busy, summed, and the time that passed; both decay.
         self._busy_ns = self._passed_ns = 0.0
@@ -160,9 +162,8 @@ class Pace:
 
     def _account(self, now_ns: int) -> None:
         """Count the time of the prefillers that were busy until now."""
-        busy = len({prefiller for prefiller, _, _ in self._running.values()})
         passed_ns = 0 if self._accounted_ns is None else now_ns - self._accounted_ns
-        self._busy_ns += busy * passed_ns
+        self._busy_ns += len(self._running_on) * passed_ns
         self._passed_ns += passed_ns
         self._accounted_ns = now_ns
 
@@ -173,11 +174,15 @@ class Pace:
         if self._requests[request].decode:
             self._account(now_ns)
             self._running[request] = prefiller, prompt_tokens, since_ns
+            self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
 
     def _end_prefill(self, event: Event, now_ns: int) -> None:
         self._account(now_ns)
         assert isinstance(event, _ENDS)
-        _, _, start_ns = self._running.pop(event.request)
+        prefiller, _, start_ns = self._running.pop(event.request)
+        others = self._running_on.pop(prefiller) - 1
+        if others:
+            self._running_on[prefiller] = others
         if not isinstance(event, PrefillDone):
             return
         keep = 1 - 1 / _WINDOW_PREFILLS

@@ -20,7 +20,7 @@ from balanceroute.predictors import (
     Survival,
 )
 from balanceroute.predictors.files import load
-from balanceroute.predictors.hinted import Hint, HintSource
+from balanceroute.predictors.hinted import Hint
 from balanceroute.predictors.outside import outside_predictor
 from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
@@ -62,7 +62,7 @@ class _Thirds(Hinted):
         for third, output in zip(
             limits[np.searchsorted(thirds, known)].tolist(), known, strict=True
         ):
-            self.learn(Hint(third, HintSource.CLIENT), output)
+            self.learn(Hint(third, "client"), output)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
         """Note the third as the hint."""

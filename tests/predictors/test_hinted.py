@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balanceroute.predictors import ExactMatch, Hinted, PastRequest, RequestFeatures, Survival
-from balanceroute.predictors.hinted import Hint, HintSource
+from balanceroute.predictors.hinted import Hint
 from balanceroute.predictors.limit_habits import LEAST_ANSWERS
 from balanceroute.proxy.core.events import RequestId
 
@@ -26,7 +26,7 @@ def taught(outputs: dict[int, int]) -> Hinted:
     predictor = Hinted(OTHER)
     for _ in range(200):
         for expected, output in outputs.items():
-            predictor.learn(Hint(expected, HintSource.CLIENT), output)
+            predictor.learn(Hint(expected, "client"), output)
     return predictor
 
 
@@ -47,7 +47,7 @@ def test_a_hint_need_not_be_right() -> None:
 def test_a_hint_that_tells_nothing_leaves_the_other_to_speak() -> None:
     predictor, rng = Hinted(OTHER), random.Random(4)
     for _ in range(2_000):
-        told = Hint(rng.choice([1, 2]), HintSource.CLIENT)
+        told = Hint(rng.choice([1, 2]), "client")
         predictor.learn(told, rng.choice([10, 1_000]))
     predictor.begin(FIRST, hint(1))
     assert running(predictor, FIRST) == pytest.approx(0.5, abs=0.1)
@@ -80,7 +80,7 @@ def test_it_learns_from_requests_that_end_by_themselves_alone() -> None:
             predictor.forget(RequestId(number))
     predictor.begin(FIRST, hint(1))
     assert running(predictor, FIRST) < 0.1
-    assert predictor._hints == {FIRST: Hint(1, HintSource.CLIENT)}
+    assert predictor._hints == {FIRST: Hint(1, "client")}
     assert predictor._limited == {}
 
 
@@ -108,7 +108,7 @@ def hint_of(predictor: Hinted, features: RequestFeatures) -> Hint | None:
 def test_a_limit_counts_once_enough_answers_reached_it() -> None:
     for answers in range(12):
         predictor = served([(limited(600), 600)] * answers)
-        hint = Hint(600, HintSource.LIMIT) if answers >= LEAST_ANSWERS else None
+        hint = Hint(600, "limit") if answers >= LEAST_ANSWERS else None
         assert hint_of(predictor, limited(600)) == hint
         assert hint_of(predictor, limited(601)) is None
         assert hint_of(predictor, limited(None)) is None
@@ -138,16 +138,16 @@ def test_a_habit_is_forgotten_when_answers_end_before() -> None:
 def test_requests_alike_by_key_have_their_own_habits() -> None:
     reached, not_reached = (limited(600, 7, 1), 600), (limited(600, 8, 1), 20)
     predictor = served([reached, not_reached, reached] * 20)
-    assert hint_of(predictor, limited(600, 7, 1)) == Hint(600, HintSource.LIMIT)
+    assert hint_of(predictor, limited(600, 7, 1)) == Hint(600, "limit")
     assert hint_of(predictor, limited(600, 8, 1)) is None
     # A prompt that is not known yet: most of those that begin so reached it.
-    assert hint_of(predictor, limited(600, 9, 1)) == Hint(600, HintSource.LIMIT)
-    assert hint_of(predictor, limited(600)) == Hint(600, HintSource.LIMIT)
+    assert hint_of(predictor, limited(600, 9, 1)) == Hint(600, "limit")
+    assert hint_of(predictor, limited(600)) == Hint(600, "limit")
 
 
 def test_what_the_client_says_goes_first_and_is_judged_apart() -> None:
     predictor = served([(limited(600), 600)] * 60)
-    assert hint_of(predictor, limited(600, expected=40)) == Hint(40, HintSource.CLIENT)
+    assert hint_of(predictor, limited(600, expected=40)) == Hint(40, "client")
     # Nothing is known of such hints yet.
     predictor.begin(SECOND, limited(None))
     assert running(predictor, FIRST) == running(predictor, SECOND)
@@ -180,5 +180,5 @@ def test_the_past_is_known() -> None:
     past = [PastRequest(float(n), n + 1.0, limited(600), 600) for n in range(40)]
     predictor = Hinted(OTHER, past)
     predictor.begin(FIRST, limited(600))
-    assert predictor.hint_of(FIRST) == Hint(600, HintSource.LIMIT)
+    assert predictor.hint_of(FIRST) == Hint(600, "limit")
     assert running(predictor, FIRST) > 0.9

@@ -128,9 +128,10 @@ class Feedback:
 
     def _prompt_counted(self, report: PromptCounted) -> None:
         session = self._table.live[report.request]
-        features = ticket_features(session.ticket, report.prompt_tokens)
-        self._predictors.begin(report.request, features)
-        session.record.hinted(self._predictors.hint_of(report.request))
+        if report.prompt_tokens != session.ticket.prompt_tokens:  # Of token ids it is known before.
+            features = ticket_features(session.ticket, report.prompt_tokens)
+            self._predictors.begin(report.request, features)
+            session.record.hinted(self._predictors.hint_of(report.request))
         self.estimate.learn(session.shape, report.prompt_tokens)
 
     def _kv_abandoned(self, report: KvAbandoned) -> None:

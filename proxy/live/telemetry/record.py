@@ -174,7 +174,7 @@ class RequestRecord(Struct, omit_defaults=True):
     def hinted(self, hint: "Hint | None") -> None:
         """Note what predictors were told last."""
         self.hint = None if hint is None else hint.tokens
-        self.hint_source = "" if hint is None else hint.source.value
+        self.hint_source = "" if hint is None else hint.source
 
     def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
         """Note how the request ended now."""
