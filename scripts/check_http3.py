@@ -1,14 +1,15 @@
 """Compares the answers over HTTP/3, to clients that others wrote, with those over HTTP/1.1.
 
-    python scripts/check_http3.py [--requests N] [--client NAME ..]
+    python scripts/check_http3.py [--requests N] [--client NAME ..] [--loss SHARE --delay-ms MS]
 
-Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and sends the same requests by each way:
-streams, whole answers and bad requests. Status, headers and body have to be the same, byte for byte, but
+Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and
+sends the same requests by each way: streams, whole answers and bad requests. With --loss and --delay-ms
+what goes over HTTP/3 passes a relay that loses and delays packets, each way. Status, headers and body have to be the same, byte for byte, but
 for the time at which an answer was made, and the headers that frame a message. The clients:
 
 * `aioquic`: its `H3Connection` and asyncio client;
 * `quic-go`: Go's http.Client over github.com/quic-go/quic-go (needs go; downloads it once);
-* `own`: the product's client.
+* `own`: the product's client, which is also that of `replay --http3`.
 
 Exits with 1 if an answer differs.
 """
@@ -24,7 +25,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ from aioquic.quic.events import QuicEvent
 
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.testing.certificate import make_certificate
+from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
+from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
 from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
@@ -48,6 +53,7 @@ GO = Path(__file__).parent / "http3_checks"
 HOST, PATH = "127.0.0.1", b"/v1/completions"
 AT_ONCE = 32
 LIMIT_S, MOST_BYTES = 120.0, 1 << 24
+RELAY_BITS_PER_S, RELAY_SEED = 50e6, 1
 # Of one protocol alone, or of the moment.
 _NOT_COMPARED = {b"transfer-encoding", b"connection", b"date"}
 _MADE = re.compile(rb'"created": ?[0-9]+')
@@ -196,6 +202,30 @@ def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     return answers
 
 
+@contextmanager
+def relayed(port: int, loss: float, delay_ms: float) -> Iterator[int]:
+    """Relay UDP to a port in a thread, with losses and delays; yield the relay's port."""
+    link = ThinLinkSettings(RELAY_BITS_PER_S, delay_ms / 1_000, loss)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+
+    async def begin() -> tuple[UdpRelay, int]:
+        relay = UdpRelay(port, seed=RELAY_SEED, up=link, down=link)
+        return relay, await relay.start()
+
+    thread.start()
+    relay, own = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+    try:
+        yield own
+    finally:
+        loop.call_soon_threadsafe(relay.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        for name, way in (("up", relay.up), ("down", relay.down)):
+            print(f"relay, {name}: {way.carried} packets arrived, {way.lost} were lost")
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -203,6 +233,8 @@ def main() -> int:
     parser.add_argument(
         "--client", nargs="+", choices=("aioquic", "quic-go", "own"), metavar="NAME"
     )
+    parser.add_argument("--loss", type=float, default=0.0, metavar="SHARE", help="of packets")
+    parser.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="each way")
     chosen = parser.parse_args()
     clients = chosen.client or ["aioquic", "own", *(["quic-go"] if shutil.which("go") else [])]
     asked = draw(chosen.requests, random.Random(1))
@@ -217,6 +249,9 @@ def main() -> int:
         "1",
         "--time-scale",
         "50",
+        # However busy the machine is: what is compared is not the engines.
+        "--lease-s",
+        "36000",
         "--json-ready",
     ]
     with (
@@ -235,7 +270,11 @@ def main() -> int:
                 assert process.stdout is not None
                 found = re.search(r"https://\S+:(\d+)", process.stdout.readline())
                 assert found is not None, "the proxy did not start"
-                return compare(int(found[1]), cert, asked, clients)
+                port = int(found[1])
+                if not chosen.loss and not chosen.delay_ms:
+                    return compare(port, port, cert, asked, clients)
+                with relayed(port, chosen.loss, chosen.delay_ms) as relay:
+                    return compare(port, relay, cert, asked, clients)
             finally:
                 process.terminate()
 
@@ -249,12 +288,14 @@ def difference(one: Got, other: Got) -> str:
     return f"from byte {same} on: {one.body[same:][:80]!r}, not {other.body[same:][:80]!r}"
 
 
-def compare(port: int, cert: Path, asked: Sequence[Asked], clients: Sequence[str]) -> int:
+def compare(
+    port: int, udp_port: int, cert: Path, asked: Sequence[Asked], clients: Sequence[str]
+) -> int:
     """Print a line for each client; return 1 if an answer differs."""
 
     async def own(*, http3: bool) -> list[Got]:
         if http3:
-            return await over(Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
+            return await over(Http3Endpoint(HOST, udp_port, trust=Trust(str(cert))), asked)
         context = ssl.create_default_context(cafile=cert)
         return await over(Endpoint(HOST, port, ssl=context), asked)
 
@@ -268,9 +309,9 @@ def compare(port: int, cert: Path, asked: Sequence[Asked], clients: Sequence[str
         if name == "own":
             answers = asyncio.run(own(http3=True))
         elif name == "aioquic":
-            answers = asyncio.run(over_aioquic(port, cert, asked))
+            answers = asyncio.run(over_aioquic(udp_port, cert, asked))
         else:
-            answers = over_quic_go(port, cert, asked)
+            answers = over_quic_go(udp_port, cert, asked)
         wrong = [
             n for n, pair in enumerate(zip(expected, answers, strict=True)) if pair[0] != pair[1]
         ]

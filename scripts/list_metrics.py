@@ -12,6 +12,7 @@ from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry.alias_metrics import AliasWorth
+from balanceroute.proxy.live.telemetry.handshake_metrics import Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.shadow import PredictorScores
@@ -71,6 +72,7 @@ STATE = Snapshot(
 def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
     metrics = Metrics(lambda: [STATE], traces=True, process=False)
+    metrics.follow_handshakes(lambda: Handshakes(0, 0, {"crowd": 0}))
     metrics.tenants.names = {"t"}
     metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
     record = RequestRecord(

@@ -67,7 +67,7 @@ proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery engines groups http3
     policy_options reader scheduling score_options
     setting tenant_file tracing
-proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics json_line
+proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics handshake_metrics json_line
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot stages
     tenant_metrics trace trace_context trace_metrics

@@ -14,6 +14,7 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.openai.urgency import deadline_ms, urgency
+from balanceroute.proxy.live.telemetry.handshake_metrics import Handshakes
 from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
 from balanceroute.proxy.wire.quic.stream_orders import Standing
@@ -87,6 +88,19 @@ class Http3Listener:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
             self._transports.append(transport)
             self._endpoints.append(endpoint)
+
+    def handshakes(self) -> Handshakes:
+        """Return what became of handshakes so far."""
+        endpoints = self._endpoints
+        return Handshakes(
+            sum(one.handshakes for one in endpoints),
+            sum(one.retries for one in endpoints),
+            {
+                "crowd": sum(one.dropped for one in endpoints),
+                "late": sum(one.late for one in endpoints),
+                "failed": sum(one.failed for one in endpoints),
+            },
+        )
 
     def load_certificate(self) -> None:
         """Serve new connections with the newest certificate.

@@ -107,6 +107,8 @@ class Proxy(ControlPlane):
             random_bits=self._environment.rng.getrandbits,
         )
         self.gateway, self.server = public.gateway, public.server
+        if public.http3 is not None:
+            self.metrics.follow_handshakes(public.http3.handshakes)
         await public.start()
         for deployment in self.deployments.values():
             self._connect_back(deployment)

@@ -16,7 +16,9 @@ from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.replay.driver import replay
 from balanceroute.proxy.replay.settings import ReplaySettings
 from balanceroute.proxy.replay.workload import PlannedRequest
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
+from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
+from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.reply import Reply
 
 
@@ -41,6 +43,31 @@ def test_a_replay_over_http3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             peers = {request.peer for request in asked}
             assert len(peers) == 1  # All of them, and the first one, over one connection.
             assert json.loads(asked[-1].body)["max_tokens"] == 3
+
+    asyncio.run(run())
+
+
+def test_a_replay_over_a_link_that_loses_packets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "authority.pem"
+    path.write_text(CERT)
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    link = ThinLinkSettings(bits_per_s=20e6, delay_s=0.005, loss=0.03)
+    requests = [PlannedRequest(n, 0, 20, 3) for n in range(40)]
+
+    async def run() -> None:
+        # If the word that the client leaves is lost, the server waits for so long.
+        limits = ServerLimits(keep_alive_timeout_s=3.0)
+        async with http3_site(whole, tmp_path, limits=limits) as site:
+            relay = UdpRelay(site.server.port, seed=1, up=link, down=link)
+            target = f"https://127.0.0.1:{await relay.start()}"
+            settings = ReplaySettings(target=target, http3=True, concurrency=8)
+            result = await replay(settings, requests)
+            assert [sample.events for sample in result.samples] == [3] * len(requests)
+            assert not result.faults
+            assert relay.up.lost + relay.down.lost > 0
+        relay.close()
 
     asyncio.run(run())
 

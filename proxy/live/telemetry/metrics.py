@@ -17,6 +17,7 @@ from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
 from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
 from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
+from balanceroute.proxy.live.telemetry.handshake_metrics import HandshakeMetrics, Handshakes
 from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
@@ -82,6 +83,10 @@ class Metrics:
             registry.collect_from(ProcessesCollector(processes))
         elif process:
             registry.collect_process()
+
+    def follow_handshakes(self, count: Callable[[], Handshakes]) -> None:
+        """Export what becomes of handshakes of HTTP/3 too."""
+        self._registry.collect_from(HandshakeMetrics(count))
 
     def latencies(self) -> dict[str, Histogram]:
         """Return the histograms that show where time goes, by stage."""

@@ -57,6 +57,8 @@ class QuicEndpoint(asyncio.DatagramProtocol):
     Attributes:
         retries: Newcomers that had to show their address.
         dropped: Newcomers that were not taken.
+        late: Those whose handshake took too long.
+        failed: Those whose handshake ended otherwise, without a connection.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class QuicEndpoint(asyncio.DatagramProtocol):
     ) -> None:
         self.retries = 0
         self.dropped = 0
+        self.late = 0
+        self.failed = 0
         self._loop = loop
         self._configuration = configuration
         self._make = make
@@ -222,6 +226,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
 
     def ended(self, client: "_Client") -> None:
         """Forget a connection."""
+        self.failed += client in self._handshakes
         self.shaken(client)
         client.carrier.stop()
         for one in client.ids:
@@ -230,6 +235,8 @@ class QuicEndpoint(asyncio.DatagramProtocol):
     def _give_up(self, client: "_Client") -> None:
         client.carrier.quic.close(reason_phrase="the handshake took too long")
         client.carrier.send()
+        self.late += 1
+        self.shaken(client)
         self.ended(client)
 
 

@@ -17,7 +17,8 @@ from aioquic.buffer import encode_uint_var
 from aioquic.h3.connection import FrameType, encode_frame
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
-from tests.http3_client import HOST, Http3Client
+from tests.certificate import make_certificate
+from tests.http3_client import HOST, Http3Client, http3_client
 from tests.wire.http3.site import Http3Site, http3_site
 
 from balanceroute.proxy.live.settings.http3 import Http3Settings
@@ -259,14 +260,14 @@ def test_a_flood_of_handshakes_makes_newcomers_show_their_address(
             http3_site(Slow(), tmp_path, settings=settings) as site,
             spoofed(site) as flood,
         ):
-            endpoint = endpoint_of(site)
             for _ in range(50):
                 flood.begin()
                 await asyncio.sleep(0)
             async with site.client() as client:  # Which answers the Retry.
                 assert (await client.ask(b"GET", b"/")).status == 200
-            assert endpoint.handshakes == 3
-            assert endpoint.retries >= 47
+            told = site.listener.handshakes()
+            assert (told.open, told.ended_badly) == (3, {"crowd": 0, "late": 0, "failed": 0})
+            assert told.retries >= 47
 
     run(main())
 
@@ -282,6 +283,25 @@ def test_handshakes_that_do_not_end_are_given_up(run: "Run", tmp_path: "Path") -
             while endpoint.handshakes:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert not endpoint._carriers
+            told = site.listener.handshakes()
+            assert told.ended_badly == {"crowd": 0, "late": 1, "failed": 0}
+
+    run(main())
+
+
+def test_a_handshake_that_fails_is_counted(run: "Run", tmp_path: "Path") -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    other, _ = make_certificate(folder)
+
+    async def main() -> None:
+        async with http3_site(Slow(), tmp_path) as site:
+            with pytest.raises(ConnectionError):
+                async with http3_client(site.server.port, other.read_text()):
+                    raise AssertionError("it trusted a stranger")
+            while not site.listener.handshakes().ended_badly["failed"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert site.listener.handshakes().open == 0
 
     run(main())
 
