@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from audit_checks import AuditChecks
 from client_checks import ClientChecks
 from dp_checks import DpChecks
 from engines import Order, free_port, running
@@ -50,6 +51,7 @@ Group = (
     | IdChecks
     | LocalityChecks
     | PairingChecks
+    | AuditChecks
 )
 
 
@@ -116,7 +118,7 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
         )
-        groups: list[Group] = [DpChecks(fleet)]
+        groups: list[Group] = [DpChecks(fleet), AuditChecks(fleet)]
         if connector != "nixl-dp":
             # The last ones kill engines.
             more: list[Group] = []
