@@ -207,7 +207,7 @@ def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
     places = {"port": port, "metrics_port": free_port(), "prefill": prefill, "decode": decode}
     program, *words = [word.format(**places) for word in shlex.split(one.command)]
     if one.package:
-        program = str(_installed(one))
+        program = str(installed(one))
     with (
         log.open("wb") as out,
         ended(subprocess.Popen([program, *words], stdout=out, stderr=out)) as process,
@@ -217,7 +217,7 @@ def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
         yield Target(one.name, port, process)
 
 
-def _installed(one: Router) -> Path:
+def installed(one: Router) -> Path:
     """Return a router's program, installed if it is not there."""
     home = _VENV / one.name
     program = home / "bin" / one.name
