@@ -27,6 +27,8 @@ class Intake:
         budget: Limits the requests in flight; None for no limit.
         first_tokens: Expects times to first token; None if nobody asks.
         local_prefill: Decides which prompts ranks compute; None for none.
+        held: Whether nothing may start; see `hold`.
+        queues_all: Whether requests that need no prefiller may be in the queue, too.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Intake:
         self.budget = budget
         self.first_tokens = first_tokens
         self.local_prefill = local_prefill
+        self.held = False
+        self.queues_all = budget is not None
 
     @property
     def observer(self) -> Observer | None:
@@ -60,8 +64,15 @@ class Intake:
         if self.first_tokens is not None:
             self.first_tokens.advance(now_ns, waiting=waiting > 0)
 
+    def hold(self, *, held: bool) -> None:
+        """Let nothing start from now on, or let it start again."""
+        self.held = held
+        self.queues_all = True  # From now on: some may be there when it is released.
+
     def room(self, room: int, in_flight: int, ranks: Ranks) -> int:
         """Return how many of `room` requests may start."""
+        if self.held:
+            return 0
         return room if self.budget is None else min(room, self.budget.room(in_flight, ranks.open))
 
     def next_ns(self, waiting: int) -> int | None:

@@ -291,8 +291,8 @@ class Scheduler:
             raise LifecycleError(f"request {number} has arrived already")
 
     def _queue(self, request: Request, now_ns: int) -> None:
-        """Queue it, or pool it if it needs no prefiller and requests in flight have no limit."""
-        if request.ticket.prefill or self.intake.budget is not None:
+        """Queue it, or pool it if it needs no prefiller and nothing limits the requests in flight."""
+        if request.ticket.prefill or self.intake.queues_all:
             self.prefill_queue.add(request, queue_end_ns(request, self.config))
         else:
             self._to_pool(request, now_ns)
@@ -413,7 +413,7 @@ class Scheduler:
             self.pool.lapsed(now_ns) + unpaired(self.requests, self.prefillers.pairs)
         ):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
-        if self.intake.budget is not None:
+        if self.intake.queues_all:
             # So that what needs no prefiller is in the pool when the policy decides.
             actions += self._start_prefills(now_ns)
         if len(self.pool):

@@ -136,7 +136,7 @@ def whole_usage(request: GenerationRequest, choices: Sequence[Choice], *, cached
     """Return the usage object of an answer that is not streamed."""
     return (
         f'{{{_counts(request, choices)},"prompt_tokens_details":'
-        f"{_cached(request, choices) if cached else 'null'},"
+        f"{_whole_details(request, choices) if cached else 'null'},"
         f'"completion_tokens_details":{_reasoning(request, choices)}}}'
     )
 
@@ -189,6 +189,12 @@ def _reasoning(request: GenerationRequest, choices: Sequence[Choice]) -> str:
     if not request.reasoning_parser:
         return "null"
     return f'{{"reasoning_tokens":{sum(choice.reasoning_tokens for choice in choices)}}}'
+
+
+def _whole_details(request: GenerationRequest, choices: Sequence[Choice]) -> str:
+    # A stream leaves out what is null.
+    more = ',"created_cache_tokens":null,"multimodal_tokens":null}'
+    return _cached(request, choices).removesuffix("}") + more
 
 
 def _cached(request: GenerationRequest, choices: Sequence[Choice]) -> str:

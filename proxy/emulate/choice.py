@@ -175,9 +175,9 @@ class Choice:
             return self._follow(self.script)
         return self._say(self.next_token())
 
-    def end(self, stop_reason: str) -> Delta:
+    def end(self, stop_reason: str | None, finish_reason: str = "stop") -> Delta:
         """End the choice from outside, without a token."""
-        self.finish_reason = "stop"
+        self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         # Of a tool call the parser has sent everything already.
         return Delta("" if self.script is not None else self._release(0))

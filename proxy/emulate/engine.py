@@ -57,6 +57,7 @@ class Engine:
         work: The executor behind the server.
         exchanges: Generation requests in progress.
         held: Requests that a fault keeps unprocessed.
+        paused: Whether it was told to pause.
         publisher: Of its KV cache events, the last one; None if it has had none.
     """
 
@@ -80,6 +81,7 @@ class Engine:
         self.work: Prefiller | Decoder
         self.exchanges: dict[Exchange, EngineCall] = {}
         self.held: dict[Reply, None] = {}
+        self.paused = False
         self.publisher: Publisher | None = None
         self._hub = hub
         self._begin = begin
@@ -111,6 +113,13 @@ class Engine:
     def bootstrap_url(self) -> str:
         """URL of its bootstrap server; empty if it has none."""
         return self._url(self.bootstrap_port) if self.bootstrap_port else ""
+
+    def abort(self) -> int:
+        """End what is in progress, as an aborted request ends; return how many there were."""
+        exchanges = list(self.exchanges)
+        for exchange in exchanges:
+            exchange.abort()
+        return len(exchanges)
 
     @property
     def idle(self) -> bool:

@@ -191,6 +191,20 @@ class Exchange:
             self.reply.write(DONE)
             self.reply.end()
 
+    def abort(self) -> None:
+        """End all that has not ended, with what it has and the finish reason of an aborted request."""
+        open_ones = [one for one in self.sequences if one.choice.finish_reason is None]
+        self.abandon()
+        if not self.opened:
+            self._begin()
+        for sequence in open_ones:
+            delta = sequence.choice.end(None, "abort")
+            if sequence.late is not None:
+                delta = sequence.late.merged(delta)
+            if self.streams:
+                self.write(self.format.event(sequence.choice, delta))
+        self._finish()
+
     def abandon(self, *, crashed: bool = False) -> None:
         """Release everything that is held for the request; the answer stays as it is."""
         if self.over:
@@ -213,8 +227,11 @@ class Exchange:
         self._open -= 1
         if self._open:
             return
-        choices = [sequence.choice for sequence in self.sequences]
         self.abandon()
+        self._finish()
+
+    def _finish(self) -> None:
+        choices = [sequence.choice for sequence in self.sequences]
         if not self.streams:
             self._respond(self, 200, self.format.whole(choices, self.kv_transfer_params))
             return

@@ -45,6 +45,11 @@ class Routes:
             b"/tokenize": (b"POST", self._posted(answer_tokenize)),
             b"/detokenize": (b"POST", self._posted(answer_detokenize)),
             b"/v1/embeddings": (b"POST", self._posted(answer_embeddings)),
+            # With VLLM_SERVER_DEV_MODE=1.
+            b"/pause": (b"POST", self._pause),
+            b"/resume": (b"POST", self._resume),
+            b"/abort_requests": (b"POST", self._abort),
+            b"/is_paused": (b"GET", self._got(lambda: {"is_paused": engine.paused})),
             b"/v1/models": (b"GET", self._got(lambda: answer_models(hub))),
             b"/version": (b"GET", self._got(lambda: {"version": engine.version})),
             b"/load": (b"GET", self._got(lambda: {"server_load": len(engine.exchanges)})),
@@ -70,6 +75,22 @@ class Routes:
             return
         headers = [*json_headers(self._hub.date()), (b"allow", methods)]
         reply.send(405, headers, compact({"detail": "Method Not Allowed"}))
+
+    def _pause(self, request: "Request", reply: "Reply") -> None:
+        # What comes meanwhile is served: nobody who pauses an engine sends to it.
+        self._engine.paused = True
+        if b"mode=wait" not in request.query:
+            self._engine.abort()
+        self._send(reply, 200, {"status": "paused"})
+
+    def _resume(self, request: "Request", reply: "Reply") -> None:
+        del request
+        self._engine.paused = False
+        self._send(reply, 200, {"status": "resumed"})
+
+    def _abort(self, request: "Request", reply: "Reply") -> None:
+        del request
+        self._send(reply, 200, {"status": "aborted", "aborted": self._engine.abort()})
 
     def _send(self, reply: "Reply", status: int, value: object) -> None:
         reply.send(status, json_headers(self._hub.date()), compact(value))

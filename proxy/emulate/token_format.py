@@ -42,7 +42,7 @@ class TokenFormat(AnswerFormat):
             return b""
         once = ""
         if self._output.prompt_ids and 0 < len(delta.token_ids) == choice.emitted:
-            once = f',"prompt_token_ids":{as_json(choice.prompt.tokens)},"mm_placeholders":{{}}'
+            once = f',"prompt_token_ids":{as_json(choice.prompt.tokens)}'
         said = self._members(choice, delta.text, delta.token_ids, delta.logprobs)
         usage = self._usage(choice) if self._request.continuous_usage else "null"
         return as_bytes(
@@ -58,9 +58,8 @@ class TokenFormat(AnswerFormat):
         """Return the body of an answer that is not streamed."""
         head = self._head
         usage = whole_usage(self._request, choices, cached=head.report_cached)
-        ids = placeholders = "null"
-        if self._output.prompt_ids:
-            ids, placeholders = as_json(self._request.prompts[0].tokens), "{}"
+        shows = self._output.prompt_ids
+        ids = as_json(self._request.prompts[0].tokens) if shows else "null"
         said = ",".join(
             self._members(choice, choice.said, choice.token_ids, choice.logprobs)
             for choice in choices
@@ -68,7 +67,7 @@ class TokenFormat(AnswerFormat):
         return as_bytes(
             f'{{"request_id":{quoted(head.id)},"model":{quoted(head.model)},"created":{head.created},'
             f'"usage":{usage},"prompt_logprobs":null,"prompt_token_id_logprobs":null,'
-            f'"prompt_token_ids":{ids},"mm_placeholders":{placeholders},"metrics":null,'
+            f'"prompt_token_ids":{ids},"mm_placeholders":null,"metrics":null,'
             f'"kv_transfer_params":{as_json(kv_transfer_params)},"ec_transfer_params":null,'
             f'"output_mode":"{self._mode}","choices":[{said}]}}'
         )
@@ -82,10 +81,13 @@ class TokenFormat(AnswerFormat):
     ) -> str:
         reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         said = f'"text":{quoted(text)},' if self._output.text else ""
+        versions = "null"
+        if choice.finish_reason is not None:
+            versions = f'[{{"version":"default","start":0,"end":{len(choice.token_ids)}}}]'
         return (
             f'{{"index":{choice.index},"finish_reason":{reason},'
             f'"stop_reason":{as_json(choice.stop_reason)},"token_ids":{as_json(list(token_ids))},'
-            f'"routed_experts":null,"sampling_mask":null,"weight_versions":null,{said}'
+            f'"routed_experts":null,"sampling_mask":null,"weight_versions":{versions},{said}'
             f'"logprobs":{self._logprobs(token_ids, logprobs)}}}'
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
 from balanceroute.proxy.live.control.load_log import LoadLog
+from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.control.state import ended_rows, instance_rows, request_rows
 from balanceroute.proxy.live.control.view import view_of
 from balanceroute.proxy.live.deployment import Deployment
@@ -82,6 +83,7 @@ class ControlPlane(ABC):
         else:
             alone = Deployment(config, environment, self.metrics, self.failures, counts)
             self.deployments = {DEFAULT: alone}
+        self.pausing = Pausing(self.deployments.values)
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self.admin: Server | None = None
         self.pages: Admin | None = None

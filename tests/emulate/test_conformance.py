@@ -174,6 +174,33 @@ def test_a_stream_has_the_recorded_events(name: str, play: "Play") -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("name", ["solo_generate", "solo_generate_logprobs"])
+def test_ids_are_answered_in_the_recorded_form(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(name)
+        assert_same_json(await repeat(lab, recorded), recorded)
+
+    play(scenario, prompt_tokens_details=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "solo_generate_stream",
+        "solo_generate_text_each",
+        "solo_generate_text_logprobs_stream",
+    ],
+)
+def test_a_stream_of_ids_has_the_recorded_events(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(name)
+        answer = await repeat(lab, recorded)
+        assert_same_head(answer, recorded)
+        assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
+
+    play(scenario, prompt_tokens_details=True)
+
+
 @pytest.mark.parametrize(
     "name", ["solo_chat_stream_n2", "solo_cmpl_stream_n2", "solo_cmpl_batch_stream"]
 )

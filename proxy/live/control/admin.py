@@ -18,6 +18,7 @@
     POST /admin/policy            {"policy", "group"?}
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
+    /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pause_pages.py`
     /workers, /workers/ID         engines, as training frameworks list, add and remove them: `workers.py`
 
 A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
@@ -53,6 +54,9 @@ from balanceroute.proxy.live.control.orders import (
     text_of,
 )
 from balanceroute.proxy.live.control.page import HEADERS, PAGE
+from balanceroute.proxy.live.control.pause_pages import PATHS as PAUSE_PATHS
+from balanceroute.proxy.live.control.pause_pages import PausePages
+from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Workers
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
@@ -80,6 +84,11 @@ class Control(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now."""
+        ...
+
+    @property
+    def pausing(self) -> Pausing:
+        """Who pauses, resumes and aborts."""
         ...
 
     def state(self, *, requests: bool) -> dict[str, object]:
@@ -192,6 +201,7 @@ class Admin:
             b"/admin/reload": {b"POST": self._reload},
             PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
         }
+        self._routes |= PausePages(control.pausing, self._waits).routes
         if groups is not None:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
@@ -210,7 +220,8 @@ class Admin:
                 raise Refusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
-            if request.query and handler not in (self._state, self._requests):
+            asks = request.path in PAUSE_PATHS or handler in (self._state, self._requests)
+            if request.query and not asks:
                 raise Refusal(400, "the page takes no query")
             handler(request, reply)
 

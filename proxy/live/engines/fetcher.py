@@ -23,10 +23,11 @@ _HEADERS: Headers = [
     # A compressed page could be a thousand times its size.
     (b"accept-encoding", b"identity"),
 ]
+_JSON: Headers = [(b"content-type", b"application/json")]
 
 
 class Fetcher:
-    """Gets small pages of engines.
+    """Gets small pages of engines, and gives them orders.
 
     Args:
         connect: Makes the connections to an engine, which it also limits in time.
@@ -69,12 +70,25 @@ class Fetcher:
             raise FetchError(fault, f"status {response.status}")
         return response.body
 
+    async def order(self, url: str) -> int:
+        """POST an empty JSON object and return the answer's status, whatever that is.
+
+        Raises:
+            FetchError: No answer came.
+        """
+        return (await self._exchange(b"POST", url, _HEALTH_BYTES, b"{}", cut=True)).status
+
     def close(self) -> None:
         """Close every connection."""
         for endpoint in self._endpoints.values():
             endpoint.close()
 
     async def _get(self, url: str, max_bytes: int, *, cut: bool = False) -> Response:
+        return await self._exchange(b"GET", url, max_bytes, b"", cut=cut)
+
+    async def _exchange(
+        self, method: bytes, url: str, max_bytes: int, body: bytes, *, cut: bool
+    ) -> Response:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
@@ -84,10 +98,10 @@ class Fetcher:
         try:
             return await fetch(
                 self._endpoints[address],
-                b"GET",
-                parts.path.encode(),
-                self._headers,
-                b"",
+                method,
+                (f"{parts.path}?{parts.query}" if parts.query else parts.path).encode(),
+                [*self._headers, *_JSON] if body else self._headers,
+                body,
                 timeout_s=self._timeout_s,
                 max_bytes=max_bytes,
                 cut=cut,

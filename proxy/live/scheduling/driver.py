@@ -334,6 +334,11 @@ class Driver:
         """Wait until no request is left."""
         await self.table.drained()
 
+    def hold(self, *, held: bool) -> None:
+        """Let nothing start before its prefill, or let it start again."""
+        self.scheduler.intake.hold(held=held)
+        self.decisions.wake()
+
     def shut_down(self) -> None:
         """End every request and every timer."""
         for session in list(self.sessions.values()):

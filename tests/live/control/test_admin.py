@@ -15,6 +15,7 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, MAX_WAITS, Admin
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import as_secret
 from balanceroute.proxy.live.telemetry.process_log import LOGGER
@@ -66,6 +67,7 @@ class Fleet:
     def __init__(self) -> None:
         self.orders: list[tuple[object, ...]] = []
         self.ready = True
+        self.pausing = Pausing(list)
         self.error: Exception | None = None
         self.in_flight = 2
         self.gate = asyncio.Event()

@@ -1,0 +1,178 @@
+"""Pause, resume and abort all, as training frameworks ask for it around an update of the weights.
+
+The names and the modes are those of an engine, vLLM 0.32, which has the routes with
+VLLM_SERVER_DEV_MODE=1. Here an order is about all engines, and about requests that are on none: those
+that wait before their prefill, and those whose KV cache waits for a rank.
+
+* Paused, no prefill starts. Who comes waits in the queue, with its limits.
+* `wait` lets end what has a prefill, and then pauses the engines.
+* `abort` ends at once what is on no engine, with an error, and has the engines abort the rest: these
+  answers end with the finish reason `abort` and what they had so far. What an engine does not end in
+  time, as it does not answer or has no such route, ends with an error, and the connection to it with
+  that, for which engines abort a request too. So every answer ends, and once.
+* `keep` is refused: a stream that stands still, and a KV cache under a lease, have time limits.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlencode
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.engines.faults import FetchError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.live.control.roster import Roster
+    from balanceroute.proxy.live.engines.fetcher import Fetcher
+    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.scheduling.driver import Driver
+
+MODES = ("abort", "wait")
+ABORTED = "aborted by an administrator"
+# How long engines take to end what they abort, beyond their answer to the order.
+_GRACE_S = 2.0
+_STEP_S = 0.05
+_ON_NO_ENGINE = frozenset({State.QUEUED, State.POOLED})
+
+
+class Site(Protocol):
+    """The engines of one model, and who decides about them."""
+
+    driver: "Driver"
+    roster: "Roster"
+    fetcher: "Fetcher"
+
+
+class Pausing:
+    """Carries out the orders.
+
+    Args:
+        sites: Returns all that there are.
+
+    Attributes:
+        paused: Whether no prefill starts.
+    """
+
+    def __init__(self, sites: Callable[[], Iterable[Site]]) -> None:
+        self._sites = sites
+        self.paused = False
+
+    async def pause(
+        self, mode: str, *, clear_cache: bool, engines: bool, limit_s: float
+    ) -> dict[str, object]:
+        """Start nothing from now on; then end what runs, or wait for its end.
+
+        Args:
+            mode: One of `MODES`.
+            clear_cache: Passed on to the engines.
+            engines: Whether the engines are asked to pause, too.
+            limit_s: How long to wait for what runs.
+
+        Returns:
+            The status, how many requests were aborted, and what each engine answered.
+
+        Raises:
+            ConfigError: There is no such mode.
+            ConflictError: Requests run still after the limit. Nothing starts nevertheless.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
+        self._hold(held=True)
+        query = urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
+        path = f"/pause?{query}" if engines else ""
+        if mode == "abort":
+            return {"status": "paused", **await self._abort(path or "/abort_requests")}
+        await self._until_none_runs(limit_s)
+        return {"status": "paused", "aborted": 0, "engines": await self._ask(path)}
+
+    async def resume(self, *, engines: bool) -> dict[str, object]:
+        """Let the engines and the proxy go on; return what each engine answered."""
+        asked = await self._ask("/resume" if engines else "")
+        self._hold(held=False)
+        return {"status": "resumed", "engines": asked}
+
+    async def abort(self, request_ids: list[str] | None) -> dict[str, object]:
+        """End the requests that there are, or those with some ids; who comes later is served."""
+        if not request_ids:
+            return {"status": "aborted", **await self._abort("/abort_requests")}
+        ids = frozenset(request_ids)
+        chosen = [
+            (site.driver, number)
+            for site in self._sites()
+            for number, one in site.driver.sessions.items()
+            if one.record.request_id in ids
+        ]
+        for driver, number in chosen:
+            _end(driver, number)
+        return {"status": "aborted", "aborted": len(chosen), "engines": []}
+
+    def _hold(self, *, held: bool) -> None:
+        self.paused = held
+        for site in self._sites():
+            site.driver.hold(held=held)
+
+    async def _abort(self, path: str) -> dict[str, object]:
+        """End every request that there is now; `path` is what engines are asked for."""
+        asked: list[tuple[Driver, RequestId, LiveRequest]] = [
+            (site.driver, number, one)
+            for site in self._sites()
+            for number, one in site.driver.sessions.items()
+        ]
+        for driver, number, _ in asked:
+            request = driver.scheduler.requests.get(number)
+            if request is None or request.state in _ON_NO_ENGINE:
+                _end(driver, number)
+        answers = await self._ask(path)
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + _GRACE_S
+        while True:
+            await asyncio.sleep(_STEP_S)
+            if clock() >= end_s or not any(_lives(*one) for one in asked):
+                break
+        for driver, number, one in asked:
+            if _lives(driver, number, one):
+                _end(driver, number)
+        return {"aborted": len(asked), "engines": answers}
+
+    async def _until_none_runs(self, limit_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + limit_s
+        while running := sum(
+            request.state is not State.QUEUED
+            for site in self._sites()
+            for request in site.driver.scheduler.requests.values()
+        ):
+            if clock() >= end_s:
+                raise ConflictError(f"{running} requests run still; nothing new starts")
+            await asyncio.sleep(_STEP_S)
+
+    async def _ask(self, path: str) -> list[dict[str, object]]:
+        """Post an order to every engine at the same time; return what each answered."""
+        if not path:
+            return []
+        asked = [
+            (site.fetcher, target) for site in self._sites() for target in site.roster.targets()
+        ]
+        return list(await asyncio.gather(*(_post(*one, path) for one in asked)))
+
+
+async def _post(fetcher: "Fetcher", target: "Target", path: str) -> dict[str, object]:
+    row: dict[str, object] = {"url": target.url, "role": target.role.value}
+    try:
+        return row | {"status": await fetcher.order(target.url + path)}
+    except FetchError as error:
+        return row | {"status": None, "error": str(error)}
+
+
+def _lives(driver: "Driver", number: "RequestId", one: "LiveRequest") -> bool:
+    return driver.sessions.get(number) is one
+
+
+def _end(driver: "Driver", number: "RequestId") -> None:
+    session = driver.sessions.get(number)
+    if session is not None:
+        driver.isolation.run_for(session, "abort", session.give_up, ABORTED)

@@ -1,0 +1,248 @@
+"""Pause, resume and abort all of the admin listener, before engines that obey and others."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import CHAT, COMPLETIONS, TALK
+
+from balanceroute.proxy.live.control.pausing import ABORTED
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+LONG: dict[str, Any] = TALK | {"temperature": 0, "stream": True, "max_tokens": 400}
+WHOLE: dict[str, Any] = TALK | {"temperature": 0, "max_tokens": 400}
+PATHS = (b"/pause", b"/resume", b"/abort_requests")
+ENGINES = 4
+
+
+class Engines:
+    """Notes the orders that engines get.
+
+    `silent` ones never answer, and with a `status` all answer that, and nothing else happens.
+    """
+
+    def __init__(self, site: "Site", silent: tuple[str, ...] = (), status: int = 0) -> None:
+        self.silent, self.status = silent, status
+        self.heard: list[tuple[str, str]] = []
+        self._site = site
+        for path in PATHS:
+            site.handlers[path] = self._take
+
+    def _take(self, engine: str, request: "Request", reply: "Reply") -> None:
+        query = f"?{request.query.decode()}" if request.query else ""
+        self.heard.append((engine, request.path.decode() + query))
+        assert request.body == b"{}"
+        if engine in self.silent:
+            return
+        if self.status:
+            reply.send(self.status, [(b"content-type", b"application/json")], b"{}")
+            return
+        handler = self._site.handlers.pop(request.path)
+        routes = self._site.fleet.engine(engine)._answer
+        routes(request, reply)
+        self._site.handlers[request.path] = handler
+
+
+async def order(site: "Site", path: str, values: object = b"") -> "Exchanged":
+    return await site.admin(path, values or {})
+
+
+async def running(site: "Site", count: int = 4, **more: Any) -> "list[Exchanged]":
+    streams = [site.send(CHAT, LONG | more) for _ in range(count)]
+    for stream in streams:
+        await stream.until_events(9)
+    return streams
+
+
+def reason(answer: "Exchanged") -> str | None:
+    messages = answer.chunks if answer.events else [answer.json]
+    (said,) = [c["finish_reason"] for m in messages for c in m["choices"] if c["finish_reason"]]
+    return str(said)
+
+
+def test_abort_all_ends_each_answer_once_with_what_it_had(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        engines = Engines(site)
+        streams = await running(site)
+        whole = [site.send(COMPLETIONS, WHOLE | {"prompt": "t1 t2"}) for _ in range(2)]
+        await site.until(lambda: len(site.received("decode", COMPLETIONS)) == 2)
+        answer = await order(site, "/abort_requests")
+        assert (answer.status, answer.json["aborted"]) == (200, 6)
+        assert [one["status"] for one in answer.json["engines"]] == [200] * ENGINES
+        assert {path for _, path in engines.heard} == {"/abort_requests"}
+        for stream in streams:
+            assert (await stream.end()).done
+            assert reason(stream) == "abort"
+            assert len(stream.text.split()) > 5
+        for one in whole:
+            assert (await one.end()).status == 200
+            assert reason(one) == "abort"
+        assert {record.outcome for record in await site.ended(6)} == {Outcome.OK}
+        assert not (await site.admin("/is_paused")).json["is_paused"]
+        assert (await site.post(CHAT, TALK)).status == 200
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("status", [200, 404, None])
+def test_what_engines_do_not_end_ends_with_an_error(play: "Play", status: int | None) -> None:
+    """Silent: the order is not answered. 404: vLLM without its development mode."""
+    ranks = ("decode/0", "decode/1")
+
+    async def scenario(site: "Site") -> None:
+        engines = Engines(site, () if status else ranks, 404 if status == 404 else 0)
+        streams = await running(site)
+        answer = await order(site, "/pause")
+        if status == 200:
+            assert answer.status == 200
+        else:
+            assert answer.status == 502
+            told = {one["status"] for one in answer.json["engines"] if one["role"] == "decode"}
+            assert told == {status}
+        assert answer.json["status"] == "paused"
+        path = "/pause?mode=abort&clear_cache=true"
+        assert sorted(engines.heard) == sorted(
+            (e, path) for e in (*ranks, "prefill/0", "prefill/1")
+        )
+        for stream in streams:
+            await stream.end()
+            assert stream.done is (status == 200)
+            if status != 200:
+                assert ABORTED.encode() in stream.events[-1]
+        assert len(await site.ended(4)) == 4
+        assert not any(site.fleet.engine(rank).exchanges for rank in ranks)
+
+    play(scenario)
+
+
+def test_while_it_is_paused_who_comes_waits(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        Engines(site)
+        assert (await order(site, "/pause?mode=abort")).status == 200
+        assert (await site.admin("/is_paused")).json["is_paused"]
+        site.seen.clear()
+        waiting = [site.send(CHAT, TALK) for _ in range(3)]
+        await asyncio.sleep(30.0)
+        assert not any(one.over for one in waiting)
+        assert not site.received("prefill", CHAT)
+        assert (await order(site, "/resume")).json["status"] == "resumed"
+        for one in waiting:
+            assert (await one.end()).status == 200
+        assert not (await site.admin("/is_paused")).json["is_paused"]
+
+    play(scenario)
+
+
+def test_who_waits_is_aborted_too(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        Engines(site)
+        await order(site, "/pause")
+        waiting = [site.send(CHAT, body) for body in (TALK, LONG)]
+        await site.until(lambda: len(site.world.plane.deployment.driver.sessions) == 2)
+        answer = await order(site, "/abort_requests")
+        assert (answer.status, answer.json["aborted"]) == (200, 2)
+        for one in waiting:
+            await one.end()
+            assert (one.status, one.header(b"retry-after")) == (503, b"1")
+            assert ABORTED in one.json["error"]["message"]
+        await order(site, "/resume")
+
+    play(scenario)
+
+
+def test_to_wait_lets_end_what_runs_and_what_is_parked(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        engines = Engines(site)
+        driver = site.world.plane.deployment.driver
+        streams = [site.send(CHAT, LONG) for _ in range(8)]
+        await site.until(lambda: len(driver.scheduler.pool) > 0)
+        late = await order(site, "/pause?mode=wait&timeout_s=0.1&engines=false")
+        assert late.status == 409
+        assert "run still" in late.json["error"]["message"]
+        behind = site.send(CHAT, TALK)
+        answer = await order(site, "/pause?mode=wait&clear_cache=false")
+        assert (answer.status, answer.json["aborted"]) == (200, 0)
+        for stream in streams:
+            assert stream.done
+            assert reason(stream) == "length"
+        assert {path for _, path in engines.heard} == {"/pause?mode=wait&clear_cache=false"}
+        assert not behind.over
+        assert (await order(site, "/resume?engines=false")).json["engines"] == []
+        assert (await behind.end()).status == 200
+
+    play(scenario, batch_limit=2, flags={"batch": 2})
+
+
+def test_some_requests_are_aborted_by_their_ids(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        streams = [site.send(CHAT, LONG, headers=[(b"x-request-id", b"r%d" % i)]) for i in range(3)]
+        for stream in streams:
+            await stream.until_events(5)
+        answer = await order(site, "/abort_requests", {"request_ids": ["r1", "other"]})
+        assert (answer.status, answer.json["aborted"]) == (200, 1)
+        for i, stream in enumerate(streams):
+            await stream.end()
+            assert stream.done is (i != 1)
+        assert ABORTED.encode() in streams[1].events[-1]
+
+    play(scenario)
+
+
+def test_local_prefills_wait_too_and_begin_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        Engines(site)
+        await order(site, "/pause")
+        waiting = [site.send(CHAT, TALK) for _ in range(2)]
+        await asyncio.sleep(5.0)
+        assert not site.seen or not site.received("decode", CHAT)
+        await order(site, "/resume")
+        for one in waiting:
+            assert (await one.end()).status == 200
+
+    play(scenario, connector="mooncake-layerwise")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/pause?mode=keep", {}, "mode is 'keep', must be one of abort, wait"),
+        ("/pause?mode=wait&mode=abort", {}, "each once"),
+        ("/pause?level=1", {}, "the page takes mode"),
+        ("/pause?engines=maybe", {}, "engines must be true or false"),
+        ("/pause?mode=wait&timeout_s=-1", {}, "timeout_s must be from 0"),
+        ("/pause?mode=wait&timeout_s=nan", {}, "timeout_s must be from 0"),
+        ("/resume?mode=wait", {}, "the page takes engines"),
+        ("/abort_requests", {"request_ids": "r1"}, "request_ids must be a list"),
+        ("/abort_requests", {"ids": []}, "unknown key"),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused(play: "Play", path: str, body: Any, words: str) -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await order(site, path, body)
+        assert answer.status == 400
+        assert words in answer.json["error"]["message"]
+        assert not (await site.admin("/is_paused")).json["is_paused"]
+
+    play(scenario)
+
+
+def test_it_is_so_with_relays_too(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        Engines(site, ("decode/0",))
+        streams = await running(site, 6)
+        assert (await order(site, "/pause")).status == 502
+        ends = {reason(one) if (await one.end()).done else "error" for one in streams}
+        assert ends == {"abort", "error"}
+        waiting = site.send(CHAT, TALK)
+        await asyncio.sleep(5.0)
+        assert not waiting.over
+        await order(site, "/resume?engines=false")
+        assert (await waiting.end()).status == 200
+
+    play(scenario, relays=2)
