@@ -84,6 +84,7 @@ class OthersOnRanks:
 
     def _others(self, rank: RankId, reported: int) -> int:
         reading, own = self._readings[rank], self._own_slots(rank)
+        had_none = not reading.own
         most = max(own, reading.own)
         beyond = max(0, reported - most)
         reading.own, reading.beyond, reading.failed = own, (*reading.beyond[1:], beyond), 0
@@ -91,7 +92,9 @@ class OthersOnRanks:
             return beyond
         latest = reading.beyond[-_CHANGED:] if reading.told else reading.beyond
         # Between the least and the most of them it may be as before.
-        return min(max(reading.told, min(latest)), max(latest))
+        others = min(max(reading.told, min(latest)), max(latest))
+        # A scheduler that takes over is told of its own requests after the first reading.
+        return min(others, max(0, reported - own)) if had_none else others
 
     def _tell(self, rank: Rank, slots: int, kv_tokens: int) -> None:
         reading = self._readings[rank.id]

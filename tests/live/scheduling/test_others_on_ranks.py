@@ -69,6 +69,15 @@ def test_requests_that_end_between_page_and_books_are_no_others() -> None:
         assert subject.read(running, 0) == []
 
 
+def test_a_scheduler_that_takes_over_knows_its_own_at_the_next_reading() -> None:
+    subject = Subject()
+    assert subject.read(10, 0) == on_rank(10)
+    subject.own = 8
+    assert subject.read(10, 0) == on_rank(2)
+    subject.own = 9
+    assert subject.read(11, 0) == on_rank(2)
+
+
 def test_what_is_known_holds_while_two_readings_fail() -> None:
     subject = Subject()
     assert subject.read(3, 0) == on_rank(3)
