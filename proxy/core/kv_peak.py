@@ -66,7 +66,7 @@ class Residents:
     def _reset(self) -> None:
         self.now = 0
         self.changed = np.ones(self.ranks, np.bool_)
-        self.requests = Deposits(0)
+        self.requests = Deposits(0, 0)
 
     def clear(self) -> None:
         """Remove all requests."""

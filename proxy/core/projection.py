@@ -82,6 +82,7 @@ class Projection:
         self._form = form
         self._width = horizon_steps + refresh_tokens + 1
         self._ahead = np.arange(self._width)
+        self._ahead_tokens = self._ahead.astype(np.float64)
         self.clear()
 
     def clear(self) -> None:
@@ -90,7 +91,7 @@ class Projection:
         self._now = 0
         self._head = 0
         self._rows: NDArray[np.int64] = np.zeros((self.ranks, self._width + _TRAVEL), np.int64)
-        self._deposits = Deposits(self._width)
+        self._deposits = Deposits(self._width, self._refresh)
         # Places to refresh by step modulo M + 1, since none is due later than in M steps. A place
         # whose `due` has changed is skipped.
         self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
@@ -161,7 +162,7 @@ class Projection:
             due = due[self._deposits.due[due] == self._now]
             if due.size:
                 # Once each: one that was withdrawn and is due again is in the bucket twice.
-                due = np.unique(due)
+                due = self._by_rank(np.unique(due))
                 self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
 
     def rest(self) -> None:
@@ -212,28 +213,39 @@ class Projection:
         ahead[:, 0] = loads
         return ahead
 
-    def newcomer(
-        self, request: RequestId, kv_tokens: int, age: int, sequences: int = 1
-    ) -> NDArray[np.float64]:
-        """Return float64[H + 1], the KV tokens that a request adds if it is admitted now."""
-        steps = self.horizon_steps
-        survival = self._predictor.survival([request], np.array([age]), steps)
-        grown = kv_tokens + sequences * self._ahead[: steps + 1]
-        if self._form is Form.EXPECTED:
-            return np.asarray(grown * survival[0])
-        return np.asarray(grown * (self._ahead[: steps + 1] < self._departures(survival)[0]))
+    def survival(self, requests: Sequence[RequestId], ages: Sequence[int]) -> NDArray[np.float64]:
+        """Return float64[n, H + 1], the probability that each still runs after 0..H steps.
 
-    def persistence(
-        self, requests: Sequence[RequestId], ages: Sequence[int]
+        For requests that may be admitted now: what `newcomer` and `persistence` are computed from.
+        """
+        return self._predictor.survival(requests, np.array(ages, np.int64), self.horizon_steps)
+
+    def newcomer(
+        self, kv_tokens: int, survival: NDArray[np.float64], sequences: int = 1
     ) -> NDArray[np.float64]:
-        """Return float64[H + 1], the mean probability that these requests still run after h steps.
+        """Return float64[H + 1], the KV tokens that a request adds if it is admitted now.
+
+        Args:
+            kv_tokens: What it holds.
+            survival: float64[H + 1], of the request.
+            sequences: Tokens that it gains per step.
+        """
+        ahead = self._ahead[: self.horizon_steps + 1]
+        grown = kv_tokens + sequences * ahead
+        if self._form is Form.EXPECTED:
+            return np.asarray(grown * survival)
+        return np.asarray(grown * (ahead < self._departures(survival[None])[0]))
+
+    def persistence(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64[H + 1], the mean probability that some requests still run after h steps.
 
         In the point form an admitted request is assumed to stay, as in the paper (§4.1).
+
+        Args:
+            survival: float64[n, H + 1], of the requests.
         """
-        steps = self.horizon_steps
         if self._form is Form.POINT:
-            return np.ones(steps + 1)
-        survival = self._predictor.survival(requests, np.array(ages, np.int64), steps)
+            return np.ones(self.horizon_steps + 1)
         return np.asarray(survival.mean(axis=0))
 
     def check(self) -> None:
@@ -262,8 +274,8 @@ class Projection:
         tokens, sequences = deposits.tokens[places], deposits.sequences[places]
         ages = deposits.ages(places)
         survival = self._predictor.survival(requests, ages, self._width - 1)
-        values = np.multiply.outer(sequences, self._ahead, dtype=np.float64)
-        values += np.minimum(tokens, _MOST_TOKENS)[:, None]
+        values = np.multiply.outer(sequences.astype(np.float64), self._ahead_tokens)
+        values += np.minimum(tokens, _MOST_TOKENS).astype(np.float64)[:, None]
         # Requests admitted together would always refresh together, in one long step: their ids
         # spread the refreshes.
         wait = self._refresh - (ages + np.array(requests)) % self._refresh
@@ -284,13 +296,17 @@ class Projection:
 
     def _flush(self) -> None:
         if self._new:
-            places = np.array(list(self._new))
+            places = self._by_rank(np.array(list(self._new)))
             self._new.clear()
             self._make_deposits(places)
+
+    def _by_rank(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return places[np.argsort(self._deposits.rank[places], kind="stable")]
 
     def _make_deposits(
         self, places: NDArray[np.int64], instead_of: NDArray[np.int32] | None = None
     ) -> None:
+        """Predict some requests; `places` are in the order of their ranks."""
         deposits = self._deposits
         values, wait = self._predict(places)
         deposits.expected[places] = values
@@ -298,13 +314,11 @@ class Projection:
         for place, step in zip(places.tolist(), due.tolist(), strict=True):
             self._calendar[step % (self._refresh + 1)].append(place)
         change = values if instead_of is None else values - instead_of
-        # One sum per rank, so that the rows are written once each.
+        # One sum per rank, so that the rows are written once each. `reduceat` would cast value by value.
         ranks = deposits.rank[places]
-        order = np.argsort(ranks, kind="stable")
-        ranks = ranks[order]
         starts = np.flatnonzero(np.diff(ranks, prepend=-1))
         window = self._rows[:, self._head : self._head + self._width]
-        window[ranks[starts]] += np.add.reduceat(change[order], starts, axis=0, dtype=np.int64)
+        window[ranks[starts]] += np.add.reduceat(change.astype(np.int64), starts, axis=0)
 
     def _restart(self, place: int, *, grown: int) -> None:
         """Replace the deposit by one that starts now, from `grown` more tokens."""

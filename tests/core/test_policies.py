@@ -443,13 +443,13 @@ def test_br_h_expects_an_admitted_request_to_grow_in_every_slot(theta: int) -> N
     seen: list[tuple[int, ...]] = []
     newcomer = projection.newcomer
 
-    def spy(request: RequestId, kv_tokens: int, age: int, sequences: int) -> NDArray[np.float64]:
-        seen.append((request, kv_tokens, age, sequences))
-        return newcomer(request, kv_tokens, age, sequences)
+    def spy(kv_tokens: int, survival: NDArray[np.float64], sequences: int) -> NDArray[np.float64]:
+        seen.append((kv_tokens, sequences))
+        return newcomer(kv_tokens, survival, sequences)
 
     projection.newcomer = spy  # type: ignore[assignment, method-assign]
     decide_on(policy, Ranks([[], []]), entry(0, 20, slots=3), entry(1, 10))
-    assert seen == [(0, 60, 0, 3)]
+    assert seen == [(60, 3)]
 
 
 @pytest.mark.parametrize("paper", [False, True])

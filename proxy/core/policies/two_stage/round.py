@@ -19,6 +19,9 @@ from balanceroute.proxy.core.policies.two_stage.target import target_tokens
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 
+# Usually as many as there are free slots; but free slots whose ranks have no memory admit nobody.
+_MOST_MOVING_UP = 256
+
 
 class Round:
     """One call of `TwoStage.dispatch`.
@@ -54,10 +57,14 @@ class Round:
             ahead = _loads_ahead(projection, fleet)
             # One persistence for the whole round, the mean of the candidates: with one for each
             # request F would not depend on the sum alone, and the solvers could not be used.
-            candidates = pool.first(settings.window)
-            persistence = projection.persistence(
+            # In the same call those that may move up: one call for each admission costs more.
+            moving_up = min(int(fleet.free_slots.sum()), _MOST_MOVING_UP)
+            candidates = pool.first(settings.window + moving_up)
+            self._survival = projection.survival(
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
             )
+            self._rows = {entry.request: row for row, entry in enumerate(candidates)}
+            persistence = projection.persistence(self._survival[: settings.window])
         target = speeds = None
         if not settings.paper:
             target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
@@ -113,9 +120,15 @@ class Round:
             contribution = np.array([entry.kv_tokens], np.float64)
         else:
             contribution = self._projection.newcomer(
-                entry.request, entry.kv_tokens, entry.age, entry.slots
+                entry.kv_tokens, self._survival_of(entry, self._projection), entry.slots
             )
         self.balance.admit(rank, contribution)
+
+    def _survival_of(self, entry: PoolEntry, projection: Projection) -> NDArray[np.float64]:
+        row = self._rows.get(entry.request)
+        if row is None:
+            return np.asarray(projection.survival([entry.request], [entry.age])[0])
+        return np.asarray(self._survival[row])
 
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:

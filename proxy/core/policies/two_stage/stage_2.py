@@ -4,8 +4,7 @@ Each takes the subset of the K oldest entries that maximises F. If no subset sco
 the best single entry anyway. A rank that is reserved makes room instead, see `reservation`.
 """
 
-import numpy as np
-from numpy.typing import NDArray
+from heapq import heapify, heappop, heappush
 
 from balanceroute.proxy.core.policies.two_stage.candidates import sizes
 from balanceroute.proxy.core.policies.two_stage.paper import largest
@@ -18,13 +17,11 @@ from balanceroute.proxy.core.pool import PoolEntry
 def choose_subsets(work: Round, reservations: Reservations) -> None:
     """Serve the ranks in order of safe margin until slots or entries run out.
 
-    Paper: Algorithms 2 and 3, whose priority queue of ranks is a search here: margins change with
-    every admission.
+    Paper: Algorithms 2 and 3.
     """
     fleet = work.fleet
-    open_ranks = fleet.free_slots > 0
-    while len(work.pool) and open_ranks.any():
-        rank = _roomiest(work, open_ranks)
+    order = _Order(work)
+    while len(work.pool) and (rank := order.roomiest()) is not None:
         chosen = _choose(work, rank, reservations)
         for entry in chosen:
             # Entries of several slots each may need more than are free, and entries that grow more
@@ -32,7 +29,8 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
             if fleet.free_slots[rank] > 0 and entry.kv_tokens <= fleet.room(rank):
                 work.admit(entry, rank)
         # A rank that takes nothing is done: room only shrinks during a round.
-        open_ranks[rank] = bool(chosen) and fleet.free_slots[rank] > 0
+        if chosen and fleet.free_slots[rank] > 0:
+            order.serve_again(rank)
 
 
 def _choose(work: Round, rank: int, reservations: Reservations) -> list[PoolEntry]:
@@ -43,11 +41,29 @@ def _choose(work: Round, rank: int, reservations: Reservations) -> list[PoolEntr
     return reservations.choose(work, rank)
 
 
-def _roomiest(work: Round, open_ranks: NDArray[np.bool_]) -> int:
-    """Return the open rank with the largest safe margin, then most free slots, then lowest."""
-    margins = np.where(open_ranks, work.balance.safe_margins, -1.0)
-    # Not `max` and `flatnonzero`, which wrap these in Python code.
-    (ties,) = (margins == margins[margins.argmax()]).nonzero()
-    if len(ties) == 1:
-        return int(ties[0])
-    return int(ties[int(work.fleet.free_slots[ties].argmax())])
+class _Order:
+    """The ranks to serve: the largest safe margin first, then most free slots, then the lowest.
+
+    An admission changes the margin of its rank alone, unless it raises the envelope.
+    """
+
+    def __init__(self, work: Round) -> None:
+        self._work = work
+        self._margins = work.balance.safe_margins
+        self._heap = [self._place(rank) for rank in work.fleet.free_slots.nonzero()[0].tolist()]
+        heapify(self._heap)
+
+    def roomiest(self) -> int | None:
+        """Take out the first rank; None if no rank is left."""
+        if self._margins is not self._work.balance.safe_margins:
+            self._margins = self._work.balance.safe_margins
+            self._heap = [self._place(rank) for _, _, rank in self._heap]
+            heapify(self._heap)
+        return heappop(self._heap)[2] if self._heap else None
+
+    def serve_again(self, rank: int) -> None:
+        """Put back a rank that took something."""
+        heappush(self._heap, self._place(rank))
+
+    def _place(self, rank: int) -> tuple[float, int, int]:
+        return -self._margins.item(rank), -self._work.fleet.free_slots.item(rank), rank
