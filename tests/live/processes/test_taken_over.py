@@ -104,6 +104,29 @@ def test_every_phase_is_taken_over_and_nothing_is_repeated(play: "Play") -> None
     play(scenario, relays=2, flags=flags, **engines, **SLOW)
 
 
+def test_a_deadline_that_its_client_set_holds_under_the_next_one(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", stall_after_tokens=3)
+        site.fleet.faults.set("decode/1", stall_after_tokens=3)
+        busy = [site.send(COMPLETIONS, STREAM) for _ in range(2)]
+        for one in busy:
+            await one.until_events(3)
+        sent_s = site.loop.time()
+        headers = [(b"x-request-deadline-ms", b"20000")]
+        late = [site.send(COMPLETIONS, BODY, headers=headers) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        await restart(site)
+        for one in late:
+            assert (await one.end()).status == 503
+            assert site.loop.time() - sent_s < 21.0
+        assert site.loop.time() - sent_s > 19.0
+        for one in busy:
+            one.call.abort()
+
+    flags = {"batch": 1, "client_deadline": True, "idle_stream_timeout_s": 600.0}
+    play(scenario, relays=2, flags=flags, batch_limit=1, **SLOW)
+
+
 def test_engines_may_have_other_ids_and_one_that_is_missing_is_not_accounted_for(
     play: "Play",
 ) -> None:
