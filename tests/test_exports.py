@@ -20,7 +20,7 @@ proxy: __main__ advise audit cli core emulate live model_choice pictures replay 
 proxy.cli: advise audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
-    intake kv_peak leases ledger lifecycle local_prefill losses outside pace placement policies pool prediction prefill
+    intake kv_peak leases ledger lifecycle local_prefill losses others outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
     step_model subset switching time_limits timers trajectories turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
@@ -39,7 +39,7 @@ proxy.live: announcement connectors control control_plane deployment deployment_
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
     trace_export tracing
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin answers engine_orders errors group_pages live_view load_log memory orders page rank_slots roster standing state view
+proxy.live.control: admin answers engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
@@ -52,7 +52,8 @@ proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway ge
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
     continuation_stream first_token held_end json_scan json_text json_value leg_body named_events numeric_members
     prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text resume routes shape stream_event
-    stream_opening stream_reader token_counts token_estimate token_ids told_logprobs transcript urgency usage
+    stream_opening stream_reader token_counts token_estimate token_events token_ids token_shape token_stream told_logprobs transcript urgency
+    usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
     mirror orders outbox part patience questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
@@ -61,7 +62,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host session_trace short_answer stall_watch
-proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances progress pulled_counts pushed_counts session_table
+proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery engines groups http3
