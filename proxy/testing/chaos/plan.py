@@ -22,6 +22,8 @@ from balanceroute.proxy.testing.chaos.locality import (
 )
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
+from balanceroute.proxy.testing.chaos.traces import FLAGS as TRACING
+from balanceroute.proxy.testing.chaos.traces import draw_collector
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.topologies import CONNECTORS
@@ -61,6 +63,7 @@ class Plan:
         calm_s: When all faults are over.
         shutdown_s: When the proxy is told to stop; None for not before the end.
         tenants: None for none.
+        collector: What the collector of traces answers, see `traces`; empty for no tracing.
     """
 
     seed: int
@@ -72,6 +75,7 @@ class Plan:
     calm_s: float
     shutdown_s: float | None
     tenants: TenantPlan | None = None
+    collector: tuple[int, ...] = ()
 
     @property
     def requests(self) -> list[ClientRequest]:
@@ -89,6 +93,9 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
         near: Whether all that decides by where KV caches are is on, see `locality`.
     """
     plan = _draw_plan(seed, requests, long=long, near=near)
+    if collector := draw_collector(seed):
+        world = replace(plan.world, flags={**plan.world.flags, **TRACING})
+        plan = replace(plan, world=world, collector=collector)
     tenants = draw_tenants(seed, plan.visits[-1].start_s)
     if tenants is None:
         return plan

@@ -45,6 +45,7 @@ from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
+from balanceroute.proxy.testing.chaos.traces import SpanCollector
 from balanceroute.proxy.testing.chaos.world import Part, World
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -194,6 +195,9 @@ class Trial:
         for saboteur in self._saboteurs:
             await saboteur.start()
             known |= saboteur.front
+        collector = SpanCollector(plan.collector) if plan.collector else None
+        if collector is not None:
+            await collector.start()
         await world.start(known)
         await asyncio.sleep(_WARM_UP_S)
         before = await take_census(world)
@@ -235,6 +239,8 @@ class Trial:
         await self._look_at_the_rest(before)
         await self._judge_answers()
         await world.close()
+        if collector is not None:
+            await self._judge_traces(collector)
         for saboteur in self._saboteurs:
             saboteur.close()
         self._sum_up()
@@ -253,6 +259,14 @@ class Trial:
         report.violations += await audit_answers(judge, self._clients, world.ended, report.endings)
         for oracle in oracles:
             await oracle.close()
+
+    async def _judge_traces(self, collector: SpanCollector) -> None:
+        world, report = self._world, self._report
+        await collector.close()
+        report.faults["proxy: traces its requests"] += 1
+        report.counters["spans"] += len(collector.spans)
+        page, counted_all = world.plane.metrics.render(), not self._kills
+        report.violations += collector.audit(world.ended, page, counted_all=counted_all)
 
     async def _until(self, planned_s: float) -> None:
         await asyncio.sleep(max(0.0, self._begin_s + planned_s - self._loop.time()))
