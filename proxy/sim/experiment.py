@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from statistics import fmean, stdev
 
-from balanceroute.predictors import Capped, Hinted, NoPrediction
+from balanceroute.predictors import Capped, Hinted, NoPrediction, Oracle, Predictor
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import PolicyError
 from balanceroute.proxy.core.policies import (
@@ -134,10 +134,12 @@ def make_simulation(
     # The others do not predict, and training takes time.
     predicting = predicts(policy) or deployment.expects_output
     predicting |= settings.kv_peak_quantile is not None
-    asked = forecast(workload, settings) if predicting else NoPrediction()
-    # As in the proxy.
-    limited = [request for request in workload.history if request.max_tokens is not None]
-    predictor = Capped(Hinted(asked, past_requests(limited)))
+    asked: Predictor = forecast(workload, settings) if predicting else NoPrediction()
+    # As in the proxy; but a hint could only mislead an oracle.
+    if not isinstance(asked, Oracle):
+        limited = [request for request in workload.history if request.max_tokens is not None]
+        asked = Hinted(asked, past_requests(limited))
+    predictor = Capped(asked)
     parts = PolicyInputs(
         deployment.ranks,
         deployment.batch_limit,
