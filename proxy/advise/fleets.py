@@ -4,27 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from balanceroute.proxy.advise.miss_watch import MissWatch, Slo
 from balanceroute.proxy.audit.verdict import Bound, Verdict, judge
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.service_levels import Targets
 from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import run_experiment
+from balanceroute.proxy.sim.experiment import make_simulation
 from balanceroute.proxy.sim.forecast import Forecast
 from balanceroute.proxy.sim.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What is to hold of the latencies.
-
-    Attributes:
-        ttft_p99_s: At most; the 99th percentile of the times to the first token.
-        tpot_p95_s: At most; the 95th percentile of the mean times between tokens.
-    """
-
-    ttft_p99_s: float = inf
-    tpot_p95_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +26,8 @@ class Trial:
         idle: Share of rank time lost at the barrier.
         prefill_work: Prefillers that are busy all the time, if there were enough of them.
         slots_share: Share of the ranks' slots in use.
+        stopped: Whether it was stopped, as it could no longer meet the targets; the figures are then those
+            until it was.
     """
 
     prefillers: int
@@ -49,6 +39,7 @@ class Trial:
     idle: float
     prefill_work: float
     slots_share: float
+    stopped: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -135,42 +126,50 @@ class Fleets:
         first_ns = prefill.service_ns(longest) + transfer_ns + deployment.step_base_ns
         return Slo(first_ns / 1e9, deployment.step_base_ns / 1e9)
 
-    def trial(self, prefillers: int, ranks: int) -> Trial:
-        """Return what a fleet of this size does."""
+    def trial(self, prefillers: int, ranks: int, slo: Slo = Slo()) -> Trial:  # noqa: B008 - frozen.
+        """Return what a fleet of this size does; it is stopped once it cannot meet `slo` any more."""
         known = self.trials.get((prefillers, ranks))
         if known is None:
-            known = self.trials[prefillers, ranks] = self._try(prefillers, ranks)
+            known = self.trials[prefillers, ranks] = self._try(prefillers, ranks, slo)
             self._tried(known)
         return known
 
-    def _try(self, prefillers: int, ranks: int) -> Trial:
+    def _try(self, prefillers: int, ranks: int, slo: Slo) -> Trial:
         prefill = self._deployment.prefill
         assert prefill is not None
         deployment = replace(
             self._deployment, ranks=ranks, prefill=replace(prefill, servers=prefillers)
         )
-        (result,) = run_experiment(
+        watch = MissWatch(self._workload, slo)
+
+        def look(_: int) -> None:
+            if watch.misses:
+                simulation.stop()
+
+        simulation = make_simulation(
             deployment,
-            [self._workload],
-            [self._policy],
+            self._workload,
+            self._policy,
             PolicySettings(),
             self._forecast,
-            seed=self._seed,
-            targets=Targets(),
+            seed=f"{self._seed}/0/{self._policy}",
+            service=watch,
+            on_finished=look,
         )
-        (group,) = result.groups.values()
-        mean = result.mean
-        computed = self._base_ns + self._token_ns * (1.0 - mean["prefix_hit_fraction"])
+        figures = simulation.run().metrics()
+        (group,) = watch.figures(Targets()).values()
+        computed = self._base_ns + self._token_ns * (1.0 - figures.prefix_hit_fraction)
         return Trial(
             prefillers,
             ranks,
             inf if group.ttft_s_p99 is None else group.ttft_s_p99,
             inf if group.tpot_ms_p95 is None else group.tpot_ms_p95 / 1e3,
-            mean["pool_wait_s_p99"],
-            mean["output_tokens_per_s"],
-            mean["idle_fraction"],
+            figures.pool_wait_s_p99,
+            figures.output_tokens_per_s,
+            figures.idle_fraction,
             computed / self._span_ns,
-            mean["mean_running"] / (ranks * deployment.batch_limit),
+            figures.mean_running / (ranks * deployment.batch_limit),
+            stopped=watch.misses,
         )
 
 
@@ -204,8 +203,8 @@ def plan(fleets: Fleets, slo: Slo, *, most: int) -> Plan:
                 "number of instances helps"
             )
     prefillers, ranks = fleets.least
-    while not fleets.trial(prefillers, ranks).meets(slo):
-        if fleets.trial(prefillers, ranks).lacks_ranks(slo):
+    while not fleets.trial(prefillers, ranks, slo).meets(slo):
+        if fleets.trial(prefillers, ranks, slo).lacks_ranks(slo):
             ranks = _more(ranks)
         else:
             prefillers = _more(prefillers)
@@ -214,7 +213,7 @@ def plan(fleets: Fleets, slo: Slo, *, most: int) -> Plan:
             raise ConfigError(
                 f"no fleet of up to {most} instances of each role meets the targets: {last.prefillers} "
                 f"prefillers and {last.ranks} ranks have a TTFT p99 of {last.ttft_p99_s:.3g} s and a "
-                f"TPOT p95 of {last.tpot_p95_s:.3g} s"
+                f"TPOT p95 of {last.tpot_p95_s:.3g} s{' when they were stopped' if last.stopped else ''}"
             )
     least = fleets.least
     while True:
@@ -222,12 +221,12 @@ def plan(fleets: Fleets, slo: Slo, *, most: int) -> Plan:
         ranks = _fewest([(prefillers, n) for n in range(least[1], ranks + 1)], fleets, slo)[1]
         prefillers = _fewest([(n, ranks) for n in range(least[0], prefillers + 1)], fleets, slo)[0]
         fewer = [(prefillers - 1, ranks), (prefillers, ranks - 1)]
-        trials = [fleets.trial(*size) for size in fewer if min(size) > 0]
+        trials = [fleets.trial(*size, slo) for size in fewer if min(size) > 0]
         better = next((one for one in trials if one.meets(slo)), None)
         if better is not None:  # More instances are not better in every case.
             prefillers, ranks = better.prefillers, better.ranks
         elif before == (prefillers, ranks):
-            return Plan(fleets.trial(prefillers, ranks), trials)
+            return Plan(fleets.trial(prefillers, ranks, slo), trials)
 
 
 def _more(instances: int) -> int:
@@ -239,7 +238,7 @@ def _fewest(sizes: Sequence[tuple[int, int]], fleets: Fleets, slo: Slo) -> tuple
     low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high) // 2
-        if fleets.trial(*sizes[middle]).meets(slo):
+        if fleets.trial(*sizes[middle], slo).meets(slo):
             high = middle
         else:
             low = middle + 1

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import inf
 
-from balanceroute.proxy.advise.fleets import Plan, Slo, Trial
+from balanceroute.proxy.advise.fleets import Plan, Trial
+from balanceroute.proxy.advise.miss_watch import Slo
 from balanceroute.proxy.advise.need import Need, Needs
 from balanceroute.proxy.audit.verdict import MEANINGS, Bound
 
@@ -37,7 +38,8 @@ def plan_lines(
     """Yield the trials by size, the advice, and why fewer do not do."""
     yield "prefillers  ranks  TTFT p99 s  TPOT p95 ms  prefill busy %  slots %  idle %  bound by"
     for one in sorted(trials, key=lambda one: (one.prefillers, one.ranks)):
-        mark = " <" if one is plan.chosen else "" if one.meets(slo) else " misses"
+        miss = " misses, stopped" if one.stopped else " misses"
+        mark = " <" if one is plan.chosen else "" if one.meets(slo) else miss
         yield (
             f"{one.prefillers:10}  {one.ranks:5}  {one.ttft_p99_s:10.2f}  {1e3 * one.tpot_p95_s:11.1f}  "
             f"{100 * min(1.0, one.prefill_work / one.prefillers):14.0f}  {100 * one.slots_share:7.0f}  "
@@ -61,7 +63,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _latencies(one: Trial) -> str:
-    return f"TTFT p99 {one.ttft_p99_s:.2f} s, TPOT p95 {1e3 * one.tpot_p95_s:.1f} ms"
+    stopped = " when it was stopped" if one.stopped else ""
+    return f"TTFT p99 {one.ttft_p99_s:.2f} s, TPOT p95 {1e3 * one.tpot_p95_s:.1f} ms{stopped}"
 
 
 def _targets(slo: Slo) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from balanceroute.proxy.advise.fleets import Fleets, Slo, Trial, plan
+from balanceroute.proxy.advise.fleets import Fleets, Trial, plan
+from balanceroute.proxy.advise.miss_watch import Slo
 from balanceroute.proxy.advise.need import Needs, needs
 from balanceroute.proxy.advise.proxy_page import ProxyPages
 from balanceroute.proxy.advise.report import as_json, lines, plan_as_json, plan_lines

@@ -257,8 +257,13 @@ class Simulation:
             self._loop.call_at(0, self._scrape)
         self._loop.run(self._settle)
         ended, total = self.recorder.ended, len(self._workload.requests)
-        assert ended == total, f"{ended} of {total} requests ended"
+        assert ended == total or self._loop.stopped, f"{ended} of {total} requests ended"
         return self.recorder
+
+    def stop(self) -> None:
+        """End the run now, and with it the measured time."""
+        self._loop.stopped = True
+        self.recorder.close(self._loop.now_ns)
 
     def _scrape(self) -> None:
         """Tell how busy the prefill servers are, until all is done."""
@@ -335,7 +340,7 @@ class Simulation:
                 retry_ns = (refusal.retry_after_s or 1) * 1_000_000_000
                 self._loop.call_at(now_ns + retry_ns, self._arrive_next)
         if self._arrived == len(self._workload.requests):
-            self.recorder.last_arrival(now_ns)
+            self.recorder.close(now_ns)
 
     def _ticket(self, traced: TraceRequest, now_ns: int) -> Ticket:
         ticket = Ticket(

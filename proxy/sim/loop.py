@@ -9,11 +9,13 @@ class EventLoop:
 
     Attributes:
         now_ns: The present time, integer nanoseconds from the start.
+        stopped: Set to end the run after this instant.
     """
 
     def __init__(self) -> None:
         self.now_ns = 0
         self._order = 0
+        self.stopped = False
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
 
     def call_at(self, time_ns: int, callback: Callable[[], None]) -> None:
@@ -27,12 +29,12 @@ class EventLoop:
         return bool(self._heap) and self._heap[0][0] == self.now_ns
 
     def run(self, settle: Callable[[], None]) -> None:
-        """Run until nothing is scheduled.
+        """Run until nothing is scheduled, or it is stopped.
 
         `settle` is called when all callbacks of an instant have run, and again if more were scheduled
         for the same instant since.
         """
-        while self._heap:
+        while self._heap and not self.stopped:
             self.now_ns = self._heap[0][0]
             while self._heap and self._heap[0][0] == self.now_ns:
                 heapq.heappop(self._heap)[2]()

@@ -116,8 +116,10 @@ class Recorder:
         if self.service is not None:
             self.service.arrived(request, now_ns)
 
-    def last_arrival(self, now_ns: int) -> None:
-        """Close the window."""
+    def close(self, now_ns: int) -> None:
+        """Close the window, unless it is closed: the last request arrived, or the run is stopped."""
+        if self._closed:
+            return
         self._closed = True
         if self.service is not None:
             self.service.close(now_ns)

@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from balanceroute.proxy.advise.fleets import Fleets, Slo, Trial, plan
+from balanceroute.proxy.advise.fleets import Fleets, Trial, plan
+from balanceroute.proxy.advise.miss_watch import Slo, beyond
 from balanceroute.proxy.advise.report import plan_lines
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.sim.driver import Deployment
@@ -54,6 +56,43 @@ def test_the_chosen_fleet_keeps_the_targets_and_a_smaller_one_does_not() -> None
     told = list(plan_lines(found, SLO, list(tried.trials.values()), None))
     assert sum(line.endswith(" <") for line in told) == 1
     assert any(line.startswith("wanted: ") for line in told)
+
+
+def test_a_trial_that_cannot_meet_the_targets_any_more_is_stopped() -> None:
+    sizes = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 3)]
+    steps: dict[bool, int] = {}
+    for stopping in (False, True):
+        tried = fleets()
+        trials = [tried.trial(*size, SLO if stopping else Slo()) for size in sizes]
+        steps[stopping] = sum(one.stopped for one in trials)
+        verdicts = [one.meets(SLO) for one in trials]
+        if not stopping:
+            expected = verdicts
+    assert verdicts == expected
+    assert steps[False] == 0
+    assert steps[True] == expected.count(False) > 0
+
+
+@pytest.mark.parametrize("percent", [95, 99])
+@pytest.mark.parametrize("values", [1, 2, 20, 99, 100, 101, 1_000])
+def test_so_many_beyond_a_limit_put_the_percentile_beyond_it(values: int, percent: int) -> None:
+    many = beyond(values, percent)
+    assert np.percentile([0.0] * (values - many) + [1.0 + 1e-9] * many, percent) > 1.0
+    # With values that are not seen yet there are never more that could come.
+    assert all(beyond(fewer, percent) <= many for fewer in range(1, values))
+    # One less decides nothing.
+    assert np.percentile([0.0] * (values - many + 1) + [1.0] * (many - 1), percent) < 1.0
+
+
+def test_figures_of_a_stopped_run_are_those_until_then() -> None:
+    workload = load()
+    trial = fleets(workload).trial(2, 2, Slo(ttft_p99_s=0.01))
+    whole = fleets(workload).trial(2, 2)
+    assert trial.stopped
+    assert not whole.stopped
+    # The same load on the same machines.
+    assert trial.prefill_work == whole.prefill_work
+    assert trial.idle == pytest.approx(whole.idle, abs=0.1)
 
 
 @pytest.mark.slow

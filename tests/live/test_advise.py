@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from balanceroute.proxy.advise.fleets import Fleets, Slo, plan
+from balanceroute.proxy.advise.fleets import Fleets, plan
+from balanceroute.proxy.advise.miss_watch import Slo
 from balanceroute.proxy.advise.proxy_page import ProxyPages
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe

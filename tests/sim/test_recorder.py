@@ -205,7 +205,7 @@ def test_the_window_closes_with_the_last_arrival() -> None:
     recorder.step([4, 3], 2, SECOND, 0, {})
     serve(recorder, 1, joined_s=1.0, end_s=1.0, tokens=2)
     before = recorder.metrics()
-    recorder.last_arrival(0)
+    recorder.close(0)
     recorder.step([90, 1], 1, SECOND, 0, {})
     recorder.idle_time(SECOND)
     recorder.recomputed(RequestId(1), 1)
