@@ -3,9 +3,11 @@
     scripts/chaos.py --seeds 500 --requests 100 --jobs 2
     scripts/chaos.py --seed 17 --requests 100 --log 17.log
     scripts/chaos.py --seeds 100 --groups
+    scripts/chaos.py --seeds 100 --http3
 
 With --groups there are several groups of engines behind the proxy, with aliases and fall-back chains, and
-groups are drained, removed and added while requests run.
+groups are drained, removed and added while requests run. With --http3 clients speak HTTP/3 over links that
+lose, repeat, delay and corrupt packets.
 
 The same seed with the same number of requests does the same thing again, whatever it was.
 """
@@ -48,12 +50,15 @@ def main() -> int:
         help="in every seed: prefix-aware choice, ranks that compute prompts, conversations, two versions",
     )
     parser.add_argument("--groups", action="store_true", help="several groups of engines")
+    parser.add_argument("--http3", action="store_true", help="clients speak HTTP/3 (extra h3)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="what happened in the one seed")
     arguments = parser.parse_args()
     if arguments.log is not None and arguments.seed is None:
         parser.error("--log goes with --seed")
-    if arguments.groups and (arguments.relays or arguments.kills):
-        parser.error("--groups are served by one process: leave out --relays and --kills")
+    alone = [flag for flag in ("groups", "http3") if getattr(arguments, flag)]
+    others = arguments.relays or arguments.kills or arguments.force
+    if alone and (others or len(alone) > 1):
+        parser.error(f"--{alone[0]} goes with none of the other kinds of runs")
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.seed is not None:
         seeds = range(arguments.seed, arguments.seed + 1)
@@ -70,6 +75,13 @@ def main() -> int:
         )
         if arguments.groups:
             run = partial(run_seed_of_groups, requests=arguments.requests)
+        if arguments.http3:
+            # Here: an extra.
+            from balanceroute.proxy.testing.chaos.http3_trial import (  # noqa: PLC0415
+                run_seed_over_http3,
+            )
+
+            run = partial(run_seed_over_http3, requests=arguments.requests)
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)
             if report.violations:

@@ -1,7 +1,7 @@
 """A thin link: a rate, a delay, losses from a seed, and a queue in front of it."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class ThinLink:
         self._settings = settings
         self._rng = rng
         self._free_s = 0.0
+
+    def heal(self) -> None:
+        """Lose nothing on the way any more."""
+        self._settings = replace(self._settings, loss=0.0)
 
     def offer(self, size: int, now_s: float) -> float | None:
         """Return when a packet of so many bytes arrives; None if it never does."""

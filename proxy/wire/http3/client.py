@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from aioquic.h3.connection import H3_ALPN, ErrorCode
 from aioquic.h3.events import DataReceived, H3Event, HeadersReceived
 from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import stream_is_unidirectional
 from aioquic.quic.events import (
     ConnectionTerminated,
     HandshakeCompleted,
@@ -201,6 +203,8 @@ class _Connection(asyncio.DatagramProtocol):
         self._quic = OrderedConnection(order=order, configuration=configuration)
         self._framing: Framing
         self._calls: dict[int, Http3Call] = {}
+        # Until the server allows one more stream.
+        self._waiting: deque[Http3Call] = deque()
         self._transport: asyncio.DatagramTransport | None = None
         self._carrier = Carrier(self._quic, self, loop)
         self._carrier.carried = self
@@ -230,10 +234,19 @@ class _Connection(asyncio.DatagramProtocol):
     # Exchanges.
 
     def begin(self, call: Http3Call) -> None:
-        """Send a request."""
+        """Send a request, or have it wait for a stream."""
+        call.connection = self
+        self._waiting.append(call)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and self._quic.streams_left > 0:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, call: Http3Call) -> None:
         number = call.number = self._quic.get_next_available_stream_id()
         self._calls[number] = call
-        call.connection, call.sent = self, True
+        call.sent = True
         standing = self._endpoint.standing(call.fields, self._loop.time())
         self._framing.send_headers(number, call.fields, end_stream=not call.body)
         self._quic.stand(number, standing)
@@ -246,6 +259,10 @@ class _Connection(asyncio.DatagramProtocol):
 
     def give_up(self, call: Http3Call) -> None:
         """End an exchange that nobody waits for."""
+        if not call.sent:
+            self._waiting.remove(call)
+            self._leave_if_done()
+            return
         self._forget(call)
         self._quic.reset_stream(call.number, ErrorCode.H3_REQUEST_CANCELLED)
         self._quic.refuse_data(call.number, ErrorCode.H3_REQUEST_CANCELLED)
@@ -255,7 +272,7 @@ class _Connection(asyncio.DatagramProtocol):
     def leave(self) -> None:
         """Close behind the exchanges that run."""
         self._leaves, self.usable = True, False
-        if not self._calls:
+        if not self._calls and not self._waiting:
             self._quic.close(error_code=ErrorCode.H3_NO_ERROR)
             self._carrier.send()
             self._end()
@@ -270,6 +287,11 @@ class _Connection(asyncio.DatagramProtocol):
                 self.usable = True
                 if not self.ready.done():
                     self.ready.set_result(None)
+            # Of an answer that was given up more may be on its way: what it continues is forgotten.
+            case StreamDataReceived() if not (
+                stream_is_unidirectional(event.stream_id) or event.stream_id in self._calls
+            ):
+                pass
             case StreamDataReceived():
                 for one in self._framing.handle_event(event):
                     self._on_message(one)
@@ -283,6 +305,7 @@ class _Connection(asyncio.DatagramProtocol):
 
     def on_progress(self) -> None:
         """See `Carried`."""
+        self._begin_waiting()
 
     def _on_message(self, event: H3Event) -> None:
         match event:
@@ -330,7 +353,9 @@ class _Connection(asyncio.DatagramProtocol):
         reason = event.reason_phrase or f"code 0x{event.error_code:x}"
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(reason))
-        calls, self._calls = list(self._calls.values()), {}
+        calls = [*self._calls.values(), *self._waiting]
+        self._calls.clear()
+        self._waiting.clear()
         self._end()
         for call in calls:
             call.fail(WireFault.RESET, f"{self._endpoint.name} closed the connection: {reason}")
@@ -338,7 +363,10 @@ class _Connection(asyncio.DatagramProtocol):
     def _forget(self, call: Http3Call) -> None:
         self._calls.pop(call.number, None)
         self._quic.leave(call.number)
-        if self._leaves and not self._calls:
+        self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self._leaves and not self._calls and not self._waiting:
             self._loop.call_soon(self.leave)
 
     def _ping(self) -> None:

@@ -123,6 +123,14 @@ class OrderedConnection(QuicConnection):
             stream.receiver.stop(error_code)
 
     @property
+    def streams_left(self) -> int:
+        """How many more streams a client may open now.
+
+        Of one that it has opened beyond that it must send nothing, not even that it gives it up.
+        """
+        return self._remote_max_streams_bidi - self._local_next_stream_id_bidi // 4
+
+    @property
     def idle_timeout_s(self) -> float:
         """The silence after which one of the sides ends the connection."""
         return self._idle_timeout()

@@ -94,6 +94,57 @@ def test_exchanges_share_a_connection_and_survive_losses(tmp_path: "Path", loss:
     play(tmp_path, echo, scenario, loss=loss)
 
 
+def test_who_gives_up_while_it_waits_for_a_stream_harms_nobody(tmp_path: "Path") -> None:
+    replies: list[Reply] = []
+
+    async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
+        asked = [asyncio.create_task(ask(endpoint, b"/%d" % n)) for n in range(6)]
+        while len(replies) < 2:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.01)
+        # Two streams are open; the third and the last wait, and their clients leave.
+        for number in (2, 5):
+            asked[number].cancel()
+        served = 0
+        while served < 4:
+            await asyncio.sleep(0.05)
+            for reply in replies[served:]:
+                reply.send(200, [(b"x-path", b"/%d" % (0, 1, 3, 4)[served])], b"yes")
+                served += 1
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [one for one in answers if one == b"yes"] == [b"yes"] * 4
+        assert len(replies) == 4
+        assert server.connections == 1
+
+    two = Http3Settings(http3_streams=2)
+    play(tmp_path, lambda _, reply: replies.append(reply), scenario, settings=two)
+
+
+def test_what_comes_of_an_answer_that_was_given_up_harms_nobody(tmp_path: "Path") -> None:
+    begun: list[Reply] = []
+
+    def stream(request: "Request", reply: "Reply") -> None:
+        if request.path == b"/long":
+            begun.append(reply)
+            reply.start(200, [])
+            reply.write(bytes(400_000))
+        else:
+            reply.send(200, [(b"x-path", request.path)], b"yes")
+
+    async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
+        long = asyncio.create_task(ask(endpoint, b"/long"))
+        while not begun:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.03)  # Some of it has come, and more is on its way.
+        long.cancel()
+        assert await ask(endpoint, b"/other") == b"yes"
+        await asyncio.sleep(0.5)
+        assert server.connections == 1
+        assert await ask(endpoint, b"/other") == b"yes"
+        assert begun[0].closed
+
+    play(tmp_path, stream, scenario)
+
+
 def test_an_answer_may_take_longer_than_any_idle_timeout(tmp_path: "Path") -> None:
     def late(request: "Request", reply: "Reply") -> None:
         send = asyncio.get_running_loop().call_later
