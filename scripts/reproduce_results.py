@@ -23,6 +23,15 @@ from balanceroute.traces import TraceRequest, read_trace, write_native
 
 sys.path.insert(0, str(Path(__file__).parent / "table_runs"))
 
+from conversations import (
+    CONVERSATIONS,
+    PREFILL_BASE_MS,
+    PREFILL_TOKEN_US,
+    TURN_CACHE_TOKENS,
+    TURN_CASES,
+    conversations,
+    turns_rate,
+)
 from simulated import simulated
 
 TRACES = Path("traces/public")
@@ -68,15 +77,9 @@ AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backl
 # would not have: at the trace's own speed that is the work of 1.40 of them.
 PREFILL_RULES = ("random", "fewest-tokens", "sticky", "cache-aware", "lmetric", "prefix-aware")
 PREFILL_WORK = 1.40
-PREFILL_BASE_MS, PREFILL_TOKEN_US = 20, 50
 FLEET = "--policy br-0 --ranks 16 --batch 64 --step-base-ms 10 --step-us-per-token 0.02"
 PREFIXES = f"{MOONCAKE} --segments 2 {FLEET} --probe-limit none"
-# Conversations of many turns: once they have begun, at rate 1 that is the work of 4.8 prefillers.
 TURNS = f"--trace {DERIVED}/conversations.jsonl {FLEET} --probe-limit none"
-TURNS_WORK = 4.8
-CONVERSATIONS = 1_500
-TURN_CASES = ((4, 0.7), (4, 0.9), (4, 1.1), (2, 0.9), (8, 0.9))
-BLOCK_TOKENS = 512
 # Of the prefillers, the load, and the tokens that each can cache.
 PREFIX_CASES = (
     *((prefillers, load, 10**9) for prefillers in (2, 4, 8) for load in (0.7, 0.9, 1.1)),
@@ -94,10 +97,10 @@ def prefixes(prefillers: int, load: float, cache: int) -> dict[str, str]:
     }
 
 
-def turns(prefillers: int, load: float, cache: int = 2_000_000) -> dict[str, str]:
+def turns(prefillers: int, load: float, cache: int = TURN_CACHE_TOKENS) -> dict[str, str]:
     """Return the commands of conversations, by name; the last is one fast prefiller with all caches."""
     name = f"turns_{prefillers}_{load}"
-    command = f"{TURNS} --rate {round(load * prefillers / TURNS_WORK, 3)}"
+    command = f"{TURNS} --rate {turns_rate(prefillers, load)}"
     rules = {
         f"{name}_{rule}": f"{command} --prefill-servers {prefillers} --prefix-cache {cache} "
         f"--prefill-choice {rule}"
@@ -353,31 +356,6 @@ def bootstrapped(requests: Sequence[TraceRequest], size: int) -> list[TraceReque
         replace(request, arrival_ns=second * 10**9, hash_ids=())
         for request, second in zip(drawn[:size], count(), strict=False)
     ]
-
-
-def conversations(number: int) -> list[TraceRequest]:
-    """Return the turns of conversations: nine begin each second, and have 6.6 turns on average.
-
-    Each begins with one of eight system prompts of four blocks. A turn adds 50 to 2,000 tokens and
-    the answer before it, ten seconds after that.
-    """
-    rng, ids = random.Random(2), count()
-    systems = [[next(ids) for _ in range(4)] for _ in range(8)]
-    requests: list[TraceRequest] = []
-    start_s = 0.0
-    for _ in range(number):
-        start_s += rng.expovariate(9.0)
-        at_s, blocks = start_s, list(rng.choice(systems))
-        tokens, goes_on = BLOCK_TOKENS * len(blocks), True
-        while goes_on:
-            tokens += rng.randint(50, 2_000)
-            output = 1 + min(1_500, int(rng.expovariate(1 / 300)))
-            blocks += [next(ids) for _ in range(tokens // BLOCK_TOKENS - len(blocks))]
-            requests.append(TraceRequest(round(1e9 * at_s), tokens, output, tuple(blocks)))
-            tokens += output
-            at_s += rng.expovariate(1 / 10) + 0.02 * output
-            goes_on = rng.random() < 0.85 and tokens < 100_000
-    return sorted(requests, key=lambda request: request.arrival_ns)
 
 
 def _mooncake() -> list[TraceRequest]:

@@ -453,3 +453,18 @@ def test_the_tenants_run_answers_or_refuses_every_request(
     assert sum(row["refused_429"] + row["refused_503"] for row in report["rows"]) > 0
     assert capsys.readouterr().out.count("\n| ") == 10
     assert (tmp_path / "qos.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tail_is_explained_by_bounds_that_hold() -> None:
+    module = script("prefill_tail")
+    requests = module.conversations(60)
+    model = module.PrefillModel(2, 20_000_000, 50_000.0, 200_000, 512)
+    rows = dict(module.rows(requests, 0.5, model))
+    slowest = {name: max(one.total_s for one in served) for name, served in rows.items()}
+    least = min(slowest.values())
+    assert slowest["alone"] == least
+    assert slowest["one queue"] <= min(slowest[name] for name in slowest if name != "alone")
+    assert not any(one.late_s for one in rows["ends first"])
+    assert any(one.late_s > 0.0 for one in rows["prefix-aware"])
+    assert all(one.wait_s == 0.0 for one in rows["alone"])
+    assert len({len(served) for served in rows.values()}) == 1
