@@ -26,10 +26,16 @@ def stages_of(record: RequestRecord) -> list[Step]:
             steps.append(Step("pool", prefilled_ns))
         elif admitted_ns is None:
             engine = record.prefiller  # Which does the whole request.
-    if admitted_ns is not None:
-        steps.append(Step("transfer" if record.stream else "decode", admitted_ns, engine))
     if record.early_first_token:
         first_ns = record.second_token_ns
-    if first_ns is not None and record.stream:
-        steps.append(Step("decode", first_ns, engine))
+    if admitted_ns is None:
+        if first_ns is not None and record.stream:
+            steps.append(Step("decode", first_ns, engine))
+    elif first_ns is not None and first_ns < admitted_ns:
+        # It came on an earlier binding; a scheduler process that took over knows nothing of that one.
+        steps.append(Step("decode", admitted_ns, engine))
+    else:
+        steps.append(Step("transfer" if record.stream else "decode", admitted_ns, engine))
+        if first_ns is not None and record.stream:
+            steps.append(Step("decode", first_ns, engine))
     return steps
