@@ -47,6 +47,7 @@ from balanceroute.proxy.live.control.group_pages import GroupOrders, GroupPages
 from balanceroute.proxy.live.control.live_view import EVENTS, LiveView
 from balanceroute.proxy.live.control.orders import (
     Refusal,
+    address_of,
     group_of,
     instance_of,
     read_order,
@@ -294,7 +295,7 @@ class Admin:
             request, required={"role", "url"}, optional={"ranks", "bootstrap", "group"}
         )
         role, url = instance_of(order)
-        bootstrap = text_of(order, "bootstrap") if "bootstrap" in order else None
+        bootstrap = address_of(order, "bootstrap") if "bootstrap" in order else None
         group = group_of(order)
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):

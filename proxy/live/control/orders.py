@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def instance_of(order: dict[str, object]) -> tuple[Role, str]:
     """Return the role and the address that an order names. Raises Refusal: it names none."""
-    role, url = text_of(order, "role"), text_of(order, "url")
+    role, url = text_of(order, "role"), address_of(order, "url")
     try:
         return Role(role), url
     except ValueError:
@@ -87,6 +89,16 @@ def seconds_of(order: Mapping[str, object], name: str) -> float | None:
 def group_of(order: dict[str, object]) -> str | None:
     """Return the group that an order names; None if it names none. Raises Refusal: it is no text."""
     return text_of(order, "group") if "group" in order else None
+
+
+def address_of(order: dict[str, object], key: str) -> str:
+    """Return the address of an engine that an order has. Raises Refusal: it is none."""
+    text = text_of(order, key)
+    try:
+        EngineUrl.parse(text)
+    except ConfigError as error:
+        raise Refusal(400, f"{key} {error}", param=key) from None
+    return text
 
 
 def text_of(order: dict[str, object], key: str) -> str:

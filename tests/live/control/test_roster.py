@@ -356,6 +356,8 @@ def test_an_address_that_is_none_is_refused(play: "Play", url: str) -> None:
             answer = await site.admin("/admin/instances", {"role": role, "url": url})
             assert answer.status == 400
             assert b"u:p" not in answer.body
+            # What is wrong, not only how.
+            assert answer.json["error"]["message"].startswith(("url ", "http://h:1@2: give"))
 
     play(scenario)
 
