@@ -242,6 +242,7 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "bound": 3,
         "started": 2,
         "free_slots": 13,
+        "others": 0,
         "speed": 1.0,
         "quarantine": {"reason": "", "since": None, "next_probe_s": None},
         "url": "",
