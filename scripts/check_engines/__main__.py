@@ -26,6 +26,7 @@ from id_checks import IdChecks
 from kv_checks import KvChecks
 from locality_checks import LocalityChecks
 from pairing_checks import PairingChecks
+from pause_checks import PauseChecks
 from pd_checks import Checks
 from token_checks import TokenChecks
 from trace_checks import TraceChecks
@@ -46,6 +47,7 @@ Group = (
     Checks
     | TraceChecks
     | TokenChecks
+    | PauseChecks
     | ClientChecks
     | KvChecks
     | IdChecks
@@ -125,7 +127,13 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
             if connector == "nixl":
                 more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
                 more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]
-            groups = [TraceChecks(fleet), TokenChecks(fleet), *more, Checks(fleet)]
+            groups = [
+                TraceChecks(fleet),
+                TokenChecks(fleet),
+                PauseChecks(fleet),
+                *more,
+                Checks(fleet),
+            ]
         for group in groups:
             for name in filter(lambda name: name.startswith("check_"), vars(type(group))):
                 title = name.removeprefix("check_").replace("_", " ")

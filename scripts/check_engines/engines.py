@@ -40,6 +40,8 @@ _COMMON = [
 ]
 _ENVIRONMENT = VARIABLES | {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # /pause, /resume, /abort_requests.
+    "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",

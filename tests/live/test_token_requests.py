@@ -96,7 +96,7 @@ def test_an_answer_that_its_first_token_ends_needs_no_rank(
         same(await site.post(GENERATE, values, ID), right)
         assert not site.received("decode", GENERATE)
 
-    play(scenario)
+    play(scenario, prompt_tokens_details=True)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,20 @@ def ended_events(
         del last[name]
     last |= {name: choice.get(name) for name in ("logprobs", "finish_reason", "stop_reason")} | ids
     if include_usage:
-        usage = {name: count for name, count in message["usage"].items() if count is not None}
+        usage = without_nulls(message["usage"])
         events.append(events_head(api, message) | {"choices": [], "usage": usage})
     if message.get("system_fingerprint") is not None:
         events[-1]["system_fingerprint"] = message["system_fingerprint"]
     return events
+
+
+def without_nulls(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a usage object as a stream has it: without what is null, in its details, too."""
+    return {
+        name: without_nulls(count) if isinstance(count, dict) else count
+        for name, count in usage.items()
+        if count is not None
+    }
 
 
 def write_events(events: list[dict[str, Any]]) -> bytes:

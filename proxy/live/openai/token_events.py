@@ -6,6 +6,8 @@ vLLM 0.32's members, in its order. The choices of both forms have the same.
 from collections.abc import Mapping
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer_events import without_nulls
+
 # Those of the first event, which are left out where they are null.
 _ONCE = ("prompt_token_ids", "mm_placeholders")
 
@@ -17,6 +19,6 @@ def ended_token_events(message: Mapping[str, Any], *, include_usage: bool) -> li
     body = {"output_mode": mode, "choices": [message["choices"][0]]}
     events = [{**head, "usage": None, **once, **body}]
     if include_usage:
-        usage = {name: count for name, count in message["usage"].items() if count is not None}
+        usage = without_nulls(message["usage"])
         events.append({**head, "usage": usage, "output_mode": mode, "choices": []})
     return events

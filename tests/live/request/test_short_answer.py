@@ -25,6 +25,17 @@ def sent(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS, Api.GENERATE])
+def test_a_stream_leaves_out_what_is_null_in_usage_at_any_depth(
+    body_of: Callable[[str], bytes], api: Api
+) -> None:
+    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+    details = {"cached_tokens": 3, "created_cache_tokens": None, "multimodal_tokens": None}
+    message["usage"] |= {"prompt_tokens_details": details}
+    *_, last = sent(short_answer_events(api, message, include_usage=True))
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
 def test_a_whole_answer_tells_nothing_of_the_kv_cache(body_of: Callable[[str], bytes]) -> None:
     message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
     body = json.loads(short_answer_body(message))
