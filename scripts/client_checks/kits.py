@@ -15,6 +15,7 @@ from reporting import FOUND_FAULTS
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 CHECK_S = 600.0
+_TOO_LONG = 124
 _INSTALL_S = 1200.0
 
 
@@ -70,9 +71,15 @@ FRAMEWORKS = (
 
 
 def run(*command: object, limit_s: float = CHECK_S) -> subprocess.CompletedProcess[str]:
-    """Run a command; its exit status is in the result."""
+    """Run a command; its exit status is in the result, 124 if it was ended as it took too long."""
     words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+        reason = f"not within {limit_s:g} s"
+        return subprocess.CompletedProcess(words, _TOO_LONG, text, reason)
 
 
 def check_script(kit: Kit, name: str, *arguments: str) -> Iterator[Result]:
