@@ -79,7 +79,7 @@ proxy.replay: answer bodies body driver exchange faults figures fleet groups lim
 proxy.sim: api decode_fleet driver engine_options entrance experiment forecast handover hints loop plots
     prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.live.tracing: export_settings exporter spans
-proxy.advise: fleets need proxy_page report
+proxy.advise: fleets miss_watch need proxy_page report
 proxy.audit: energy looking observation pages plots prometheus replica report verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout

@@ -167,17 +167,15 @@ def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(play: "Play
 
 
 def test_an_engine_that_was_updated_while_it_drained_is_asked_anew(play: "Play") -> None:
-    versions: dict[str, str] = {}
-
     async def scenario(site: "Site") -> None:
         await order(site, "/admin/instances/drain", "decode/1")
-        versions["decode/1"] = NEW  # So fast that nobody noticed.
+        site.world.versions["decode/1"] = NEW  # So fast that nobody noticed.
         answer = await order(site, "/admin/instances", "decode/1")
         assert [bool(row.get("unfit")) for row in answer.json["instances"]].count(True) == 1
         await served(site, 10)
         assert "decode/1" not in by_engine(site)
 
-    play(scenario, engine_versions=versions)
+    play(scenario)
 
 
 def test_pooled_requests_are_prefilled_again_when_their_last_rank_goes(play: "Play") -> None:
@@ -207,7 +205,6 @@ def update_order(rng: random.Random) -> list[str]:
 
 def rolling_update(play: "Play", seed: int, connector: str, relays: int = 0) -> None:
     """Drain each engine, restart it with the new version, and take it back, under load."""
-    versions: dict[str, str] = {}
     rng = random.Random(seed)
 
     async def update(site: "Site", engine: str) -> None:
@@ -215,7 +212,7 @@ def rolling_update(play: "Play", seed: int, connector: str, relays: int = 0) -> 
         waited = {"role": role, "url": url, "wait_s": 100}
         assert (await site.admin("/admin/instances/drain", waited)).status == 200
         site.fleet.kill(engine)
-        versions[engine] = NEW
+        site.world.versions[engine] = NEW
         await asyncio.sleep(rng.choice([0.0, 0.1, 3.0]))
         await site.fleet.restore(engine)
         assert (await order(site, "/admin/instances", engine)).status == 200
@@ -250,7 +247,6 @@ def rolling_update(play: "Play", seed: int, connector: str, relays: int = 0) -> 
 
     play(
         scenario,
-        engine_versions=versions,
         connector=connector,
         prefillers=3,
         ranks=3,

@@ -157,12 +157,14 @@ LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
 WITH_DISCOVERY = {"kubernetes_api"}
 WITH_CERTIFICATE = {"http3"}
+# See test_kv_event_ports.
+WITH_EVENTS = {"kv_events_port", "kv_replay_port"}
 # See test_tracing_settings.
 TRACED = {"otlp_traces_endpoint", "trace_share"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    elsewhere = LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE | TRACED
+    elsewhere = LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE | WITH_EVENTS | TRACED
     assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | elsewhere
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
