@@ -185,7 +185,10 @@ def test_without_a_rank_the_stream_ends_with_an_error(play: "Play") -> None:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_an_answer_that_its_first_token_ends_needs_no_rank(play: "Play", path: str) -> None:
+@pytest.mark.parametrize("details", [False, True])
+def test_an_answer_that_its_first_token_ends_needs_no_rank(
+    play: "Play", path: str, *, details: bool
+) -> None:
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("all", eos_first=1.0)
         right = await alone(site, path, STREAMS[path] | USAGE)
@@ -194,7 +197,9 @@ def test_an_answer_that_its_first_token_ends_needs_no_rank(play: "Play", path: s
         (prefill,) = site.received("prefill")
         assert prefill.values["min_tokens"] == 0
 
-    play(scenario, flags=EARLY)
+    # With its null members, which a stream leaves out.
+    caches = {"prompt_tokens_details": details, "prefix_cache_tokens": 1_000}
+    play(scenario, flags=EARLY, **caches)
 
 
 def test_a_stop_token_that_comes_first_ends_the_answer(play: "Play") -> None:
