@@ -69,6 +69,9 @@ def read_messages(values: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("value_error", "body.max_tokens", message, limit)
     if not isinstance(values.get("model"), str):
         raise invalid("missing", "body.model", "Field required", values.get("model"))
+    stream = values.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise invalid("bool_type", "body.stream", "Input should be a valid boolean", stream)
     return as_chat(values)
 
 
