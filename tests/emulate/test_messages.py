@@ -84,6 +84,7 @@ def test_a_forced_tool_is_used(play: Any, stream: bool) -> None:
     ("changes", "status", "words"),
     [
         ({"max_tokens": 0}, 400, "max_tokens must be positive"),
+        ({"stream": "often"}, 400, "valid boolean"),
         ({"max_tokens": "many"}, 400, "valid integer"),
         ({"messages": "hello"}, 400, "valid list"),
         ({"model": "other"}, 404, "does not exist"),
