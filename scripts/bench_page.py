@@ -29,7 +29,7 @@ from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_
 
 LAG_S, COST = 1.0, 0.01
 INTERVAL_S = 5.0
-# Between changes, at most: a little more than the page's own interval, so every phase of it is hit.
+# Between changes, at most: more than the page's own interval, so every phase of it is hit.
 _PAUSE_S = 1.5
 _CLIENTS = 4
 

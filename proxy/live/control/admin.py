@@ -5,7 +5,7 @@
     GET  /ready                   200 if it takes requests, else 503; needs no token
     GET  /metrics                 for Prometheus
     GET  /admin/state             everything; with ?requests=1 each live request too
-    GET  /admin/live              what the page shows, once a second, as server-sent events
+    GET  /admin/live              what the page shows, every 0.8 s, as server-sent events
     GET  /admin/requests?id=ID    the requests of an id: those that live, and of the last 1,000
     GET  /admin/instances         the engines, with what is still in flight on each
     GET  /admin/groups            the groups, if there are several

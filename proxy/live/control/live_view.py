@@ -1,4 +1,4 @@
-"""The state once a second, as server-sent events, to whoever looks at the page.
+"""The state every 0.8 s, as server-sent events, to whoever looks at the page.
 
 Nothing runs while nobody does.
 """
@@ -14,7 +14,8 @@ from balanceroute.proxy.wire.messages import Headers
 
 MAX_VIEWERS = 8
 """The admin listener has 16 connections, and orders need some."""
-_INTERVAL_S = 1.0
+INTERVAL_S = 0.8
+"""Between two events. So that 95 of 100 changes are seen within a second."""
 EVENTS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -88,7 +89,7 @@ class LiveView:
             self.close()
 
     def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._tick)
 
     def _tick(self) -> None:
         try:

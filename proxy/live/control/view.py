@@ -1,4 +1,4 @@
-"""What the admin page shows, made from a snapshot once a second while somebody looks."""
+"""What the admin page shows, made from a snapshot every 0.8 s while somebody looks."""
 
 from collections.abc import Mapping
 

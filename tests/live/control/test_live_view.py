@@ -1,4 +1,4 @@
-"""The live view: one event a second for those who look, and nothing for nobody."""
+"""The live view: an event every 0.8 s for those who look, and nothing for nobody."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.live.control.live_view import MAX_VIEWERS, LiveView
+from balanceroute.proxy.live.control.live_view import INTERVAL_S, MAX_VIEWERS, LiveView
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.sse import event_data
 
@@ -59,7 +59,7 @@ class Views:
         return {"number": self.made}
 
 
-def test_viewers_share_one_view_a_second_and_without_any_none_is_made() -> None:
+def test_viewers_share_one_view_and_without_any_none_is_made() -> None:
     views = Views()
     subject = LiveView(views)
     first, second = Viewer(), Viewer()
@@ -69,10 +69,10 @@ def test_viewers_share_one_view_a_second_and_without_any_none_is_made() -> None:
         assert views.made == 0
         subject.open(first)
         subject.open(second)
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(3.5 * INTERVAL_S)
         assert views.made == 2 + 3
         first.leave()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0 * INTERVAL_S)
         second.leave()
         await asyncio.sleep(10.0)
         assert views.made == 2 + 3 + 1
@@ -89,10 +89,10 @@ def test_a_viewer_that_reads_slowly_is_not_written_to() -> None:
     async def main(_loop: "VirtualLoop") -> None:
         subject.open(viewer)
         viewer.paused = True
-        await asyncio.sleep(5.5)
+        await asyncio.sleep(5.5 * INTERVAL_S)
         assert len(viewer.events) == 1
         viewer.paused = False
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0 * INTERVAL_S)
         subject.close()
 
     run(main, seed=1, limit_s=100.0)
