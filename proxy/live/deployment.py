@@ -58,6 +58,7 @@ from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.scheduling.others_on_ranks import OthersOnRanks
+from balanceroute.proxy.live.scheduling.prefiller_loads import feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
@@ -185,11 +186,6 @@ class Deployment:
                 "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
             )
         self.driver = self._make_driver(standing.inflight_limit)
-        self._others = OthersOnRanks(
-            self.instances,
-            lambda rank: int(self.driver.scheduler.ledger.bound[rank]),
-            self.driver.feed,
-        )
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
@@ -366,12 +362,17 @@ class Deployment:
         return self._environment.policy(policy)
 
     def _make_scraper(self, clock: Callable[[], float]) -> Scraper:
+        others = OthersOnRanks(
+            self.instances,
+            lambda rank: int(self.driver.scheduler.ledger.bound[rank]),
+            lambda event: self.driver.feed(event),  # noqa: PLW0108 - it is not there yet.
+        )
         return Scraper(
             self.config.scrape,
             fetch=self._page,
             on_utilisation=self.roster.utilisation_changed,
-            on_gauges=self._scraped,
-            on_failure=self._scrape_failed,
+            on_gauges=partial(self._scraped, others),
+            on_failure=partial(self._scrape_failed, others),
             on_late_pulls=self._pulled_late,
             on_error=self._failures.report,
             clock=clock,
@@ -411,15 +412,15 @@ class Deployment:
         if not up:
             self.pass_through.lost(target)
 
-    def _scraped(self, target: Target, gauges: EngineGauges) -> None:
+    def _scraped(self, others: OthersOnRanks, target: Target, gauges: EngineGauges) -> None:
         self.roster.scraped(target, gauges)
-        self._others.scraped(target, gauges)
+        others.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
-            self.roster.loads_scraped(target, gauges)
+            feed_loads(self.instances, self.driver.feed, target, gauges)
 
-    def _scrape_failed(self, target: Target, reason: str) -> None:
+    def _scrape_failed(self, others: OthersOnRanks, target: Target, reason: str) -> None:
         self._metrics.engines.scrape_failed(target)
-        self._others.failed(target)
+        others.failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
 
     def _pulled_late(self, target: Target, count: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.events import EngineLoad, PrefillerId, PrefillerScraped, RankId
+from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
@@ -341,13 +341,6 @@ class Roster:
         self._slots.scraped(target, gauges)
         if self.memory.scraped(target, gauges, self.targets()):
             self._reconfigure()
-
-    def loads_scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Tell the scheduler how busy a prefiller is."""
-        load = EngineLoad(gauges.waiting, gauges.running, gauges.kv_cache_usage)
-        for instance in self.instances.of(target):
-            if isinstance(instance, Prefiller):
-                self._driver.feed(PrefillerScraped(instance.id, load))
 
     def close(self) -> None:
         """Close every connection."""
