@@ -42,6 +42,8 @@ _MOONCAKE = {
     "kv_connector": "MooncakeConnector",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
+# Of what a rank computes it tells what it had cached.
+_DETAILS = "--enable-prompt-tokens-details"
 CONNECTORS = ("nixl", "mooncake", "nixl-dp")
 Group = (
     Checks
@@ -101,7 +103,7 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
 
     return [
         order("prefill-0", "kv_producer", prefill),
-        *(order(f"decode-{i}", "kv_consumer", decode[i], **trace) for i in range(2)),
+        *(order(f"decode-{i}", "kv_consumer", [*decode[i], _DETAILS], **trace) for i in range(2)),
     ], flags
 
 

@@ -36,7 +36,6 @@ _COMMON = [
     "--enable-auto-tool-choice",
     "--enable-scale-out",
     "--tool-call-parser=hermes",
-    "--enable-prompt-tokens-details",
 ]
 _ENVIRONMENT = VARIABLES | {
     "VLLM_CPU_KVCACHE_SPACE": "1",
