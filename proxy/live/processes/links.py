@@ -3,16 +3,24 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from balanceroute.proxy.core import events
 from balanceroute.proxy.live.processes import to_relay
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import Event
     from balanceroute.proxy.core.standing import Standing
     from balanceroute.proxy.live.processes import from_relay
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.arrival import Arrival
 
 
+_Ending = Literal["finished", "failed", "cancelled"]
+
+# The events after which a request is no more for the scheduler, told by its `SessionEnded`.
+_ENDINGS: dict[type[events.Event], _Ending] = {
+    events.RequestFinished: "finished",
+    events.RequestFailed: "failed",
+    events.RequestCancelled: "cancelled",
+}
 _BINDINGS = (to_relay.StartPrefill, to_relay.StartDecode)
 
 
@@ -42,7 +50,7 @@ class Link:
     sent: int = 0
     taken: int = 0
     over: bool = False
-    how: Literal["", "finished", "failed", "cancelled"] = ""
+    how: _Ending | Literal[""] = ""
     answered: bool = False
     row: int = -1
 
@@ -56,7 +64,14 @@ class Link:
         self.sent = self.taken = 0
         self.row = -1
 
-    def fed(self, event: "Event", session: "Session", now_ns: int) -> None:
+    def ended_by(self, event: events.Event, *, answered: bool) -> bool:
+        """Note how it ends; return whether it has ended, now or before."""
+        how = _ENDINGS.get(type(event))
+        if how is not None and not self.over:
+            self.over, self.how, self.answered = True, how, answered
+        return self.over
+
+    def fed(self, event: events.Event, session: "Session", now_ns: int) -> None:
         """Note a core event."""
         if self.standing is not None:
             # Of several sequences it is their mean, rounded up, as in the core.

@@ -1,6 +1,6 @@
 """What sessions report and feed, as messages to the scheduler process."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.processes import from_relay
@@ -8,14 +8,6 @@ from balanceroute.proxy.live.request import reports
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.processes.uplink import Uplink
-
-_Ending = Literal["finished", "failed", "cancelled"]
-ENDINGS: dict[type[events.Event], _Ending] = {
-    events.RequestFinished: "finished",
-    events.RequestFailed: "failed",
-    events.RequestCancelled: "cancelled",
-}
-"""The events after which a request is no more for the scheduler, told by its `SessionEnded`."""
 
 
 class Reports:

@@ -18,7 +18,7 @@ from balanceroute.proxy.live.processes.links import Link
 from balanceroute.proxy.live.processes.orders import accept, await_anew, log_as_told, obey
 from balanceroute.proxy.live.processes.patience import Patience
 from balanceroute.proxy.live.processes.questions import Questions
-from balanceroute.proxy.live.processes.relay_reports import ENDINGS, Reports, event_message
+from balanceroute.proxy.live.processes.relay_reports import Reports, event_message
 from balanceroute.proxy.live.processes.relay_sweep import RelaySweep
 from balanceroute.proxy.live.processes.relay_tenancy import NO_SCHEDULER, RelayTenancy
 from balanceroute.proxy.live.processes.resumption import resumed
@@ -180,10 +180,10 @@ class RemoteHost:
     def report(self, report: Report) -> None:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
-            number, record = report.request, report.record
-            link = self._links[number]
-            self._forget(number)
-            self.uplink.send(from_relay.SessionEnded(number, record, link.how, link.answered))
+            link = self._forget(report.request)
+            self.uplink.send(
+                from_relay.SessionEnded(report.request, report.record, link.how, link.answered)
+            )
         else:
             self._reports.tell(report)
 
@@ -193,11 +193,7 @@ class RemoteHost:
         """Pass an event on, from which the scheduler process knows what it implies."""
         number: RequestId = event.request  # type: ignore[union-attr]
         link = self._links[number]
-        if link.over:
-            return
-        how = ENDINGS.get(type(event))
-        if how is not None:
-            link.over, link.how, link.answered = True, how, bool(implied)
+        if link.ended_by(event, answered=bool(implied)):
             return
         message = self._event_message(number, link, event)
         link.fed(event, self.sessions[number], self._now_ns())
@@ -321,13 +317,15 @@ class RemoteHost:
         emitted = session.emitted.tokens
         return event_message(event, link.taken, pulls=session.pullable, emitted=emitted)
 
-    def _forget(self, number: RequestId) -> None:
+    def _forget(self, number: RequestId) -> Link:
         del self.sessions[number]
-        self._counts.left(self._links.pop(number).row)
+        link = self._links.pop(number)
+        self._counts.left(link.row)
         if not self.sessions:
             self._empty.set()
             if self.draining:
                 self.uplink.send(from_relay.Drained())
+        return link
 
     # What the scheduler process says.
 

@@ -4,6 +4,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.core.events import DecodeStarted
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
@@ -330,7 +331,11 @@ class DecodeAttempt(Attempt):
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.emitted.early = None
-        session.began(self, status, headers, served, hands_back=self.hands_back)
+        session.began(self, status, headers, hands_back=self.hands_back)
+        if session.decodes:
+            session.host.feed(DecodeStarted(session.number), served)
+        else:
+            session.host.report(served)
 
     def _served(self) -> LegSucceeded:
         pair = self.pair

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.core.events import PrefillDone, RequestId
+    from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -96,6 +96,7 @@ class AttemptOwner(Protocol):
 
     number: "RequestId"
     shape: "Shape"
+    decodes: bool
     headers: "Headers"
     record: "RequestRecord"
     emitted: "Emitted"
@@ -116,8 +117,8 @@ class AttemptOwner(Protocol):
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
 
-    def prefilled(self, kv: "KvHandle", done: "PrefillDone", served: "LegSucceeded") -> None:
-        """Go on to a rank."""
+    def prefilled(self, kv: "KvHandle") -> None:
+        """Wait for a rank with what a prefiller has computed."""
 
     def left_to_prefillers(self) -> None:
         """Have a prefiller do the whole request, as no rank can do its part."""
@@ -126,13 +127,7 @@ class AttemptOwner(Protocol):
         """Answer with the one token of the prefill, behind which nothing comes."""
 
     def began(
-        self,
-        attempt: "Attempt",
-        status: int,
-        headers: "Headers",
-        served: "LegSucceeded",
-        *,
-        hands_back: bool,
+        self, attempt: "Attempt", status: int, headers: "Headers", *, hands_back: bool
     ) -> None:
         """Open the client's stream; `hands_back` says that the engine may give the request back."""
 

@@ -21,7 +21,7 @@ from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFr
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded
+from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded, PromptCounted
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class PrefillAttempt(Attempt):
             early = session.emitted.early
             if early is not None and early.said is None:
                 self._give(early, answer, body)
-            session.prefilled(kv, self._done(answer, lease_ns), self._served())
+            self._pool(kv, answer, lease_ns)
 
     def _expect_early(self) -> EarlyToken | None:
         """Return the first token that this leg is to bring; None if it waits for a rank."""
@@ -143,12 +143,13 @@ class PrefillAttempt(Attempt):
             return answer.params_text
         return dump(params)
 
-    def _served(self) -> LegSucceeded:
-        return LegSucceeded(self.prefiller.target)
-
-    def _done(self, answer: PrefillAnswer, lease_ns: int | None) -> PrefillDone:
-        number, cached_tokens = self._session.number, answer.cached_tokens
-        return PrefillDone(number, answer.prompt_tokens, lease_ns, cached_tokens)
+    def _pool(self, kv: KvHandle, answer: PrefillAnswer, lease_ns: int | None) -> None:
+        session = self._session
+        number, prompt_tokens = session.number, answer.prompt_tokens
+        done = PrefillDone(number, prompt_tokens, lease_ns, answer.cached_tokens)
+        counted = [PromptCounted(number, prompt_tokens)] if session.emitted.tokens == 0 else []
+        session.prefilled(kv)
+        session.host.feed(done, LegSucceeded(self.prefiller.target), *counted)
 
     def _lease_ns(self) -> int | None:
         context = self._session.context
@@ -166,7 +167,8 @@ class PrefillAttempt(Attempt):
         return lease_ns / 1e9 - margin_s / 2
 
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
-        session, legs, served = self._session, self._session.context.legs, self._served()
+        session, legs = self._session, self._session.context.legs
+        served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         # Of a stream that is open nobody knows which events came before the first token.
         if answer.complete and session.emitted.tokens == 0 and not session.answer.opened:
@@ -175,7 +177,7 @@ class PrefillAttempt(Attempt):
             session.host.report(served)
             session.prefill_was_all(answer.message)
         elif recompute and legs.direct is Direct.DECODE:
-            session.prefilled(KvHandle(self.prefiller, None), self._done(answer, None), served)
+            self._pool(KvHandle(self.prefiller, None), answer, None)
         elif recompute and legs.direct is Direct.PREFILL:
             session.host.report(served)
             session.left_to_prefillers()

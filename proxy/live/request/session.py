@@ -24,12 +24,7 @@ from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.phases import Phase, check_move
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
-from balanceroute.proxy.live.request.reports import (
-    KvAbandoned,
-    LegSucceeded,
-    PromptCounted,
-    SessionEnded,
-)
+from balanceroute.proxy.live.request.reports import KvAbandoned, LegSucceeded, SessionEnded
 from balanceroute.proxy.live.request.session_host import Host
 from balanceroute.proxy.live.request.session_trace import trace_move
 from balanceroute.proxy.live.request.short_answer import answer_shortly
@@ -285,14 +280,10 @@ class Session:
 
     # What a prefiller answers.
 
-    def prefilled(self, kv: KvHandle, done: events.PrefillDone, served: LegSucceeded) -> None:
-        """Go on to a rank."""
+    def prefilled(self, kv: KvHandle) -> None:
+        """Wait for a rank with what a prefiller has computed."""
         self._kv = kv
         self.pooled()
-        if self.emitted.tokens == 0:
-            self.host.feed(done, served, PromptCounted(self.number, done.prompt_tokens))
-        else:
-            self.host.feed(done, served)
 
     def left_to_prefillers(self) -> None:
         """Have a prefiller do the whole request, as no rank can do its part."""
@@ -308,15 +299,7 @@ class Session:
 
     # What the engine answers that does the request.
 
-    def began(
-        self,
-        attempt: Attempt,
-        status: int,
-        headers: "Headers",
-        served: LegSucceeded,
-        *,
-        hands_back: bool,
-    ) -> None:
+    def began(self, attempt: Attempt, status: int, headers: "Headers", *, hands_back: bool) -> None:
         """Open the client's stream, unless it is open."""
         self._enter(Phase.STREAMING, attempt)
         if not self.answer.opened:
@@ -325,10 +308,6 @@ class Session:
             self._body = None
             self.answer.reply.release_body()
         self._kv = None
-        if self.decodes:
-            self.host.feed(events.DecodeStarted(self.number), served)
-        else:
-            self.host.report(served)
 
     def finished(self, error: str = "") -> None:
         """End the stream, in which the engine may have reported an error of its own."""
@@ -344,7 +323,8 @@ class Session:
         """Pass on a whole answer."""
         self._enter(Phase.ENDED)
         self.answer.send(200, headers, body)
-        self._end(events.RequestFinished(self.number), Outcome.OK, "", served)
+        self.host.feed(events.RequestFinished(self.number), served)
+        self._end(None, Outcome.OK)
 
     def recomputed(self, *, elsewhere: bool) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
@@ -408,16 +388,10 @@ class Session:
         self._enter(Phase.QUEUED)
         return events.PrefillLost(self.number, elsewhere=elsewhere, same_rank=same_rank)
 
-    def _end(
-        self,
-        event: events.Event | None,
-        outcome: Outcome,
-        reason: str = "",
-        *implied: LegSucceeded,
-    ) -> None:
+    def _end(self, event: events.Event | None, outcome: Outcome, reason: str = "") -> None:
         """Tell the scheduler, unless it knows, and then everybody."""
         if event is not None:
-            self.host.feed(event, *implied)
+            self.host.feed(event)
         self.record.end(outcome, reason, self.context.clock())
         self._body = None
         self.answer.forget()
