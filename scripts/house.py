@@ -117,10 +117,11 @@ MAY_IMPORT = {
         *("engine_patch.reader", "engine_patch.records"),
     },
     "proxy.testing.virtual": set[str](),
+    "proxy.testing.certificate": set[str](),
     # Replays a seed against the whole proxy, in virtual time.
     "proxy.testing.chaos": {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.model_choice", "proxy.wire"),
-        *("predictors", "proxy.testing.virtual", "topologies"),
+        *("predictors", "proxy.testing.certificate", "proxy.testing.virtual", "topologies"),
     },
     "proxy.testing.soak": {
         *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire"),

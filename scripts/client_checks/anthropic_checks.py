@@ -45,7 +45,7 @@ class Checks:
         turns = [*_USER, {"role": "assistant", "content": "yes"}, *_USER]
         short = self._client.messages.create(**self._values())
         answer = self._client.messages.create(**self._values(system="Be brief.", messages=turns))
-        assert answer.usage.input_tokens > short.usage.input_tokens
+        assert _prompt_tokens(answer) > _prompt_tokens(short)
 
     def stream_is_the_whole_answer(self) -> None:
         whole = self._client.messages.create(**self._values())
@@ -78,7 +78,7 @@ class Checks:
     def tokens_are_counted(self) -> None:
         counted = self._client.messages.count_tokens(model=self._model, messages=_USER)
         answer = self._client.messages.create(**self._values())
-        assert counted.input_tokens == answer.usage.input_tokens
+        assert counted.input_tokens == _prompt_tokens(answer)
 
     def error_400(self) -> None:
         for changes in (
@@ -111,6 +111,13 @@ class Checks:
             texts = await asyncio.gather(*(ask() for _ in range(16)))
         assert len(set(texts)) == 1
         assert texts[0]
+
+
+def _prompt_tokens(answer: Any) -> int:
+    """Return the tokens of the prompt; those of a cache are counted apart."""
+    usage = answer.usage
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return int(usage.input_tokens + cached)
 
 
 if __name__ == "__main__":

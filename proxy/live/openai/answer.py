@@ -19,6 +19,8 @@ _RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
 # A count of more digits cannot be true.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
+# Of a prompt; /v1/messages counts them apart from `input_tokens`.
+_CACHE_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens":\s*(\d{1,9})\b')
 
 
 def passable_headers(headers: "Headers") -> "Headers":
@@ -86,4 +88,5 @@ def counts_of(body: bytes) -> tuple[int, int]:
         return 0, 0
     prompt = _PROMPT_TOKENS.search(body, begin)
     completion = _COMPLETION_TOKENS.search(body, begin)
-    return int(prompt[1]) if prompt else 0, int(completion[1]) if completion else 0
+    apart = sum(int(one) for one in _CACHE_TOKENS.findall(body, begin))
+    return int(prompt[1]) + apart if prompt else 0, int(completion[1]) if completion else 0

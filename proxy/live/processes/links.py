@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from balanceroute.proxy.core import events
-from balanceroute.proxy.live.processes import to_relay
+from balanceroute.proxy.live.processes import from_relay, to_relay
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.standing import Standing
-    from balanceroute.proxy.live.processes import from_relay
+    from balanceroute.proxy.live.request.reports import SessionEnded
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.arrival import Arrival
 
@@ -43,7 +43,7 @@ class Link:
     """
 
     arrival: "Arrival"
-    message: "from_relay.Arrival"
+    message: from_relay.Arrival
     accepted: bool = False
     engine_id: str = ""
     standing: "Standing | None" = None
@@ -70,6 +70,10 @@ class Link:
         if how is not None and not self.over:
             self.over, self.how, self.answered = True, how, answered
         return self.over
+
+    def ended(self, report: "SessionEnded") -> from_relay.SessionEnded:
+        """Return the message of its end."""
+        return from_relay.SessionEnded(report.request, report.record, self.how, self.answered)
 
     def fed(self, event: events.Event, session: "Session", now_ns: int) -> None:
         """Note a core event."""

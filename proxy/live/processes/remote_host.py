@@ -180,10 +180,7 @@ class RemoteHost:
     def report(self, report: Report) -> None:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
-            link = self._forget(report.request)
-            self.uplink.send(
-                from_relay.SessionEnded(report.request, report.record, link.how, link.answered)
-            )
+            self.uplink.send(self._forget(report.request).ended(report))
         else:
             self._reports.tell(report)
 
@@ -197,12 +194,11 @@ class RemoteHost:
             return
         message = self._event_message(number, link, event)
         link.fed(event, self.sessions[number], self._now_ns())
-        if link.loose:
-            if not isinstance(event, events.DecodeStarted):
-                self.uplink.send(self._anew(number, link))
-            return
-        self.uplink.send(message)
-        link.sent += 1
+        if not link.loose:
+            self.uplink.send(message)
+            link.sent += 1
+        elif not isinstance(event, events.DecodeStarted):
+            self.uplink.send(self._anew(number, link))
 
     def ask_retry(
         self,

@@ -326,8 +326,7 @@ class DecodeAttempt(Attempt):
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""
-        served = self._served()
-        session = self._session
+        session, served = self._session, self._served()
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.emitted.early = None

@@ -81,6 +81,11 @@ def test_tokens_of_a_real_answer_are_counted(
         (b'{"top_logprobs":[{"prompt_tokens":7}],"usage":{"prompt_tokens":4}}', (4, 0)),
         # The Responses and Messages APIs.
         (b'{"usage": {"input_tokens": 4, "output_tokens": 5}}', (4, 5)),
+        (
+            b'{"usage":{"input_tokens":4,"output_tokens":5,"cache_creation_input_tokens":6,'
+            b'"cache_read_input_tokens":16}}',
+            (26, 5),
+        ),
         (b'{"usage":{"prompt_tokens":4}}', (4, 0)),
         (b'{"usage":null}', (0, 0)),
         (b'{"text":"prompt_tokens"}', (0, 0)),
