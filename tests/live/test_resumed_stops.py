@@ -29,6 +29,10 @@ LOGPROBS: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [{"logprobs": 0}, {"logprobs": 3}],
     CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 3}],
 }
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 ODD: list[dict[str, float]] = [
     {},
     {"merged_outputs": 0.4},
@@ -139,6 +143,30 @@ def test_what_is_handed_back_goes_on_with_its_stop_strings(play: "Play", path: s
         assert await cut_everywhere(site, path, values, "recomputed_after_tokens") > 0
 
     play(scenario, connector="mooncake-ascend", flags=EXACT)
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}], ids=["text", "tools"])
+def test_no_log_probability_comes_twice_from_what_text_continues(
+    play: "Play", more: dict[str, Any]
+) -> None:
+    """A token may come without text: the mark before a call, for example."""
+
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | {"logprobs": True} | more
+        right = meaning(await alone(site, CHAT, values))
+        for tokens in range(1, len(right["logprobs"])):
+            site.fleet.faults.set("decode", recomputed_after_tokens=tokens)
+            begun = len(site.received("decode"))
+            exchange = site.send(CHAT, values, headers=ID)
+            await site.until(lambda begun=begun: len(site.received("decode")) > begun)
+            site.fleet.faults.clear()
+            said = meaning(await exchange.end())
+            assert exchange.done is not bool(more)
+            told = len(said["logprobs"])
+            assert said["logprobs"] == right["logprobs"][:told], tokens
+            assert not exchange.done or said == right
+
+    play(scenario, connector="mooncake-ascend")
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=str)

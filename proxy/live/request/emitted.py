@@ -76,10 +76,15 @@ class Emitted:
         """
         if transcript.text is None or self.continued is not None:
             raise CannotResumeError("its answer cannot be continued from text")
+        values = body.large_values()
+        told = asks_logprobs(values) or values.get("return_token_ids")
+        if told and transcript.text[-1:] == [""]:
+            # The next rank would say these tokens again, and the client has them.
+            raise CannotResumeError("tokens that the client was told of have no text yet")
         text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
         if not text:
             return False
-        members = resumed_members(shape.api, body.large_values(), text, tokens)
+        members = resumed_members(shape.api, values, text, tokens)
         self.members = {**self.drawn, **members}
         self._text, self.tokens = text, tokens
         self.overlap, self.overlap_tokens = "", 0

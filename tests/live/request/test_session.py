@@ -672,6 +672,38 @@ def test_a_request_that_is_handed_back_before_it_began_starts_afresh_elsewhere()
     assert site.client.status == 0
 
 
+@pytest.mark.parametrize("text", ["", "x"])
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({"logprobs": 0}, {"logprobs": {"tokens": ["\ufffd"], "token_logprobs": [-0.5]}}),
+        ({"return_token_ids": True}, {"token_ids": [5]}),
+    ],
+)
+def test_a_token_that_was_told_without_its_text_is_not_told_again(
+    text: str, members: dict[str, object], told: dict[str, object]
+) -> None:
+    site = Site(connector="mooncake-ascend", members=members)
+    told_events = [token(text, **told)] if text else []
+    told_events.append(token("", **told))
+    site.to_rank().begin(*told_events, HANDED_BACK)
+    body = site.client.body
+    assert body.startswith(b"".join(told_events))
+    error = json.loads(body.split(b"data: ")[-1])["error"]
+    assert error["code"] == 502
+    assert "tokens that the client was told of have no text yet" in error["message"]
+    assert site.client.over == "aborted"
+    assert site.is_in(Phase.ENDED)
+    assert site.at_rest
+
+
+def test_a_token_without_text_of_which_the_client_has_nothing_may_come_again() -> None:
+    site, leg = handing_back()
+    leg.begin(token(""), HANDED_BACK)
+    assert site.prefill().values["prompt"] == "a b"
+    assert site.client.body == token("")
+
+
 def test_a_prompt_that_ends_at_once_behind_an_open_stream_is_computed_where_it_is_decoded() -> None:
     site, leg = handing_back()
     # A chat's first event has no token yet.
