@@ -10,7 +10,8 @@ A **deep** pool is what they admit in half of the usable lease, but in 15 s at m
 their first token when the prefill ends no longer wait for a place in it. Half is as much as leaves
 most entries a rank that they fit before they are late: where more than that waits in the pool, late
 entries and repeated prefills take over. Before the rate is known, each slot counts as left once in
-the usable lease: a pool that grew only then would keep the first minute's clients waiting.
+the usable lease, or as often as in the first window, which counts too few: a pool that grew only then
+would keep the first minute's clients waiting.
 
 **Late entries.** An entry is late after three quarters of its lease (`time_limits`). Then it is
 forced into the rank where it costs least, or its lease is left to end and it is prefilled again,
@@ -114,7 +115,7 @@ class Leases:
             wait_ns = min(_DEEP_SHARE * usable_ns, _LONGEST_DEEP_WAIT_NS)
             rate = pace.steady_departures_per_ns
             if rate is None:
-                rate = self._slots / usable_ns
+                rate = max(self._slots / usable_ns, pace.departures_per_ns or 0.0)
         else:
             wait_ns = min(_POOL_SHARE * config.lease_ns, _LONGEST_WAIT_NS)
             rate = pace.departures_per_ns
