@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from tests.live.request.session_site import (
     DONE,
-    HANDED_BACK,
     KV,
     LAST,
     Sent,
@@ -632,113 +631,6 @@ def test_a_prefill_that_never_comes_is_the_prefillers_fault_and_another_is_asked
     site.decode(1)
     site.context.hand_offs["1234"]({})
     assert site.last.engine == "p1"
-
-
-# A rank that hands the request back.
-
-
-def handing_back() -> tuple[Site, Sent]:
-    site = Site(connector="mooncake-ascend")
-    return site, site.to_rank()
-
-
-def test_a_request_that_is_handed_back_goes_on_with_what_it_emitted() -> None:
-    site, leg = handing_back()
-    leg.begin(token("x"), token("y"))
-    assert not site.client.released  # It may have to be sent again.
-    leg.more(HANDED_BACK)
-    assert leg.aborted
-    assert site.is_in(Phase.QUEUED)
-    assert site.fed[-1] == events.RequestRecomputed(NUMBER)
-    assert site.session.emitted_tokens == 2
-    assert site.session.record.recomputes == 1
-    probe = site.prefill(1)
-    assert probe.values["prompt"] == "a bxy"
-    probe.answer(200, prefill_answer())
-    leg = site.decode(1)
-    assert (leg.values["prompt"], leg.values["max_tokens"]) == ("a bxy", 7)
-    leg.stream(token("v"), LAST, DONE)
-    assert site.client.body == token("x") + token("y") + token("v") + LAST + DONE
-    assert site.client.over == "ended"
-    record = site.session.record
-    assert (record.outcome, record.output_tokens, record.prompt_tokens) == (Outcome.OK, 4, 7)
-
-
-def test_a_request_that_is_handed_back_before_it_began_starts_afresh_elsewhere() -> None:
-    site, leg = handing_back()
-    leg.begin(HANDED_BACK)
-    assert site.fed[-1] == events.RequestRecomputed(NUMBER, elsewhere=True)
-    assert site.prefill().values["prompt"] == "a b"
-    assert site.client.status == 0
-
-
-@pytest.mark.parametrize("text", ["", "x"])
-@pytest.mark.parametrize(
-    ("members", "told"),
-    [
-        ({"logprobs": 0}, {"logprobs": {"tokens": ["\ufffd"], "token_logprobs": [-0.5]}}),
-        ({"return_token_ids": True}, {"token_ids": [5]}),
-    ],
-)
-def test_a_token_that_was_told_without_its_text_is_not_told_again(
-    text: str, members: dict[str, object], told: dict[str, object]
-) -> None:
-    site = Site(connector="mooncake-ascend", members=members)
-    told_events = [token(text, **told)] if text else []
-    told_events.append(token("", **told))
-    site.to_rank().begin(*told_events, HANDED_BACK)
-    body = site.client.body
-    assert body.startswith(b"".join(told_events))
-    error = json.loads(body.split(b"data: ")[-1])["error"]
-    assert error["code"] == 502
-    assert "tokens that the client was told of have no text yet" in error["message"]
-    assert site.client.over == "aborted"
-    assert site.is_in(Phase.ENDED)
-    assert site.at_rest
-
-
-def test_a_token_without_text_of_which_the_client_has_nothing_may_come_again() -> None:
-    site, leg = handing_back()
-    leg.begin(token(""), HANDED_BACK)
-    assert site.prefill().values["prompt"] == "a b"
-    assert site.client.body == token("")
-
-
-def test_a_prompt_that_ends_at_once_behind_an_open_stream_is_computed_where_it_is_decoded() -> None:
-    site, leg = handing_back()
-    # A chat's first event has no token yet.
-    opening = b'data: {"choices":[{"index":0,"text":""}],"usage":{"completion_tokens":0}}\n\n'
-    leg.begin(opening, HANDED_BACK)
-    assert site.client.status == 200
-    assert site.session.emitted_tokens == 0
-    site.prefill().answer(200, prefill_answer(None, finish_reason="stop"))
-    leg = site.decode(1)
-    assert "kv_transfer_params" not in leg.values
-    leg.stream(LAST, DONE)
-    assert site.client.body == opening + LAST + DONE
-    assert site.client.over == "ended"
-
-
-def test_a_prefill_that_fails_behind_an_open_stream_is_mended_and_a_decode_leg_is_not() -> None:
-    site, leg = handing_back()
-    leg.begin(token("x"), HANDED_BACK)
-    site.prefill().answer(500, ERROR)
-    site.back_off()
-    site.prefill(1).answer(200, prefill_answer())
-    site.decode().answer(503, ERROR)
-    assert json.loads(site.client.body.split(b"data: ")[-1])["error"]["code"] == 502
-    assert site.client.over == "aborted"
-    assert site.session.record.output_tokens == 1
-
-
-def test_a_request_is_not_handed_back_for_ever() -> None:
-    site, leg = handing_back()
-    for _ in range(32):
-        leg.begin(HANDED_BACK)
-        leg = site.to_rank()
-    leg.begin(HANDED_BACK)
-    assert site.client.status == 502
-    assert site.session.record.reason == "the engine dropped the request 32 times"
 
 
 # The host's answers may come late.
