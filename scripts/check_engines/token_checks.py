@@ -27,6 +27,7 @@ def requests() -> Iterator[dict[str, Any]]:
         {"sampling_params": {"max_tokens": 1}},
         {"sampling_params": {"n": 2, "temperature": 1.0, "seed": 5}},
     ]
+    body: dict[str, Any] = {}
     for length in _LENGTHS:
         for number, kind in enumerate(kinds):
             sampling = {"max_tokens": 16, "temperature": 0} | kind.get("sampling_params", {})

@@ -9,6 +9,7 @@ import venv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reporting import FOUND_FAULTS
 
@@ -76,8 +77,9 @@ def run(*command: object, limit_s: float = CHECK_S) -> subprocess.CompletedProce
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+        # Bytes even if text was asked for.
+        said: Any = error.stdout or b""
+        text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
         reason = f"not within {limit_s:g} s"
         return subprocess.CompletedProcess(words, _TOO_LONG, text, reason)
 

@@ -60,17 +60,13 @@ def test_the_chosen_fleet_keeps_the_targets_and_a_smaller_one_does_not() -> None
 
 def test_a_trial_that_cannot_meet_the_targets_any_more_is_stopped() -> None:
     sizes = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 3)]
-    steps: dict[bool, int] = {}
-    for stopping in (False, True):
-        tried = fleets()
-        trials = [tried.trial(*size, SLO if stopping else Slo()) for size in sizes]
-        steps[stopping] = sum(one.stopped for one in trials)
-        verdicts = [one.meets(SLO) for one in trials]
-        if not stopping:
-            expected = verdicts
-    assert verdicts == expected
-    assert steps[False] == 0
-    assert steps[True] == expected.count(False) > 0
+    whole, stopping = fleets(), fleets()
+    ended = [whole.trial(*size, Slo()) for size in sizes]
+    stopped = [stopping.trial(*size, SLO) for size in sizes]
+    verdicts = [one.meets(SLO) for one in ended]
+    assert [one.meets(SLO) for one in stopped] == verdicts
+    assert sum(one.stopped for one in ended) == 0
+    assert sum(one.stopped for one in stopped) == verdicts.count(False) > 0
 
 
 @pytest.mark.parametrize("percent", [95, 99])

@@ -1,6 +1,7 @@
 """Streams with stop strings and log-probabilities that another rank continues."""
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +40,10 @@ ODD: list[dict[str, float]] = [
     {"partial_utf8": 0.4},
     {"merged_outputs": 0.3, "partial_utf8": 0.3},
 ]
+
+
+def _decoded_more(site: "Site", than: int) -> bool:
+    return len(site.received("decode")) > than
 
 
 def meaning(answer: "Exchanged") -> dict[str, Any]:
@@ -158,7 +163,7 @@ def test_no_log_probability_comes_twice_from_what_text_continues(
             site.fleet.faults.set("decode", recomputed_after_tokens=tokens)
             begun = len(site.received("decode"))
             exchange = site.send(CHAT, values, headers=ID)
-            await site.until(lambda begun=begun: len(site.received("decode")) > begun)
+            await site.until(partial(_decoded_more, site, begun))
             site.fleet.faults.clear()
             said = meaning(await exchange.end())
             assert exchange.done is not bool(more)
