@@ -1,4 +1,4 @@
-"""What becomes of a request when a leg of it fails: the table of docs/serving.md as code.
+"""What becomes of a request when a leg of it fails: the table of docs/failures.md as code.
 
 Pure: the session passes what happened, `triage` returns what to blame and how to continue.
 

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.request.failures import (
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
-DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[3] / "docs" / "failures.md"
 HEADINGS = "| leg | failure | counted by | next |"
 
 
@@ -151,4 +151,4 @@ def test_the_docs_show_these_rules() -> None:
         for (leg, what), rule in RULES.items()
     ]
     table = "\n".join([HEADINGS, "| --- | --- | --- | --- |", *rows])
-    assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/serving.md lacks\n{table}"
+    assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/failures.md lacks\n{table}"
