@@ -11,7 +11,7 @@ recent ones are kept.
 A token that ends within a character, as those of byte-level tokenisers do, has an id of its own: that of
 its word plus `FRAGMENTS`. No text is tokenised to it, and to the model it is the word.
 
-The chat template adds `CHAT_TOKENS` tokens to a conversation and `MESSAGE_TOKENS` to each message:
+The chat template adds two tokens to a conversation and two to each message:
 
     <|begin|> <|user|> words of the message <|end|> <|assistant|>
 """
@@ -30,8 +30,6 @@ FRAGMENTS = 2**31
 EOS_WORD = "<|eos|>"
 # Opens the assistant's turn.
 ASSISTANT = "<|assistant|>"
-CHAT_TOKENS = 2
-MESSAGE_TOKENS = 2
 _REMEMBERED_WORDS = 1 << 18
 # For shorter texts the attempt to parse them in one piece does not pay.
 _LONG_TEXT = 1 << 10

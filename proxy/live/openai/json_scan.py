@@ -304,8 +304,6 @@ class JsonScanner:
         if begin < 0:
             if summary is not None and self._is_text:
                 summary.characters += characters
-            elif summary is not None:
-                summary.data_characters += characters
             if ended:
                 self._ended()
             return

@@ -34,7 +34,6 @@ class PromptSummary:
         inner: Elements of those arrays, in all.
         characters: Of its strings, decoded; keys and data (see `DATA_MEMBERS`) do not count.
         data_strings: Strings that are data.
-        data_characters: Of these.
         heads: Where the first elements begin and end that are objects or arrays, in bytes of the body.
             They and `last` are known of a large body alone.
         last: Where the last such element begins.
@@ -48,7 +47,6 @@ class PromptSummary:
     inner: int = 0
     characters: int = 0
     data_strings: int = 0
-    data_characters: int = 0
     heads: list[tuple[int, int]] = field(default_factory=list)
     last: int = 0
 
@@ -92,18 +90,16 @@ def summarise(value: object) -> PromptSummary:
 
 def _count_text(value: object, summary: PromptSummary) -> None:
     inner = [(value, True)]
-    characters = data_strings = data_characters = 0
+    characters = data_strings = 0
     for node, is_text in inner:  # It grows meanwhile.
         if isinstance(node, str):
             if is_text:
                 characters += len(node)
             else:
                 data_strings += 1
-                data_characters += len(node)
         elif isinstance(node, dict):
             inner += ((below, key not in DATA_MEMBERS) for key, below in node.items())
         elif isinstance(node, list):
             inner += ((below, is_text) for below in node if type(below) is not int)
     summary.characters = characters
     summary.data_strings = data_strings
-    summary.data_characters = data_characters

@@ -49,13 +49,11 @@ class Meddler:
 
     Attributes:
         meddling: What to do to exchanges that begin from now on; None to pass bytes on.
-        hits: To how many exchanges it was done.
         port: Where it listens.
     """
 
     def __init__(self, loop: "VirtualLoop", host: str, port: int) -> None:
         self.meddling: Meddling | None = None
-        self.hits = 0
         self.port = 0
         self._loop = loop
         self._address = host, port
@@ -115,11 +113,9 @@ class _FromProxy(asyncio.Protocol):
             self._exchanges += 1
             self._engine.begin(meddling)
             if meddling is Meddling.CLOSE_ON_REUSE and self._exchanges > 1:
-                self.meddler.hits += 1
                 self.cut()
                 return
             if meddling is Meddling.EARLY_REFUSAL and data.startswith(b"POST "):
-                self.meddler.hits += 1
                 self.transport.write(
                     b"HTTP/1.1 413 Too Large\r\ncontent-type: application/json\r\n"
                     b"connection: close\r\ncontent-length: %d\r\n\r\n%b"
@@ -168,7 +164,6 @@ class _ToEngine(asyncio.Protocol):
         self._in_head = True
         self._decoder: ChunkedDecoder | None = None
         self._payloads = 0
-        self._struck = False
 
     def begin(self, meddling: Meddling | None) -> None:
         """Expect the response to one more request."""
@@ -177,7 +172,6 @@ class _ToEngine(asyncio.Protocol):
         self._in_head = True
         self._decoder = None
         self._payloads = 0
-        self._struck = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -210,14 +204,11 @@ class _ToEngine(asyncio.Protocol):
             self._decoder = ChunkedDecoder()
         match self._meddling:
             case Meddling.INTERIM:
-                self._hit()
                 write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 write(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" + head)
             case Meddling.SWITCHING:
-                self._hit()
                 write(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\n\r\n" + head)
             case Meddling.NO_CONTENT:
-                self._hit()
                 write(head.replace(b"200 OK", b"204 No Content", 1))
             case _:
                 write(head)
@@ -228,7 +219,6 @@ class _ToEngine(asyncio.Protocol):
         if decoder is None:
             write(data)
             if self._meddling is Meddling.SECOND_RESPONSE and data:
-                self._hit()
                 write(_SECOND_RESPONSE)
             return
         payload = decoder.feed(data) if data else b""
@@ -242,13 +232,10 @@ class _ToEngine(asyncio.Protocol):
     def _end(self, write: Callable[[bytes], None]) -> None:
         match self._meddling:
             case Meddling.TRAILERS:
-                self._hit()
                 write(b"0\r\nx-checksum: 1\r\nset-cookie: a=b\r\n\r\n")
             case Meddling.SECOND_RESPONSE:
-                self._hit()
                 write(b"0\r\n\r\n" + _SECOND_RESPONSE)
             case Meddling.GARBAGE_WHEN_IDLE:
-                self._hit()
                 write(b"0\r\n\r\n")
                 asyncio.get_running_loop().call_later(0.01, write, _SECOND_RESPONSE)
             case _:
@@ -259,24 +246,14 @@ class _ToEngine(asyncio.Protocol):
         broken = self._payloads > _PAYLOADS_BEFORE_BREAK
         match self._meddling:
             case Meddling.EXTENSIONS:
-                self._hit()
                 write(b'%X;name="va lue";x\r\n%b\r\n' % (len(payload), payload))
             case Meddling.TINY_CHUNKS:
-                self._hit()
                 for begin in range(0, len(payload), 3):
                     piece = payload[begin : begin + 3]
                     write(b"000%x\r\n%b\r\n" % (len(piece), piece))
             case Meddling.BAD_SIZE if broken:
-                self._hit()
                 write(b"0x%x\r\n%b\r\n" % (len(payload), payload))
             case Meddling.OVERFLOW if broken:
-                self._hit()
                 write(b"f" * 17 + b"\r\n" + payload)
             case _:
                 write(b"%x\r\n%b\r\n" % (len(payload), payload))
-
-    def _hit(self) -> None:
-        """Count an exchange that was meddled with."""
-        if not self._struck:
-            self._struck = True
-            self._proxy.meddler.hits += 1

@@ -353,9 +353,7 @@ def test_a_summary_counts_as_one_of_the_decoded_value(value: str) -> None:
     expected = summarise(decoded)
     # A pair of escapes that is cut between two pieces is two characters.
     if "\\u" not in value:
-        assert found.characters + found.data_characters == (
-            expected.characters + expected.data_characters
-        )
+        assert found.characters == expected.characters
     counts = ("elements", "texts", "arrays", "objects", "inner")
     assert [getattr(found, name) for name in counts] == [getattr(expected, name) for name in counts]
     assert (found.integers == found.elements) == (expected.integers == expected.elements)
@@ -371,7 +369,7 @@ def test_images_are_told_from_text() -> None:
     data = json.dumps({"messages": messages}).encode()
     for body in (RequestBody(data), scanned(data)):
         summary = body.summary("messages")
-        assert (summary.data_strings, summary.data_characters) == (2, 172)
+        assert summary.data_strings == 2
         assert summary.characters == 42 + len("usertextimage_urlinput_audiowavuser")
 
 
