@@ -3,8 +3,9 @@
 Rules:
 1. A request reaches the application complete or not at all. If the head alone rules it out, it is
    rejected before the body is read.
-2. One request is in flight. What a client pipelines behind it waits unparsed, up to a limit; above it
-   the connection is not read. (A client that leaves then is only noticed when a write fails.)
+2. One request is in flight. What a client pipelines behind it, or behind answers that it does not read,
+   waits unparsed, up to a limit; above it the connection is not read. (A client that leaves then is
+   only noticed when a write fails.)
 3. A rejection ends the connection. What the client still sends is read and dropped for a short time:
    if a socket is closed with unread bytes, the kernel sends a reset, which can overtake the answer.
 4. No timer and no task per connection: the server's sweep checks `deadline_s`.
@@ -108,7 +109,7 @@ class ServerConnection(asyncio.Protocol):
         """Process the next bytes from the client."""
         incoming = self._incoming
         match self._stage:
-            case _Stage.HEAD:
+            case _Stage.HEAD if not self.paused:
                 incoming.buffer = incoming.buffer + data if incoming.buffer else data
                 self._advance()
             case _Stage.BODY:
@@ -120,7 +121,7 @@ class ServerConnection(asyncio.Protocol):
                     if body is not None:
                         self._dispatch(body)
                 self._advance()
-            case _Stage.ANSWER:
+            case _Stage.HEAD | _Stage.ANSWER:
                 incoming.buffer += data
                 if len(incoming.buffer) > self._service.limits.header_limit_bytes:
                     self._transport.pause_reading()

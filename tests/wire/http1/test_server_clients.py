@@ -199,6 +199,35 @@ def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit(
     run(main())
 
 
+def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bound(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    page = bytes(1_000_000)
+    bound = 32_768 + 262_144  # The limit, and what one read can bring.
+    many = 10 * bound // len(GET)
+
+    def answer(request: Request, reply: Reply) -> None:
+        reply.send(200, [], page)
+
+    async def main() -> None:
+        async with serving(answer) as server, connect(server.port) as client:
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(GET * many)
+            await until(lambda: server.connections == 1)
+            connection: Any = next(iter(server._service.connections))  # type: ignore[union-attr]
+            await until(lambda: connection.paused)
+            sizes: list[int] = []
+            while len(sizes) < 100 or sizes[-1] != sizes[-100]:
+                await asyncio.sleep(0)
+                sizes.append(len(connection._incoming.buffer))
+            assert 0 < sizes[-1] <= bound
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            for _ in range(20):
+                assert len((await client.answer()).body) == len(page)
+
+    run(main())
+
+
 def test_an_aborted_stream_is_flushed_and_visibly_cut(
     run: "Run", serving: "Serving", connect: "Connect"
 ) -> None:
