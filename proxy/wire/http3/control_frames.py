@@ -59,6 +59,11 @@ class ControlFrames:
             self._control, data = number, data[kind[1] :]
         return self._frames(data)
 
+    def forget(self, number: int) -> None:
+        """Note that a stream was reset."""
+        self._others.discard(number)
+        self._begun.pop(number, None)
+
     def _frames(self, data: bytes) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
         skipped = min(self._skip, len(data))

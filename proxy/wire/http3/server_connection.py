@@ -98,7 +98,9 @@ class Http3ServerConnection:
                 self._on_data(event)
             case StreamReset() | StopSendingReceived():
                 self._framing.handle_event(event)
-                if not stream_is_unidirectional(event.stream_id):
+                if stream_is_unidirectional(event.stream_id):
+                    self._control.forget(event.stream_id)
+                else:
                     self._on_cancel(event.stream_id)
             case _:
                 pass
@@ -331,6 +333,7 @@ class Http3ServerConnection:
         if not self._quic.is_sent(number):
             return
         self._streams.pop(number, None)
+        self._early_levels.pop(number, None)  # Of a request that was refused.
         timer = self._timers.pop(number, None)
         if timer is not None:
             timer.cancel()
