@@ -28,17 +28,13 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -90,31 +86,6 @@ def echo(request: Request, reply: Reply) -> None:
     reply.send(200, [], request.body)
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a certificate whose signatures have one length, so that runs repeat exactly."""
-    key = Ed25519PrivateKey.generate()
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "link")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=2))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, None)
-    )
-    encoding = serialization.Encoding.PEM
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(encoding))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return folder / "cert.pem", folder / "key.pem"
-
-
 async def play(
     loop: VirtualLoop, *, order: str, seed: int, planned: Sequence[Planned], folder: Path
 ) -> list[tuple[Kind, float]]:
@@ -155,7 +126,7 @@ def over_http3(
     results: dict[str, list[dict[str, float]]] = {order: [] for order in orders}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_certificate(folder)
+        make_certificate(folder, kind="ed25519")
         for order, seed in itertools.product(orders, seeds):
             planned = plan(seed, spread_s)
             told = partial(play, order=order, seed=seed, planned=planned, folder=folder)
