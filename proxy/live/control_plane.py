@@ -84,7 +84,10 @@ class ControlPlane(ABC):
             alone = Deployment(config, environment, self.metrics, self.failures, counts)
             self.deployments = {DEFAULT: alone}
         self.pausing = Pausing(self.deployments.values)
+        # Of each deployment by its name, and of the whole proxy.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._own_tasks: list[asyncio.Task[None]] = []
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admin: Server | None = None
         self.pages: Admin | None = None
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
@@ -115,7 +118,7 @@ class ControlPlane(ABC):
         for name in self.deployments:
             self._begin(name)
         if self._traces is not None:
-            self._tasks[next(iter(self.deployments))].append(self._task("traces", self._traces.run))
+            self._own_tasks.append(self._task("traces", self._traces.run))
 
     def _make_group(self, group: "GroupConfig") -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
@@ -152,15 +155,19 @@ class ControlPlane(ABC):
                 else:
                     return
 
-        return asyncio.create_task(go_on())
+        task = asyncio.create_task(go_on())
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Have the proxy end if one of its tasks failed."""
+        if not task.cancelled() and not self._over.done() and (error := task.exception()):
+            self._over.set_exception(error)
 
     async def watch(self) -> None:
         """Wait until the proxy is closed. Its own tasks go on after an exception; see `_task`."""
-        tasks = chain.from_iterable(self._tasks.values())
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            if not task.cancelled():
-                task.result()
+        await asyncio.wait([self._over])
+        self._over.result()
 
     def hand_over(self) -> None:
         """Leave administrators, and what is kept of their orders, to another process."""
@@ -170,10 +177,12 @@ class ControlPlane(ABC):
 
     async def close(self) -> None:
         """End what is left and close every socket."""
-        tasks = [*chain.from_iterable(self._tasks.values())]
+        tasks = [*chain.from_iterable(self._tasks.values()), *self._own_tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if not self._over.done():
+            self._over.set_result(None)
         if self.pages is not None:
             self.pages.close()
         for deployment in self.deployments.values():

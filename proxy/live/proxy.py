@@ -130,6 +130,9 @@ class Proxy(ControlPlane):
         deployment = self._make_group(config)
         await deployment.start()
         self._connect_back(deployment)
+        # What was said to all that there were holds for it too.
+        deployment.driver.draining = self.deployment.driver.draining
+        deployment.driver.hold(held=self.pausing.paused)
         self.deployments[config.name] = deployment
         self._groups.add(_group(config.name, deployment))
         self._begin(config.name)

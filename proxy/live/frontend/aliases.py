@@ -62,8 +62,8 @@ class Alias:
     def choose(self, task: str, shape: "Shape") -> "Iterator[Group]":
         """Yield the group that is to answer, and then who may in its place.
 
-        Those of smaller models come first, as they have more room. A group that takes no requests is
-        left out.
+        Those of smaller models come first, as they have more room. A group that takes no requests when
+        its turn comes is left out.
         """
         rate_per_s = self._rate.observe(1e3 * self._clock())
         found = [self._groups.get(name) for name in self.config.groups]
@@ -71,16 +71,20 @@ class Alias:
         if not any(one.healthy for one in outlooks):
             return
         chosen = self._choice.choose(self._places[task], rate_per_s, outlooks)
-        for place in (chosen, *range(chosen - 1, -1, -1), *range(chosen + 1, len(found))):
-            group = found[place]
-            if group is not None and outlooks[place].healthy:
+        first = found[chosen]
+        assert first is not None, "it is healthy"
+        yield first
+        for place in (*range(chosen - 1, -1, -1), *range(chosen + 1, len(found))):
+            # By now it may be gone, or another one.
+            group = self._groups.get(self.config.groups[place])
+            if group is not None and _takes(group):
                 yield group
 
     def _outlook(self, group: "Group | None", shape: "Shape") -> Outlook:
-        if group is None or group.forecast is None or not _takes(group):
+        if group is None or not _takes(group):
             return Outlook(inf, healthy=False)
         targets = self.config.targets
-        if targets is None:
+        if targets is None or group.forecast is None:
             return Outlook(0.0)
         return Outlook(targets.share_used(*group.forecast(shape)))
 

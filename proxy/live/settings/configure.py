@@ -45,7 +45,12 @@ from balanceroute.proxy.live.settings.declared import (
 )
 from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
-from balanceroute.proxy.live.settings.groups import check_apart, check_groups, check_own
+from balanceroute.proxy.live.settings.groups import (
+    check_apart,
+    check_groups,
+    check_names,
+    check_own,
+)
 from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given
@@ -118,6 +123,7 @@ def make_group(
     except TopologyError as error:
         raise ConfigError(str(error)) from None
     check_own(topology, entry)
+    check_names(topology, entry)
     config = _configured(topology.of(entry), flags, environment, may_be_empty=True)
     return GroupConfig(entry.name, entry.models, config)
 

@@ -67,6 +67,17 @@ def check_own(topology: "Topology", group: "GroupEntry") -> None:
             raise ConfigError(f"{place}: belongs into [proxy]: it holds for all groups")
 
 
+def check_names(topology: "Topology", group: "GroupEntry") -> None:
+    """Check that a group that is added has no name of an alias.
+
+    Raises:
+        ConfigError: It has.
+    """
+    for name in (group.name, *group.models):
+        if name in topology.aliases:
+            raise ConfigError(f"{group.place}: {name!r} is an alias")
+
+
 def check_apart(topology: "Topology", groups: "Iterable[GroupConfig]") -> None:
     """Check that no two groups have an engine or a file in common.
 
