@@ -3,6 +3,7 @@
 import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,6 +121,35 @@ def test_what_the_head_rules_out_is_answered_before_the_body(run: "Run", tmp_pat
             answer = await client.answer(number)
             assert answer.status == 401
             assert b"no" in answer.body
+
+    run(main())
+
+
+def test_a_drain_waits_for_lost_clients_until_its_deadline_and_no_longer(
+    run: "Run", tmp_path: "Path", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        async with (
+            http3_site(recorder, tmp_path) as site,
+            site.client() as idle,
+            site.client() as client,
+        ):
+            client.begin(b"GET", b"/")
+            reply = await recorder.next()
+            for one in (idle, client):  # They are gone without a word.
+                monkeypatch.setattr(one, "_transport", Mock())
+                monkeypatch.setattr(one, "datagram_received", lambda *_: None)
+            reply.send(200, [], b"for nobody")
+            site.server.stop_accepting()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await site.server.drain()
+            # Of the idle one nothing is awaited; the other one has acknowledged nothing.
+            assert site.server.connections == 1
+            site.server.close()
+            async with asyncio.timeout(0.1):
+                await site.server.drain()
 
     run(main())
 
