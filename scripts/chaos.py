@@ -18,8 +18,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
 from balanceroute.proxy.testing.chaos.summary import Summary
 from balanceroute.proxy.testing.chaos.trial import run_seed
@@ -65,7 +67,10 @@ def main() -> int:
     begin = time.perf_counter()
     summary = Summary()
     # Fresh processes: what one run leaves in memory can then be of no consequence to another.
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+    with (
+        TemporaryDirectory() as folder,
+        multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool,
+    ):
         run: Callable[[int], Report] = partial(
             run_seed,
             requests=arguments.requests,
@@ -81,7 +86,8 @@ def main() -> int:
                 run_seed_over_http3,
             )
 
-            run = partial(run_seed_over_http3, requests=arguments.requests)
+            cert, key = make_certificate(Path(folder), kind="ed25519")
+            run = partial(run_seed_over_http3, requests=arguments.requests, cert=cert, key=key)
         for report in pool.imap_unordered(run, seeds):
             summary.add(report)
             if report.violations:

@@ -1,6 +1,6 @@
 """Compares the answers over HTTP/3, to clients that others wrote, with those over HTTP/1.1.
 
-    python scripts/check_http3.py [--requests N] [--client NAME ..] [--loss SHARE --delay-ms MS]
+    python scripts/check_http3.py [--requests N] [--client NAME ..] [--chromium PATH] [--loss SHARE --delay-ms MS]
 
 Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and
 sends the same requests by each way: streams, whole answers and bad requests. With --loss and --delay-ms
@@ -9,7 +9,9 @@ for the time at which an answer was made, and the headers that frame a message. 
 
 * `aioquic`: its `H3Connection` and asyncio client;
 * `quic-go`: Go's http.Client over github.com/quic-go/quic-go (needs go; downloads it once);
-* `own`: the product's client, which is also that of `replay --http3`.
+* `own`: the product's client, which is also that of `replay --http3`;
+* `chromium`: the `fetch` of a page in a headless browser, whose program --chromium names. What the browser
+  says of each answer's protocol has to be h3.
 
 Exits with 1 if an answer differs.
 """
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import random
 import re
 import shutil
@@ -26,11 +29,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioquic.asyncio.client import connect
 from aioquic.asyncio.protocol import QuicConnectionProtocol
@@ -47,40 +50,22 @@ from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Headers
+
+sys.path.insert(0, str(Path(__file__).parent / "http3_checks"))
+
+from chromium import ChromiumError, over_chromium
+from exchange import HOST, PATH, Asked, Got, got, headers_of
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers
 
 GO = Path(__file__).parent / "http3_checks"
-HOST, PATH = "127.0.0.1", b"/v1/completions"
 AT_ONCE = 32
 LIMIT_S, MOST_BYTES = 120.0, 1 << 24
 RELAY_BITS_PER_S, RELAY_SEED = 50e6, 1
-# Of one protocol alone, or of the moment.
-_NOT_COMPARED = {b"transfer-encoding", b"connection", b"date"}
-_MADE = re.compile(rb'"created": ?[0-9]+')
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A request: its body, and its id, from which engines make that of the answer."""
-
-    body: bytes
-    request_id: bytes
-
-
-@dataclass(frozen=True)
-class Got:
-    """An answer, as far as it is compared."""
-
-    status: int
-    headers: frozenset[tuple[bytes, bytes]]
-    body: bytes
-
-
-def got(status: int, headers: Headers, body: bytes) -> Got:
-    """Return what is compared."""
-    compared = frozenset(field for field in headers if field[0] not in _NOT_COMPARED)
-    # A streamed answer has no length over HTTP/1.1, and needs none.
-    return Got(status, compared, _MADE.sub(b'"created":0', body))
+Client = Callable[[int, Path, Sequence[Asked]], list[Got]]
+"""Asks a port of UDP, whose server has a certificate, and returns the answers."""
 
 
 def draw(count: int, rng: random.Random) -> list[Asked]:
@@ -99,11 +84,6 @@ def draw(count: int, rng: random.Random) -> list[Asked]:
             values[rng.choice(["model", "max_tokens", "n"])] = rng.choice([-1, "other"])
         drawn.append(Asked(json.dumps(values).encode(), b"check-%d" % number))
     return drawn
-
-
-def headers_of(one: Asked) -> Headers:
-    """Return the headers of a request."""
-    return [(b"content-type", b"application/json"), (b"x-request-id", one.request_id)]
 
 
 async def over(caller: Caller, asked: Sequence[Asked]) -> list[Got]:
@@ -162,8 +142,31 @@ class AioquicClient(QuicConnectionProtocol):
         return await over
 
 
-async def over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+def over_own(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with the product's client."""
+
+    async def run() -> list[Got]:
+        return await over(Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
+
+    return asyncio.run(run())
+
+
+def over_http1(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask over HTTP/1.1, with the product's client."""
+    context = ssl.create_default_context(cafile=cert)
+
+    async def run() -> list[Got]:
+        return await over(Endpoint(HOST, port, ssl=context), asked)
+
+    return asyncio.run(run())
+
+
+def over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     """Ask with aioquic's client."""
+    return asyncio.run(_over_aioquic(port, cert, asked))
+
+
+async def _over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
     configuration = QuicConfiguration(alpn_protocols=["h3"], server_name=HOST)
     configuration.load_verify_locations(cafile=str(cert))
     gate = asyncio.Semaphore(AT_ONCE)
@@ -226,17 +229,42 @@ def relayed(port: int, loss: float, delay_ms: float) -> Iterator[int]:
             print(f"relay, {name}: {way.carried} packets arrived, {way.lost} were lost")
 
 
+def _clients(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None, chromium: Path | None
+) -> dict[str, Client]:
+    """Return the chosen clients, else all that are here; end with an error if one is missing."""
+    known: dict[str, Client] = {"aioquic": over_aioquic, "own": over_own}
+    if shutil.which("go"):
+        known["quic-go"] = over_quic_go
+    if chromium is not None:
+        if chromium.is_dir() or not os.access(chromium, os.X_OK):
+            parser.error(f"--chromium is {chromium}, which is no program")
+        known["chromium"] = partial(over_chromium, chromium)
+    why = {"quic-go": "needs go, which is not here", "chromium": "needs --chromium PATH"}
+    for name, reason in why.items():
+        if name in known:
+            continue
+        if names and name in names:
+            parser.error(f"--client {name} {reason}")
+        if not names:
+            print(f"{name}: skipped, {reason}")
+    return {name: known[name] for name in names or known}
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=1_000, metavar="N")
     parser.add_argument(
-        "--client", nargs="+", choices=("aioquic", "quic-go", "own"), metavar="NAME"
+        "--client", nargs="+", choices=("aioquic", "quic-go", "own", "chromium"), metavar="NAME"
+    )
+    parser.add_argument(
+        "--chromium", type=Path, metavar="PATH", help="a Chromium or Chrome, as a client too"
     )
     parser.add_argument("--loss", type=float, default=0.0, metavar="SHARE", help="of packets")
     parser.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="each way")
     chosen = parser.parse_args()
-    clients = chosen.client or ["aioquic", "own", *(["quic-go"] if shutil.which("go") else [])]
+    clients = _clients(parser, chosen.client, chosen.chromium)
     asked = draw(chosen.requests, random.Random(1))
     program = [sys.executable, "-m", "balanceroute.proxy"]
     engines = [
@@ -289,29 +317,17 @@ def difference(one: Got, other: Got) -> str:
 
 
 def compare(
-    port: int, udp_port: int, cert: Path, asked: Sequence[Asked], clients: Sequence[str]
+    port: int, udp_port: int, cert: Path, asked: Sequence[Asked], clients: Mapping[str, Client]
 ) -> int:
     """Print a line for each client; return 1 if an answer differs."""
-
-    async def own(*, http3: bool) -> list[Got]:
-        if http3:
-            return await over(Http3Endpoint(HOST, udp_port, trust=Trust(str(cert))), asked)
-        context = ssl.create_default_context(cafile=cert)
-        return await over(Endpoint(HOST, port, ssl=context), asked)
-
-    expected = asyncio.run(own(http3=False))
+    expected = over_http1(port, cert, asked)
     counts = dict.fromkeys(sorted({one.status for one in expected}), 0)
     for one in expected:
         counts[one.status] += 1
     print(f"{len(expected)} answers over HTTP/1.1: {counts}")
     differ = 0
-    for name in clients:
-        if name == "own":
-            answers = asyncio.run(own(http3=True))
-        elif name == "aioquic":
-            answers = asyncio.run(over_aioquic(udp_port, cert, asked))
-        else:
-            answers = over_quic_go(udp_port, cert, asked)
+    for name, client in clients.items():
+        answers = client(udp_port, cert, asked)
         wrong = [
             n for n, pair in enumerate(zip(expected, answers, strict=True)) if pair[0] != pair[1]
         ]
@@ -325,4 +341,7 @@ def compare(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ChromiumError as error:
+        sys.exit(f"chromium: {error}")

@@ -28,8 +28,8 @@ j05LCg1ujpH3zwb/hWAnVc5ee6PoIdbpOdmRtU/zC42vb34gicECzHQr
 """
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path, *, kind: str = "p256") -> tuple[Path, Path]:
     """Make a self-signed certificate for loopback, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command to make a certificate with")
-    return testing.make_certificate(folder)
+    return testing.make_certificate(folder, kind=kind)

@@ -10,12 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.settings.http3 import Http3Settings
-from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper
@@ -38,15 +36,13 @@ _CONNECTIONS = 4
 _LATE_S = 0.05
 
 
-def run_seed_over_http3(seed: int, *, requests: int) -> Report:
-    """Carry a seed's plan out over HTTP/3 and return what came of it."""
+def run_seed_over_http3(seed: int, *, requests: int, cert: Path, key: Path) -> Report:
+    """Carry a seed's plan out over HTTP/3 and return what came of it; see `Http3Trial`."""
     plan = draw_plan(seed, requests=requests)
     plan = replace(plan, visits=tuple(map(_over_http3, plan.visits)))
-    with TemporaryDirectory() as name:
-        cert, key = make_certificate(Path(name))
-        return run_trial(
-            plan, lambda loop, report, log: Http3Trial(plan, loop, report, log, cert=cert, key=key)
-        )
+    return run_trial(
+        plan, lambda loop, report, log: Http3Trial(plan, loop, report, log, cert=cert, key=key)
+    )
 
 
 def _over_http3(visit: Visit) -> Visit:
@@ -60,7 +56,7 @@ class Http3Trial(Trial):
     """One run.
 
     Args:
-        cert: The proxy's certificate.
+        cert: The proxy's certificate, of one length in all runs: see `make_certificate`.
         key: Its key.
     """
 
