@@ -22,6 +22,7 @@ from balanceroute.proxy.wire.messages import (
 _FIELD_BYTES = 32
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
 _OPTIONAL = frozenset({b":protocol"})
+_SCHEMES = frozenset({b"https", b"http"})
 
 
 def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
@@ -49,6 +50,8 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
         raise unknown_method(method)
     if _OPTIONAL & pseudo.keys():
         raise MalformedError("no other protocol is spoken over a request")
+    if pseudo.get(b":scheme", b"").lower() not in _SCHEMES:
+        raise MalformedError("the :scheme is missing, or neither https nor http")
     if not _TARGET.fullmatch(target) and (target, method) != (b"*", b"OPTIONS"):
         raise MalformedError("the request target is no absolute path")
     try:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from aioquic.tls import CipherSuite, Epoch, SessionTicket
-from tests.http3_client import HOST
+from tests.http3_client import HOST, Answered
 from tests.wire.http3.site import http3_site
 
 from balanceroute.proxy.wire.messages import Rejection, ServerLimits
@@ -177,6 +177,44 @@ def test_a_bad_head_is_answered_alone(
             answer = await client.answer(number)
             assert answer.status == status
             # The connection goes on.
+            assert (await client.ask(b"GET", b"/")).status == 200
+
+    run(main())
+
+
+HEAD = {b":method": b"GET", b":scheme": b"https", b":authority": b"localhost", b":path": b"/"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({name: None} for name in HEAD),
+        {b":scheme": b"ftp"},
+        {b":path": b"/a b"},
+        {b":path": b"https://localhost/"},
+        {b":authority": b"user@localhost"},
+        {b":status": b"200"},
+        {b"X-Upper": b"1"},
+        {b"x-two": b"1\r\nx-lines: 2"},
+        {b"transfer-encoding": b"chunked"},
+        {b"te": b"gzip"},
+        {b"content-length": b"+0"},
+    ],
+    ids=repr,
+)
+def test_a_malformed_head_is_answered_alone(
+    run: "Run", tmp_path: "Path", changed: dict[bytes, bytes | None]
+) -> None:
+    async def main() -> None:
+        async with http3_site(echo, tmp_path) as site, site.client() as client:
+            number = client.quic.get_next_available_stream_id()
+            client.streams[number] = Answered([], bytearray(), asyncio.Event())
+            fields = [
+                (name, value) for name, value in (HEAD | changed).items() if value is not None
+            ]
+            client.h3.send_headers(number, fields, end_stream=True)
+            client.transmit()
+            assert (await client.answer(number)).status == 400
             assert (await client.ask(b"GET", b"/")).status == 200
 
     run(main())
