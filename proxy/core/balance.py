@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.fscore import f_peak, f_score
+from balanceroute.proxy.core.fscore import FCurve, excess, f_score
 
 # Avoids a division by 0 at steps that no admitted request reaches. Their weight is 0 as well.
 _LEAST_PERSISTENCE = 1e-6
@@ -69,6 +69,10 @@ class Balance:
             paper's F.
         speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
             are those of a rank of speed 1.
+
+    Attributes:
+        safe_margins: float64[G], the least margin of each rank over the horizon; another array once
+            the envelope has risen.
     """
 
     def __init__(
@@ -88,20 +92,19 @@ class Balance:
         self._beta = weights.beta
         self._past_envelope = weights.beta * self._steps
         self._target_penalty = min(_BEYOND_TARGET * weights.alpha, weights.beta)
-        self._speeds = (np.ones(len(ahead)) if speeds is None else speeds)[:, None]
-        self._envelope: NDArray[np.float64] = (ahead / self._speeds).max(axis=0)
-        self._margins = (self._envelope * self._speeds - ahead) * self._stretch
+        # float64[G, 1]; None if all ranks are equally fast.
+        self._speeds = None if speeds is None else speeds[:, None]
+        levels = ahead if self._speeds is None else ahead / self._speeds
+        self._envelope: NDArray[np.float64] = levels.max(axis=0)
         self._target = target
-        # The latest rank's kinks, which it asks for several times before it admits anything.
-        self._kinks_of: tuple[int, NDArray[np.float64]] | None = None
+        # The latest rank's F, which it asks for several times before it admits anything.
+        self._curve_of: tuple[int, FCurve] | None = None
         if target is None:
             self._penalties = self._past_envelope
         else:
             past_target = self._target_penalty * self._steps
             self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
-        # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
-        # Paper: §4.2, (ii).
-        self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
+        self._widen()
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F of admitting each of float64[n] `totals` tokens to `rank`."""
@@ -113,21 +116,29 @@ class Balance:
 
     def score(self, rank: int, total: int) -> float:
         """Return F of admitting `total` tokens to `rank`."""
-        return float(self.scores(rank, np.array([total], np.float64))[0])
+        return self._curve(rank).score(total)
 
     def peak(self, rank: int) -> float:
         """Return the number of tokens at which F of `rank` is largest."""
-        return f_peak(self._kinks(rank), self._penalties, reward=self._reward)
+        return self._curve(rank).peak
 
-    def outlook(self, rank: int, totals: NDArray[np.float64]) -> Outlook:
-        """Return F and the overflow of each of float64[n] `totals` on `rank`; there is a target."""
-        beyond = np.subtract.outer(totals, self._kinks(rank))
-        np.maximum(beyond, 0.0, out=beyond)
-        # One product of all rows is much faster than one for each total.
-        beyond = (beyond.reshape(-1, len(self._steps)) @ self._steps).reshape(-1, 2)
-        to_envelope = self._reward * totals - self._beta * beyond[:, 1]
-        to_target = to_envelope + self._target_penalty * (beyond[:, 1] - beyond[:, 0])
-        return Outlook(to_target, to_envelope, beyond[:, 1] / self._steps.sum())
+    def outlooks(self, ranks: list[int], totals: NDArray[np.float64]) -> list[Outlook]:
+        """Return F and the overflow of each of float64[n] `totals` on each of some ranks.
+
+        There is a target. One call for all ranks is much faster than one for each.
+
+        Args:
+            ranks: Which.
+            totals: KV tokens, ascending.
+        """
+        margins = self._margins[ranks]
+        kinks = np.concatenate([self._rooms(ranks, margins), margins])
+        beyond = excess(totals, kinks, self._steps)
+        past_target, past_envelope = beyond[: len(ranks)], beyond[len(ranks) :]
+        to_envelope = self._reward * totals - self._beta * past_envelope
+        to_target = to_envelope + self._target_penalty * (past_envelope - past_target)
+        overflow = past_envelope / self._steps.sum()
+        return [*map(Outlook, to_target, to_envelope, overflow)]
 
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
@@ -136,38 +147,73 @@ class Balance:
         At least one rank must be open. O(G x H).
         """
         # The reward is the same on every rank, so the least overflow is the best score.
-        overflow = np.maximum(total - self._margins, 0.0) @ self._steps / self._speeds[:, 0]
+        overflow = np.maximum(total - self._margins, 0.0) @ self._steps
+        if self._speeds is not None:
+            overflow /= self._speeds[:, 0]
         overflow[~open_ranks] = np.inf
         # NumPy's `min` and `flatnonzero` wrap these in Python code, and this runs per admission.
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
-        room = self._margins[ties] @ self._steps / self._speeds[ties, 0]
+        room = self._margins[ties] @ self._steps
+        if self._speeds is not None:
+            room /= self._speeds[ties, 0]
         return int(ties[int(room.argmax())])
 
-    def admit(self, rank: int, contribution: NDArray[np.float64]) -> None:
-        """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it."""
-        self._kinks_of = None
-        self._ahead[rank] += contribution
-        level = self._ahead[rank] / self._speeds[rank]
-        # A higher envelope widens every rank's margin; below it only this rank's margin changes.
+    def admit(self, rank: int, contribution: NDArray[np.float64], *, full: bool = False) -> bool:
+        """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it.
+
+        Args:
+            rank: Which.
+            contribution: What it adds.
+            full: Whether nobody asks for this rank again: its margin is then not kept.
+
+        Returns:
+            Whether the envelope rose. If not, only this rank's margin changed.
+        """
+        self._curve_of = None
+        ahead = self._ahead[rank]
+        ahead += contribution
+        level = ahead if self._speeds is None else ahead / self._speeds[rank]
         if (level > self._envelope).any():
             np.maximum(self._envelope, level, out=self._envelope)
-            self._margins = (self._envelope * self._speeds - self._ahead) * self._stretch
-            self.safe_margins = self._margins.min(axis=1)
-        else:
-            below = self._envelope * self._speeds[rank] - self._ahead[rank]
-            self._margins[rank] = below * self._stretch
+            self._widen()
+            return True
+        if not full:
+            self._margins[rank] = self._margin(rank, ahead)
             self.safe_margins[rank] = self._margins[rank].min()
+        return False
+
+    def _widen(self) -> None:
+        """Make all margins anew: a higher envelope widens every rank's."""
+        self._margins = self._margin(slice(None), self._ahead)
+        # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
+        # Paper: §4.2, (ii).
+        self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
+
+    def _margin(self, ranks: "int | slice", ahead: NDArray[np.float64]) -> NDArray[np.float64]:
+        envelope = self._envelope
+        below = (envelope if self._speeds is None else envelope * self._speeds[ranks]) - ahead
+        below *= self._stretch
+        return np.asarray(below)
+
+    def _curve(self, rank: int) -> FCurve:
+        if self._curve_of is None or self._curve_of[0] != rank:
+            curve = FCurve(self._kinks(rank), self._penalties, reward=self._reward)
+            self._curve_of = rank, curve
+        return self._curve_of[1]
 
     def _kinks(self, rank: int) -> NDArray[np.float64]:
         margins: NDArray[np.float64] = self._margins[rank]
         if self._target is None:
             return margins
-        if self._kinks_of is None or self._kinks_of[0] != rank:
-            target = self._target * self._speeds[rank]
-            room = np.maximum(target - self._ahead[rank], 0.0) * self._stretch
-            # A target above the envelope is none.
-            kinks = np.concatenate([np.minimum(room, margins), margins])
-            self._kinks_of = rank, kinks
-        return self._kinks_of[1]
+        return np.concatenate([self._rooms(rank, margins), margins])
+
+    def _rooms(self, ranks: "int | list[int]", margins: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return how far ranks are below the target; a target above the envelope is none."""
+        assert self._target is not None
+        target = self._target if self._speeds is None else self._target * self._speeds[ranks]
+        room = target - self._ahead[ranks]
+        np.maximum(room, 0.0, out=room)
+        room *= self._stretch
+        return np.minimum(room, margins, out=room)

@@ -8,8 +8,9 @@ the subset solvers rely on nothing else.
 Paper: §3.1, Eq. 1 (one step); §4.1, Eq. 2 (horizon).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -99,23 +100,71 @@ def f_score(
     return score
 
 
-def f_peak(kinks: NDArray[np.float64], penalties: NDArray[np.float64], *, reward: float) -> float:
-    """Return the total at which `f_score` is largest; O(k log k).
+class FCurve:
+    """F of one rank, as `f_score` has it, for one total at a time.
 
-    Right of s the slope of F is the reward minus the penalties of the kinks <= s. It only falls, so F
-    peaks where it first turns negative: at a weighted quantile of the kinks.
+    O(k log k) to make, O(log k) for each total. The sums are those of the kinks below a total, so the
+    last bits may differ from `f_score`; with whole tokens and coefficients both are exact.
 
     Args:
         kinks: float64[k], KV tokens, none negative.
         penalties: float64[k], none negative.
         reward: At least 0.
 
-    Returns:
-        KV tokens, at least 0. On a plateau its right end, so that "the largest reachable total up
-        to the peak" is also the fullest of the best ones. inf where the slope never turns negative.
+    Attributes:
+        peak: The total at which F is largest, at least 0. On a plateau its right end, so that "the
+            largest reachable total up to the peak" is also the fullest of the best ones. inf where
+            the slope never turns negative.
     """
-    order = np.argsort(kinks)
-    passed = np.cumsum(penalties[order])
-    # A slope that is 0 but for rounding is 0, in whatever order the penalties were summed.
-    kink = int(np.searchsorted(passed, reward * (1.0 + _ROUNDING), side="right"))
-    return float(kinks[order[kink]]) if kink < len(kinks) else float("inf")
+
+    def __init__(
+        self, kinks: NDArray[np.float64], penalties: NDArray[np.float64], *, reward: float
+    ) -> None:
+        order = kinks.argsort()
+        kinks, penalties = kinks[order], penalties[order]
+        passed = penalties.cumsum()
+        self._reward = reward
+        self._kinks: list[float] = kinks.tolist()
+        self._penalties: list[float] = [0.0, *passed.tolist()]
+        self._moments: list[float] = [0.0, *(penalties * kinks).cumsum().tolist()]
+        # Right of s the slope of F is the reward minus the penalties of the kinks <= s. It only falls,
+        # so F peaks where it first turns negative: at a weighted quantile of the kinks. A slope that
+        # is 0 but for rounding is 0, in whatever order the penalties were summed.
+        kink = int(passed.searchsorted(reward * (1.0 + _ROUNDING), side="right"))
+        self.peak = self._kinks[kink] if kink < len(kinks) else inf
+
+    def score(self, total: float) -> float:
+        """Return F of `total` KV tokens."""
+        below = bisect_left(self._kinks, total)
+        return self._reward * total - (self._penalties[below] * total - self._moments[below])
+
+
+def excess(
+    totals: NDArray[np.float64], kinks: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return by how much each total exceeds each row's kinks, a weighted sum; O(r (n + k log n)).
+
+    That is the sum over k of weights[k] * max(s - kinks[r, k], 0), from two sums over the kinks below
+    each total: of the weights, and of their products with the kinks.
+
+    Args:
+        totals: float64[n], KV tokens, ascending.
+        kinks: float64[r, k], KV tokens, none negative.
+        weights: float64[k], none negative.
+
+    Returns:
+        float64[r, n]; 0 without rounding where no kink with a weight is below the total.
+    """
+    rows, places = len(kinks), len(totals) + 1
+    # The first total that reaches each kink; the last place is that of the kinks beyond all totals.
+    first = totals.searchsorted(kinks)
+    first += np.arange(0, rows * places, places)[:, None]
+    counted = first.ravel()
+    sums = [
+        np.bincount(counted, values.ravel(), rows * places).reshape(rows, places)[:, :-1]
+        for values in (np.broadcast_to(weights, kinks.shape), kinks * weights)
+    ]
+    slopes, moments = (one.cumsum(axis=1) for one in sums)
+    slopes *= totals
+    slopes -= moments
+    return slopes

@@ -216,25 +216,26 @@ class Projection:
     def survival(self, requests: Sequence[RequestId], ages: Sequence[int]) -> NDArray[np.float64]:
         """Return float64[n, H + 1], the probability that each still runs after 0..H steps.
 
-        For requests that may be admitted now: what `newcomer` and `persistence` are computed from.
+        For requests that may be admitted now: what `newcomers` and `persistence` are computed from.
         """
         return self._predictor.survival(requests, np.array(ages, np.int64), self.horizon_steps)
 
-    def newcomer(
-        self, kv_tokens: int, survival: NDArray[np.float64], sequences: int = 1
+    def newcomers(
+        self, kv_tokens: Sequence[int], survival: NDArray[np.float64], sequences: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Return float64[H + 1], the KV tokens that a request adds if it is admitted now.
+        """Return float64[n, H + 1], the KV tokens that each of n requests adds if admitted now.
 
         Args:
-            kv_tokens: What it holds.
-            survival: float64[H + 1], of the request.
-            sequences: Tokens that it gains per step.
+            kv_tokens: What each holds.
+            survival: float64[n, H + 1], of the requests.
+            sequences: Tokens that each gains per step.
         """
         ahead = self._ahead[: self.horizon_steps + 1]
-        grown = kv_tokens + sequences * ahead
+        grown = np.multiply.outer(np.array(sequences), ahead)
+        grown += np.array(kv_tokens)[:, None]
         if self._form is Form.EXPECTED:
             return np.asarray(grown * survival)
-        return np.asarray(grown * (ahead < self._departures(survival[None])[0]))
+        return np.asarray(grown * (ahead < self._departures(survival)[:, None]))
 
     def persistence(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return float64[H + 1], the mean probability that some requests still run after h steps.

@@ -146,15 +146,16 @@ def _combine(sizes: list[int], max_items: int, peak: float, max_total: int | Non
 
     The solvers take most of the time of `neighbours`, so the input is reduced before one runs.
     """
-    largest = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))[:max_items]
-    total = sum(sizes[index] for index in largest)
+    ascending = sorted(sizes)
+    total = sum(ascending[-max_items:])
     if total <= peak:
         # No subset is larger, so nothing lies beyond the peak.
+        largest = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))[:max_items]
         return Neighbours(Subset(total, tuple(sorted(largest))), None)
     # If not even the c + 1 smallest fit under the peak, no subset of c + 1 does; and a subset of
     # more than c + 1 stays beyond the peak without one of its items, so it is not the smallest.
     slots = min(max_items, len(sizes))
-    needed = min(slots, 1 + sum(partial <= peak for partial in accumulate(sorted(sizes))))
+    needed = 1 + sum(partial <= peak for partial in accumulate(ascending[: slots - 1]))
     solver, max_items = _cheapest_solver(sizes, needed, slots, peak)
     return solver(sizes, max_items, peak, max_total)
 

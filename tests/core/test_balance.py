@@ -167,9 +167,9 @@ def test_the_outlook_has_the_same_scores(
     persistence = np.array([1.0, 0.75, 0.5, 0.25])
     aim = np.full(HORIZON + 1, float(target))
     balance = Balance(ahead_of(loads), weights, persistence, aim)
-    sizes = np.array(totals, np.float64)
-    for rank in range(len(loads)):
-        outlook = balance.outlook(rank, sizes)
+    sizes = np.array(sorted(totals), np.float64)
+    outlooks = balance.outlooks([*range(len(loads))], sizes)
+    for rank, outlook in enumerate(outlooks):
         np.testing.assert_allclose(outlook.to_target, balance.scores(rank, sizes), atol=1e-6)
         expected = balance.scores_to_envelope(rank, sizes)
         np.testing.assert_allclose(outlook.to_envelope, expected, atol=1e-6)
@@ -178,4 +178,5 @@ def test_the_outlook_has_the_same_scores(
 @pytest.mark.parametrize(("total", "beyond"), [(500, 0.0), (600, 0.0), (700, 100.0)])
 def test_overflow_is_what_is_beyond_the_envelope(total: int, beyond: float) -> None:
     balance = present([1000, 400, 700], target=720)
-    assert balance.outlook(1, np.array([float(total)])).overflow.tolist() == [beyond]
+    (outlook,) = balance.outlooks([1], np.array([float(total)]))
+    assert outlook.overflow.tolist() == [beyond]

@@ -24,7 +24,7 @@ def pool_of(count: int) -> Pool:
 def test_they_are_those_of_the_pool_after_every_admission(count: int, places: list[int]) -> None:
     pool = pool_of(count)
     # Some admissions are of entries behind all that the round looks at.
-    oldest = Oldest(pool.first(WINDOW + len(places)))
+    oldest = Oldest(pool.first(WINDOW + len(places)), len(places))
     for place in places:
         if place < len(pool):
             oldest.admitted(pool.admit(pool.at(place).request))
@@ -33,12 +33,15 @@ def test_they_are_those_of_the_pool_after_every_admission(count: int, places: li
         assert found.entries == expected.entries
         assert found.sizes.tolist() == expected.sizes.tolist()
         assert found.overtaken.tolist() == expected.overtaken.tolist()
+        assert found.beyond_turn.tolist() == expected.beyond_turn.tolist()
+        assert found.columns is not None
+        assert oldest.ascending[found.columns].tolist() == found.sizes.tolist()
 
 
 def test_one_that_may_not_go_to_every_rank_needs_another_look_once_it_is_a_candidate() -> None:
     pool = pool_of(WINDOW + 1)
     pool.at(WINDOW).restricted = True
-    oldest = Oldest(pool.first(WINDOW + 1))
+    oldest = Oldest(pool.first(WINDOW + 1), 1)
     assert oldest.first(WINDOW) is not None
     oldest.admitted(pool.admit(RequestId(0)))
     assert oldest.first(WINDOW) is None

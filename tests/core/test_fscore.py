@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from balanceroute.proxy.core.fscore import (
+    FCurve,
     discounts,
-    f_peak,
+    excess,
     f_score,
     idle_tokens,
     imbalance_tokens,
@@ -41,7 +42,7 @@ def score_of(
 def peak_of(
     margins: NDArray[np.float64], weights: NDArray[np.float64], *, alpha: float, beta: float
 ) -> float:
-    return f_peak(margins, beta * weights, reward=alpha * float(weights.sum()))
+    return FCurve(margins, beta * weights, reward=alpha * float(weights.sum())).peak
 
 
 def margin(loads: Sequence[int], rank: int) -> int:
@@ -200,12 +201,36 @@ def test_score_is_its_definition(
     expected = [
         float(exact_score(Fraction(total), margins, weights, alpha, beta)) for total in totals
     ]
+    scale = (alpha + beta) * len(margins) * 400_000
     for form in (np.array(totals, np.int64), np.array(totals, np.float64)):
         scores = score_of(form, limits, weights, alpha=alpha, beta=beta)
         assert scores.dtype == np.float64
         assert scores.shape == (len(totals),)
-        scale = (alpha + beta) * len(margins) * 400_000
         np.testing.assert_allclose(scores, expected, rtol=0.0, atol=1e-13 * scale)
+    curve = FCurve(limits, beta * weights, reward=alpha * float(weights.sum()))
+    one_by_one = [curve.score(total) for total in totals]
+    np.testing.assert_allclose(one_by_one, expected, rtol=0.0, atol=1e-13 * scale)
+
+
+@given(
+    rows=st.lists(st.tuples(TOKENS, TOKENS, TOKENS), min_size=1, max_size=4),
+    weights=st.tuples(*[st.integers(0, 64)] * 3),
+    totals=st.lists(TOKENS, max_size=8).map(sorted),
+)
+def test_the_excess_over_some_rows_is_its_definition(
+    rows: list[tuple[int, int, int]], weights: tuple[int, int, int], totals: list[int]
+) -> None:
+    found = excess(
+        np.array(totals, np.float64), np.array(rows, np.float64), np.array(weights, np.float64)
+    )
+    # Whole numbers, so that there is no rounding.
+    assert found.tolist() == [
+        [
+            sum(weight * max(total - kink, 0) for kink, weight in zip(row, weights, strict=True))
+            for total in totals
+        ]
+        for row in rows
+    ]
 
 
 @given(total=TOKENS, kink=TOKENS, alpha=st.integers(0, 64), beta=st.integers(0, 64))

@@ -441,15 +441,17 @@ def test_br_h_expects_an_admitted_request_to_grow_in_every_slot(theta: int) -> N
     projection = policy.projection
     assert isinstance(projection, Projection)
     seen: list[tuple[int, ...]] = []
-    newcomer = projection.newcomer
+    newcomers = projection.newcomers
 
-    def spy(kv_tokens: int, survival: NDArray[np.float64], sequences: int) -> NDArray[np.float64]:
-        seen.append((kv_tokens, sequences))
-        return newcomer(kv_tokens, survival, sequences)
+    def spy(
+        kv_tokens: Sequence[int], survival: NDArray[np.float64], sequences: Sequence[int]
+    ) -> NDArray[np.float64]:
+        seen.extend(zip(kv_tokens, sequences, strict=True))
+        return newcomers(kv_tokens, survival, sequences)
 
-    projection.newcomer = spy  # type: ignore[assignment, method-assign]
+    projection.newcomers = spy  # type: ignore[method-assign]
     decide_on(policy, Ranks([[], []]), entry(0, 20, slots=3), entry(1, 10))
-    assert seen == [(60, 3)]
+    assert seen == [(60, 3), (10, 1)]
 
 
 @pytest.mark.parametrize("paper", [False, True])

@@ -381,14 +381,14 @@ def test_tokens_taken_back_leave_the_projection() -> None:
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("name", ["oracle", "survival", "none"])
 @pytest.mark.parametrize("form", Form)
-def test_newcomer_is_what_binding_adds(form: Form, name: str, sequences: int) -> None:
+def test_newcomers_add_what_binding_adds(form: Form, name: str, sequences: int) -> None:
     fleet = Fleet(make_projection(form, make_predictor(name), 3))
     for number in range(4):
         fleet.start(fleet.bind(number, 0, 50 + number))
     for number in range(4, 20):
         before = fleet.ahead()
         survival = fleet.projection.survival([RequestId(number)], [2])
-        adds = fleet.projection.newcomer(70 + number, survival[0], sequences)
+        adds = fleet.projection.newcomers([70 + number], survival, [sequences])[0]
         # Asking binds nothing.
         assert fleet.ahead().tolist() == before.tolist()
         fleet.bind(number, number % 2, 70 + number, age=2, sequences=sequences)
@@ -398,7 +398,8 @@ def test_newcomer_is_what_binding_adds(form: Form, name: str, sequences: int) ->
         assert not np.delete(gained, number % 2, axis=0).any()
     for _ in range(5):
         fleet.step()
-    adds = fleet.projection.newcomer(33, fleet.projection.survival([RequestId(20)], [0])[0])
+    survival = fleet.projection.survival([RequestId(20)], [0])
+    adds = fleet.projection.newcomers([33], survival, [1])[0]
     fleet.bind(20, 2, 33)
     assert fleet.ahead()[2].tolist() == np.rint(adds).tolist()
 

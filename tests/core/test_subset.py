@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core import subset as subset_module
-from balanceroute.proxy.core.fscore import discounts, f_peak, f_score
+from balanceroute.proxy.core.fscore import FCurve, discounts, f_score
 from balanceroute.proxy.core.subset import (
     EMPTY,
     Neighbours,
@@ -191,7 +191,7 @@ class Score:
     @property
     def peak(self) -> float:
         limits = np.array(self.margins, np.float64)
-        return f_peak(limits, self.beta * self._weights, reward=self._reward)
+        return FCurve(limits, self.beta * self._weights, reward=self._reward).peak
 
     def of(self, totals: Sequence[int]) -> list[float]:
         limits = np.array(self.margins, np.float64)

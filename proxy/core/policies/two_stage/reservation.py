@@ -24,6 +24,7 @@ moment, provided that this is enough of its size: all of it, less 40 % per pool 
 rank has all the room that it will ever have, so it takes a late entry at once.
 """
 
+from collections.abc import Callable
 from math import exp
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ from balanceroute.proxy.core.policies.two_stage.round import Round
 from balanceroute.proxy.core.policies.two_stage.subsets import best_choice
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from balanceroute.proxy.core.balance import Outlook
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.core.pool import PoolEntry
 
@@ -53,6 +57,8 @@ class Reservations:
 
     def __init__(self) -> None:
         self.of_rank: dict[int, RequestId] = {}
+        # The same entries, another set after each change.
+        self._reserved: frozenset[RequestId] = frozenset()
 
     def prune(self, work: Round) -> None:
         """End the reservations whose entry has left the pool, or whose rank is closed."""
@@ -62,9 +68,18 @@ class Reservations:
             for rank, request in self.of_rank.items()
             if request in work.pool and rank < len(is_open) and is_open[rank]
         }
+        self._reserved = frozenset(self.of_rank.values())
 
-    def choose(self, work: Round, rank: int) -> "list[PoolEntry]":
-        """Return what `rank` takes of its candidates; [] for nothing."""
+    def choose(
+        self, work: Round, rank: int, upcoming: Callable[[int], list[int]]
+    ) -> "list[PoolEntry]":
+        """Return what `rank` takes of its candidates; [] for nothing.
+
+        Args:
+            work: The round.
+            rank: Has a free slot.
+            upcoming: Returns about the next so many ranks that choose.
+        """
         candidates = work.candidates(rank)
         entries = candidates.entries
         if not entries:
@@ -73,33 +88,39 @@ class Reservations:
         # One that avoids the rank now, or is no candidate any more, has no use for it.
         if own is not None and own not in [entry.request for entry in entries]:
             del self.of_rank[rank]
-        view = _View(work, rank, candidates, set(self.of_rank.values()))
+            self._reserved = frozenset(self.of_rank.values())
+        reserved = work.among(candidates, self._reserved)
+        view = _View(work, rank, candidates, work.outlook(rank, candidates, upcoming), reserved)
         if rank not in self.of_rank and not self._reserve(work, rank, view):
             return view.best(work, rank)
         own = self.of_rank[rank]
         for index, entry in enumerate(entries):
-            if entry.request == own and view.has_room[index]:
+            if entry.request == own and entry.kv_tokens <= view.room:
                 # An empty rank has nothing left to shed.
-                overflow = float(view.overflow[index])
-                if not work.fleet.bound[rank] or _tolerable(work, entry, overflow):
+                if not work.fleet.bound[rank] or _tolerable(work, entry, view.overflow(index)):
                     return [entry]
                 break
-        others = view.has_room & ~view.reserved
+        others = view.free_of_others()
         # The smallest, so that the departures make room.
-        smallest = int(np.where(others, view.sizes, np.inf).argmin())
+        smallest = int(np.where(others, candidates.sizes, np.inf).argmin())
         return [entries[smallest]] if others[smallest] else []
 
     def _reserve(self, work: Round, rank: int, view: "_View") -> bool:
         """Reserve `rank` for the latest candidate that may; return whether there is one."""
-        wanting = view.is_late & ~(view.reserved | view.fills)
+        # True above False: late, and neither.
+        wanting = view.is_late > (view.reserved | view.fills)
         if not wanting.any():
             return False
-        enough = (1.0 - view.late / _ANY_RANK) * view.sizes
+        late = view.candidates.beyond_turn / len(work.pool)
+        enough = (1.0 - late / _ANY_RANK) * view.candidates.sizes
         wanting &= work.balance.safe_margins[rank] >= enough
         if not wanting.any():
             return False
-        latest = int(np.where(wanting, view.late, -np.inf).argmax())
-        self.of_rank[rank] = view.entries[latest].request
+        latest = int(np.where(wanting, late, -np.inf).argmax())
+        request = self.of_rank[rank] = view.candidates.entries[latest].request
+        self._reserved |= {request}
+        # A copy: what it was is used again for other ranks.
+        view.reserved = view.reserved.copy()
         view.reserved[latest] = True
         return True
 
@@ -107,44 +128,57 @@ class Reservations:
 class _View:
     """The n candidates of one rank, in order of the pool.
 
+    Args:
+        work: The round.
+        rank: Has a free slot.
+        candidates: What it chooses from.
+        outlook: F of each of some entries, and the place of each candidate among them.
+        reserved: bool[n], whether a rank is reserved for each.
+
     Attributes:
-        entries: The entries.
-        sizes: float64[n], their KV tokens.
-        late: float64[n], admissions beyond their turn, in lengths of the pool.
-        is_late: bool[n], whether that is enough to reserve a rank.
+        is_late: bool[n], whether each is late enough to reserve a rank.
         scores: float64[n], F with the credit.
-        overflow: float64[n], tokens beyond the rank's margin.
-        has_room: bool[n], whether the rank has the memory.
+        room: KV tokens of the largest one that fits.
         fills: bool[n], whether F without the target is not negative.
-        reserved: bool[n], whether a rank is reserved for them.
     """
 
     def __init__(
-        self, work: Round, rank: int, candidates: Candidates, reserved: "set[RequestId]"
+        self,
+        work: Round,
+        rank: int,
+        candidates: Candidates,
+        outlook: "tuple[Outlook, NDArray[np.int64]]",
+        reserved: "NDArray[np.bool_]",
     ) -> None:
-        self.entries, self.sizes, overtaken = candidates
-        # First come, first served, the entries ahead would be admitted before it.
-        self.late = (overtaken - np.arange(len(overtaken))) / len(work.pool)
-        self.is_late = self.late >= _LATE
-        to_target, to_envelope, self.overflow = work.balance.outlook(rank, self.sizes)
+        self.candidates = candidates
+        self.reserved = reserved
+        # Admissions beyond the turn, in lengths of the pool.
+        self.is_late = candidates.beyond_turn >= _LATE * len(work.pool)
+        self._outlook, self._columns = outlook
+        to_envelope = self._outlook.to_envelope.take(self._columns)
+        to_target = self._outlook.to_target.take(self._columns)
         self.scores = np.where(self.is_late, to_envelope, to_target)
-        self.scores += work.credit_each * overtaken
+        self.scores += work.credit_each * candidates.overtaken
         self.fills = to_envelope >= 0.0
-        self.has_room = self.sizes <= work.fleet.room(rank)
-        self.reserved = np.zeros(len(overtaken), np.bool_)
-        if reserved:
-            self.reserved |= [entry.request in reserved for entry in self.entries]
+        self.room = work.fleet.room(rank)
+
+    def overflow(self, index: int) -> float:
+        """Return the tokens of a candidate that are beyond the rank's margin."""
+        return self._outlook.overflow.item(self._columns.item(index))
+
+    def free_of_others(self) -> "NDArray[np.bool_]":
+        """Return bool[n], which fit and have no rank reserved."""
+        return np.asarray((self.candidates.sizes <= self.room) > self.reserved)
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
 
         An empty rank waits for nobody: it takes what has another rank to itself, too.
         """
-        free = self.has_room & (self.fills | ~self.reserved | (work.fleet.bound[rank] == 0))
-        if free.all():
-            return best_choice(work, rank, self.entries, self.scores)
-        entries = [entry for entry, is_free in zip(self.entries, free, strict=True) if is_free]
-        return best_choice(work, rank, entries, self.scores[free])
+        free = self.candidates.sizes <= self.room
+        if work.fleet.bound[rank]:
+            free = free > (self.reserved > self.fills)
+        return best_choice(work, rank, self.candidates.entries, self.scores, free)
 
 
 def _tolerable(work: Round, entry: "PoolEntry", overflow: float) -> bool:

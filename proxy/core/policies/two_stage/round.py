@@ -1,13 +1,13 @@
 """What the stages of one round share: the ranks, the pool, the balance, and what was admitted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.balance import Balance
-from balanceroute.proxy.core.events import RankId
+from balanceroute.proxy.core.balance import Balance, Outlook
+from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.policies.two_stage.candidates import (
     Candidates,
@@ -21,6 +21,11 @@ from balanceroute.proxy.core.projection import Projection
 
 # Usually as many as there are free slots; but free slots whose ranks have no memory admit nobody.
 _MOST_MOVING_UP = 256
+# Entries beyond the candidates for which outlooks are made at once.
+_MOST_SPARE = 128
+# Ranks whose outlooks are made in one call. When the envelope rises those still to choose are lost,
+# which is once or twice in a hundred admissions.
+_TOGETHER = 32
 
 
 class Round:
@@ -60,11 +65,16 @@ class Round:
             # In the same call those that may move up: one call for each admission costs more.
             moving_up = min(int(fleet.free_slots.sum()), _MOST_MOVING_UP)
             candidates = pool.first(settings.window + moving_up)
-            self._survival = projection.survival(
+            survival = projection.survival(
                 [entry.request for entry in candidates], [entry.age for entry in candidates]
             )
+            persistence = projection.persistence(survival[: settings.window])
+            self._adds = projection.newcomers(
+                [entry.kv_tokens for entry in candidates],
+                survival,
+                [entry.slots for entry in candidates],
+            )
             self._rows = {entry.request: row for row, entry in enumerate(candidates)}
-            persistence = projection.persistence(self._survival[: settings.window])
         target = speeds = None
         if not settings.paper:
             target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
@@ -74,16 +84,50 @@ class Round:
         offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
         self.credit_each = settings.weights.penalty * offset_tokens
         self._oldest: Oldest | None = None
+        # Of ranks that choose next; no admission but their own changes them, unless the envelope rises.
+        self._outlooks: dict[int, Outlook] = {}
+
+    def outlook(
+        self, rank: int, candidates: Candidates, upcoming: Callable[[int], list[int]]
+    ) -> tuple[Outlook, NDArray[np.int64]]:
+        """Return the outlook of `rank`, and the place of each candidate in it.
+
+        Args:
+            rank: Chooses now.
+            candidates: What it chooses from.
+            upcoming: Returns about the next so many ranks that choose.
+        """
+        if candidates.columns is None:
+            order = candidates.sizes.argsort()
+            (outlook,) = self.balance.outlooks([rank], candidates.sizes[order])
+            return outlook, order.argsort()
+        known = self._outlooks
+        if rank not in known:
+            ranks = [rank, *(one for one in upcoming(_TOGETHER - 1) if one not in known)]
+            outlooks = self.balance.outlooks(ranks, self._oldest_left().ascending)
+            known.update(zip(ranks, outlooks, strict=True))
+        return known[rank], candidates.columns
+
+    def among(self, candidates: Candidates, requests: frozenset[RequestId]) -> NDArray[np.bool_]:
+        """Return bool[n], which candidates are some of `requests`."""
+        if candidates.columns is not None:
+            return self._oldest_left().among(requests)[: len(candidates.entries)]
+        return np.array([entry.request in requests for entry in candidates.entries], np.bool_)
 
     def candidates(self, rank: int) -> Candidates:
         """Return the K oldest entries that may go to the open `rank`, whether they fit or not."""
         window = self.settings.window
-        if self._oldest is None:
-            # Each admission takes a slot, and one entry moves up.
-            self._oldest = Oldest(self.pool.first(window + int(self.fleet.free_slots.sum())))
         # Usually every entry may go to every rank, and the first K need no filter.
-        candidates = self._oldest.first(window)
+        candidates = self._oldest_left().first(window)
         return candidates or candidates_of(list(islice(self.allowed(rank), window)))
+
+    def _oldest_left(self) -> Oldest:
+        if self._oldest is None or self._oldest.spare <= 0:
+            # Each admission takes a slot, and one entry moves up.
+            spare = min(int(self.fleet.free_slots.sum()), _MOST_SPARE)
+            self._oldest = Oldest(self.pool.first(self.settings.window + spare), spare)
+            self._outlooks.clear()
+        return self._oldest
 
     def allowed(self, rank: int) -> Iterator[PoolEntry]:
         """Iterate over the entries that may go to the open `rank`, oldest first."""
@@ -116,19 +160,21 @@ class Round:
         self.assignments.append(Assignment(entry.request, RankId(rank)))
         if len(self.pool) == 0:
             return  # No decision of this round is left to see it.
-        if self._projection is None:
-            contribution = np.array([entry.kv_tokens], np.float64)
+        full = self.fleet.free_slots.item(rank) == 0
+        if self.balance.admit(rank, self._contribution(entry), full=full):
+            self._outlooks.clear()
         else:
-            contribution = self._projection.newcomer(
-                entry.kv_tokens, self._survival_of(entry, self._projection), entry.slots
-            )
-        self.balance.admit(rank, contribution)
+            self._outlooks.pop(rank, None)
 
-    def _survival_of(self, entry: PoolEntry, projection: Projection) -> NDArray[np.float64]:
+    def _contribution(self, entry: PoolEntry) -> NDArray[np.float64]:
+        projection = self._projection
+        if projection is None:
+            return np.array([entry.kv_tokens], np.float64)
         row = self._rows.get(entry.request)
-        if row is None:
-            return np.asarray(projection.survival([entry.request], [entry.age])[0])
-        return np.asarray(self._survival[row])
+        if row is not None:
+            return np.asarray(self._adds[row])
+        survival = projection.survival([entry.request], [entry.age])
+        return np.asarray(projection.newcomers([entry.kv_tokens], survival, [entry.slots])[0])
 
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:

@@ -6,6 +6,8 @@ the best single entry anyway. A rank that is reserved makes room instead, see `r
 
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
 from balanceroute.proxy.core.policies.two_stage.candidates import sizes
 from balanceroute.proxy.core.policies.two_stage.paper import largest
 from balanceroute.proxy.core.policies.two_stage.reservation import Reservations
@@ -22,7 +24,7 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
     fleet = work.fleet
     order = _Order(work)
     while len(work.pool) and (rank := order.roomiest()) is not None:
-        chosen = _choose(work, rank, reservations)
+        chosen = _choose(work, rank, order, reservations)
         for entry in chosen:
             # Entries of several slots each may need more than are free, and entries that grow more
             # memory than they hold now.
@@ -33,12 +35,17 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
             order.serve_again(rank)
 
 
-def _choose(work: Round, rank: int, reservations: Reservations) -> list[PoolEntry]:
+def _choose(work: Round, rank: int, order: "_Order", reservations: Reservations) -> list[PoolEntry]:
     if work.settings.paper:
         room = work.fleet.room(rank)
         candidates = [e for e in largest(work, rank) if e.kv_tokens <= room]
-        return best_choice(work, rank, candidates, work.balance.scores(rank, sizes(candidates)))
-    return reservations.choose(work, rank)
+        if not candidates:
+            return []
+        free = np.ones(len(candidates), np.bool_)
+        return best_choice(
+            work, rank, candidates, work.balance.scores(rank, sizes(candidates)), free
+        )
+    return reservations.choose(work, rank, order.upcoming)
 
 
 class _Order:
@@ -60,6 +67,11 @@ class _Order:
             self._heap = [self._place(rank) for _, _, rank in self._heap]
             heapify(self._heap)
         return heappop(self._heap)[2] if self._heap else None
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return about the next `count` ranks, in any order."""
+        # The first places of a heap hold no others for long.
+        return [rank for _, _, rank in self._heap[:count]]
 
     def serve_again(self, rank: int) -> None:
         """Put back a rank that took something."""

@@ -9,31 +9,36 @@ from balanceroute.proxy.core.subset import best_subset
 
 
 def best_choice(
-    work: Round, rank: int, candidates: list[PoolEntry], scores: NDArray[np.float64]
+    work: Round,
+    rank: int,
+    candidates: list[PoolEntry],
+    scores: NDArray[np.float64],
+    free: NDArray[np.bool_],
 ) -> list[PoolEntry]:
-    """Return what `rank` takes of the candidates, each of which fits.
+    """Return what `rank` takes of the candidates; [] if none may be taken.
 
     Args:
         work: The round.
         rank: Has a free slot.
         candidates: In order of the pool.
         scores: float64[n], F of each alone, with its credit.
+        free: bool[n], which of them fit and may be taken.
     """
-    if not candidates:
-        return []
     fleet = work.fleet
-    slots = min(int(fleet.free_slots[rank]), len(candidates))
+    slots = fleet.free_slots.item(rank)
     if slots > 1:
+        taken = [entry for entry, is_free in zip(candidates, free.tolist(), strict=True) if is_free]
         room = int(fleet.free_kv_tokens[rank])
         # A candidate larger than the free memory is possible only on an empty rank; then just one
         # entry is admitted.
-        if room >= max(entry.kv_tokens for entry in candidates):
-            chosen = _best_subset(work, rank, candidates, slots, room)
+        if len(taken) > 1 and room >= max(entry.kv_tokens for entry in taken):
+            chosen = _best_subset(work, rank, taken, min(slots, len(taken)), room)
             if chosen:
                 return chosen
     # Also if the best score is negative: a free slot left empty would starve the entries that never
     # fit. On a tie `argmax` returns the first candidate.
-    return [candidates[int(scores.argmax())]]
+    best = int(np.where(free, scores, -np.inf).argmax())
+    return [candidates[best]] if free[best] else []
 
 
 def _best_subset(
