@@ -3,7 +3,8 @@
 A page of metrics is a little older than this proxy's books, and an engine may run a request for a
 moment after its client has left. So of its own requests those count that it had at this reading or at
 the one before, whichever were more. While it has any, others count only once three readings in a row
-have told of some, and a change of theirs once two have. A proxy that is alone finds nothing.
+have told of some, and a change of theirs once two have. While it has none, the first reading of a rank
+counts, and later ones once two in a row have told of some. A proxy that is alone finds nothing.
 """
 
 import logging
@@ -89,7 +90,8 @@ class OthersOnRanks:
         beyond = max(0, reported - most)
         reading.own, reading.beyond, reading.failed = own, (*reading.beyond[1:], beyond), 0
         if not most:
-            return beyond
+            # A short request of its own may have come and gone since, and still be on the page.
+            return min(reading.beyond[-_CHANGED:])
         latest = reading.beyond[-_CHANGED:] if reading.told else reading.beyond
         # Between the least and the most of them it may be as before.
         others = min(max(reading.told, min(latest)), max(latest))

@@ -69,6 +69,13 @@ def test_requests_that_end_between_page_and_books_are_no_others() -> None:
         assert subject.read(running, 0) == []
 
 
+def test_a_request_that_came_and_went_since_the_last_reading_is_no_other() -> None:
+    subject = Subject()
+    for running in (0, 1, 0, 1):
+        assert subject.read(running, 0) == []
+    assert subject.read(1, 0) == on_rank(1)
+
+
 def test_a_scheduler_that_takes_over_knows_its_own_at_the_next_reading() -> None:
     subject = Subject()
     assert subject.read(10, 0) == on_rank(10)
