@@ -33,6 +33,8 @@ _LIST = rb"\( *(?:" + _ITEM + rb"(?: +" + _ITEM + rb")* *)?\)" + _PARAMETERS
 _VALUE = rb"(?:=(?:" + _LIST + rb"|(" + _BARE + rb")" + _PARAMETERS + rb")|" + _PARAMETERS + rb")"
 _MEMBER = re.compile(rb"(" + _KEY + rb")" + _VALUE + rb"[ \t]*(,[ \t]*|$)")
 _URGENCY = re.compile(rb"[0-7]")
+# A field of 30 KiB takes milliseconds to read.
+_MOST_BYTES = 1024
 
 
 class Urgency(NamedTuple):
@@ -57,6 +59,8 @@ def urgency(headers: "Headers") -> int:
     the way, and one written for another one must not fail the request.
     """
     field = b", ".join(value.strip() for name, value in headers if name == b"priority")
+    if len(field) > _MOST_BYTES:
+        return _USUAL_URGENCY
     found, position = _USUAL_URGENCY, 0
     while position < len(field):
         member = _MEMBER.match(field, position)

@@ -46,6 +46,8 @@ COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/me
         ((b'u=1, a="',), 3),
         ((b"u=1", b""), 3),
         ((b"\xff",), 3),
+        # Longer than anybody writes it.
+        ((b"u=1" + b", a=1" * 300,), 3),
     ],
 )
 def test_the_priority_header_is_read_as_the_rfc_says(
