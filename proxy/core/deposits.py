@@ -1,6 +1,6 @@
 """What a projection keeps of each bound request: arrays with one place per request."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -43,7 +43,7 @@ class Deposits:
         places = 64
         self._width = width
         self.place_of: dict[RequestId, int] = {}
-        self.request = [RequestId(-1)] * places
+        self.request = np.full(places, -1, np.int64)
         self.rank = np.full(places, -1, np.int64)
         self.since = np.zeros(places, np.int64)
         self.tokens = np.zeros(places, np.int64)
@@ -93,7 +93,7 @@ class Deposits:
         sequences = self.sequences[places]
         grown = (now - self.since[places]) * self.started[places]
         return Running(
-            [self.request[place] for place in places.tolist()],
+            cast("list[RequestId]", self.request[places].tolist()),
             self.rank[places],
             self.tokens[places] + grown * sequences,
             self.ages(places) + grown,
@@ -108,23 +108,26 @@ class Deposits:
         """Return what is left of a deposit, from the step `now` on."""
         return self.expected[place, int(now - self.since[place]) :]
 
-    def advance(self, places: NDArray[np.int64], now: int) -> NDArray[np.int32]:
-        """Let deposits start at `now`, and return what was left of them, int32[n, W].
+    def advance(self, places: NDArray[np.int64], now: int) -> NDArray[np.int64]:
+        """Let deposits start at `now`, and return where what was left of them begins.
 
         None of them is older than M steps.
         """
         passed = now - self.since[places]
         self.tokens[places] += np.where(self.started[places], passed, 0) * self.sequences[places]
         self.since[places] = now
+        return np.asarray(places * self._padded.shape[1] + passed)
+
+    def rests(self, begins: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return what was left of deposits, int32[n, W], from where `advance` says that it begins."""
         # Each row is copied as a whole, which costs a fortieth of an index for every column.
-        windows = sliding_window_view(self._padded.ravel(), self._width)
-        return np.asarray(windows[places * self._padded.shape[1] + passed])
+        return np.asarray(sliding_window_view(self._padded.ravel(), self._width)[begins])
 
     def _grow(self) -> None:
         """Double the number of places, so that binding is amortised O(1)."""
         places = len(self.request)
         self._free.extend(range(places, 2 * places))
-        self.request.extend([RequestId(-1)] * places)
+        self.request = np.concatenate([self.request, np.full_like(self.request, -1)])
         self.rank = np.concatenate([self.rank, np.full_like(self.rank, -1)])
         self.since = np.concatenate([self.since, np.zeros_like(self.since)])
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])

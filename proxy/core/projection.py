@@ -24,7 +24,7 @@ chance to be running still (expected).
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Upper bound of the tokens in a deposit, so that with the steps ahead it still fits in 32 bits.
 _MOST_TOKENS = 1 << 30
+# Deposits that are computed together: 200 KiB for the default H and M.
+_BLOCK = 256
 # Columns that the window moves before the rows are copied back to the front: a copy per step would
 # cost more than the step.
 _TRAVEL = 256
@@ -92,9 +94,6 @@ class Projection:
         self._head = 0
         self._rows: NDArray[np.int64] = np.zeros((self.ranks, self._width + _TRAVEL), np.int64)
         self._deposits = Deposits(self._width, self._refresh)
-        # Places to refresh by step modulo M + 1, since none is due later than in M steps. A place
-        # whose `due` has changed is skipped.
-        self._calendar: list[list[int]] = [[] for _ in range(self._refresh + 1)]
         self._resting = True
         # Places without a deposit yet: one call of the predictor serves all of them. A dictionary,
         # because the order of a set differs from run to run.
@@ -154,16 +153,11 @@ class Projection:
             self._rows[:, : self._width] = self._rows[:, self._head : self._head + self._width]
             self._rows[:, self._width :] = 0
             self._head = 0
-        bucket = self._calendar[self._now % (self._refresh + 1)]
-        if bucket:
-            due = np.array(bucket)
-            bucket.clear()
-            # Deposits that were withdrawn or refreshed since have another due step.
-            due = due[self._deposits.due[due] == self._now]
-            if due.size:
-                # Once each: one that was withdrawn and is due again is in the bucket twice.
-                due = self._by_rank(np.unique(due))
-                self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
+        # A look at all places costs less than to keep a calendar of them.
+        (due,) = (self._deposits.due == self._now).nonzero()
+        if due.size:
+            due = self._by_rank(due)
+            self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
 
     def rest(self) -> None:
         """Make no deposits until somebody asks for the loads ahead, as at the beginning."""
@@ -268,21 +262,23 @@ class Projection:
         # The width is beyond every column, so such a deposit never ends.
         return np.where(steps < self.horizon_steps, steps, self._width)
 
-    def _predict(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the deposits, int32[n, W], and the steps until each is due for a refresh."""
+    def _predict(
+        self, places: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64] | None]:
+        """Return the survival of requests, float64[n, W], and in the point form their departures.
+
+        Notes when each of them is due for a refresh.
+        """
         deposits = self._deposits
-        requests = [deposits.request[place] for place in places.tolist()]
-        tokens, sequences = deposits.tokens[places], deposits.sequences[places]
-        ages = deposits.ages(places)
-        survival = self._predictor.survival(requests, ages, self._width - 1)
-        values = np.multiply.outer(sequences.astype(np.float64), self._ahead_tokens)
-        values += np.minimum(tokens, _MOST_TOKENS).astype(np.float64)[:, None]
+        requests, ages = deposits.request[places], deposits.ages(places)
+        survival = self._predictor.survival(
+            cast("list[RequestId]", requests.tolist()), ages, self._width - 1
+        )
         # Requests admitted together would always refresh together, in one long step: their ids
         # spread the refreshes.
-        wait = self._refresh - (ages + np.array(requests)) % self._refresh
+        wait = self._refresh - (ages + requests) % self._refresh
+        departures = None
         if self._form is Form.EXPECTED:
-            # Whole tokens, so that the recount is exact.
-            np.rint(np.multiply(values, survival, out=values), out=values)
             # Due for a refresh when the survival falls below one half.
             doubtful = np.flatnonzero(survival[:, self._refresh] < 0.5)
             if doubtful.size:
@@ -290,10 +286,10 @@ class Projection:
                 wait[doubtful] = np.minimum(wait[doubtful], first)
         else:
             departures = self._departures(survival)
-            values[self._ahead >= departures[:, None]] = 0.0
             # A predicted departure that does not happen is predicted again at once. Paper: §C.2.3.
             wait = np.minimum(departures, wait)
-        return values.astype(np.int32), wait
+        deposits.due[places] = self._now + wait
+        return survival, departures
 
     def _flush(self) -> None:
         if self._new:
@@ -305,21 +301,41 @@ class Projection:
         return places[np.argsort(self._deposits.rank[places], kind="stable")]
 
     def _make_deposits(
-        self, places: NDArray[np.int64], instead_of: NDArray[np.int32] | None = None
+        self, places: NDArray[np.int64], instead_of: NDArray[np.int64] | None = None
     ) -> None:
-        """Predict some requests; `places` are in the order of their ranks."""
+        """Predict some requests.
+
+        Args:
+            places: In the order of their ranks.
+            instead_of: int64[n], where what is left of their earlier deposits begins; None if there
+                are none.
+        """
         deposits = self._deposits
-        values, wait = self._predict(places)
-        deposits.expected[places] = values
-        due = deposits.due[places] = self._now + wait
-        for place, step in zip(places.tolist(), due.tolist(), strict=True):
-            self._calendar[step % (self._refresh + 1)].append(place)
-        change = values if instead_of is None else values - instead_of
-        # One sum per rank, so that the rows are written once each. `reduceat` would cast value by value.
+        survival, departures = self._predict(places)
+        tokens = np.minimum(deposits.tokens[places], _MOST_TOKENS).astype(np.float64)
+        sequences = deposits.sequences[places].astype(np.float64)
         ranks = deposits.rank[places]
-        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
         window = self._rows[:, self._head : self._head + self._width]
-        window[ranks[starts]] += np.add.reduceat(change.astype(np.int64), starts, axis=0)
+        # In blocks that stay in a core's own cache, from one operation to the next.
+        for begin in range(0, len(places), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            values = np.multiply.outer(sequences[block], self._ahead_tokens)
+            values += tokens[block, None]
+            if departures is None:
+                # Whole tokens, so that the recount is exact.
+                values *= survival[block]
+                np.rint(values, out=values)
+            else:
+                values[self._ahead >= departures[block, None]] = 0.0
+            change = values.astype(np.int64)
+            rests = None if instead_of is None else deposits.rests(instead_of[block])
+            deposits.expected[places[block]] = change
+            if rests is not None:
+                change -= rests
+            # One sum per rank, so that the rows are written once each.
+            of_rank = ranks[block]
+            starts = np.flatnonzero(np.diff(of_rank, prepend=-1))
+            window[of_rank[starts]] += np.add.reduceat(change, starts, axis=0)
 
     def _restart(self, place: int, *, grown: int) -> None:
         """Replace the deposit by one that starts now, from `grown` more tokens."""
@@ -330,7 +346,6 @@ class Projection:
 
     def _withdraw(self, place: int) -> None:
         """Subtract the rest of a deposit, or cancel one that was not made yet."""
-        # Its entries in the calendar are then skipped.
         self._deposits.due[place] = -1
         if place in self._new:
             del self._new[place]
