@@ -8,7 +8,7 @@ body stands in one of the lists below.
 Not continued is what begins anew with each request in vLLM: grammars, penalties that count the output,
 parsers of tool calls and reasoning. Echoes and a client's own wish for ids would have to be put together.
 Stop strings begin anew, too, and are continued where what an engine says again is the same
-(`backed_up_ids.py`).
+(`backed_up_ids.py`). An answer that is token ids goes on at its own endpoint (`token_continuation.py`).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,17 @@ from typing import Any
 from balanceroute.proxy.live.openai.body import BodyError, dump
 from balanceroute.proxy.live.openai.resume import remaining_limits
 from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.token_continuation import (
+    continuable_tokens,
+    continued_tokens_body,
+)
+from balanceroute.proxy.live.openai.token_shape import SAMPLING
 
+_CONTINUED_AT = {
+    Api.CHAT: Api.COMPLETIONS,
+    Api.COMPLETIONS: Api.COMPLETIONS,
+    Api.GENERATE: Api.GENERATE,
+}
 # As vLLM's `SamplingParams`: below, the most likely token is taken.
 _GREEDY_BELOW = 1e-5
 # The other legs' body has these as they are.
@@ -59,26 +69,44 @@ def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> di
     """
     if not shape.stream or shape.sequences > 1 or shape.prompt_data:
         return None
-    if shape.api not in (Api.CHAT, Api.COMPLETIONS) or shape.direct:
+    if shape.api not in _CONTINUED_AT or shape.direct:
         return None
-    kept: dict[str, Any] = {}
     try:
-        for name in values:
-            if name in _KEPT:
-                kept[name] = values[name]
-            elif name not in _SPENT and not _says_nothing(name, values[name]):
-                return None
+        kept = continuable_tokens(values) if shape.api is Api.GENERATE else _continuable(values)
     except BodyError:
         return None  # A member that is too large to be read.
+    if kept is None:
+        return None
     if not is_greedy(kept) and (not sampled or kept.get("stop")):
         return None  # Of another sample nobody knows how much of it comes again.
     top = kept.get("top_logprobs")
     return kept if top is None or (type(top) is int and top >= 0) else None
 
 
+def _continuable(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    kept: dict[str, Any] = {}
+    for name in values:
+        if name in _KEPT:
+            kept[name] = values[name]
+        elif name not in _SPENT and not _says_nothing(name, values[name]):
+            return None
+    return kept
+
+
+def continued_at(api: Api) -> Api:
+    """Return the endpoint at which an answer of `api` goes on."""
+    return _CONTINUED_AT[api]
+
+
+def sampling_of(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the members that say how tokens are drawn and how many; `kept` as by `continuable`."""
+    sampling: Mapping[str, Any] = kept.get(SAMPLING, kept)
+    return sampling
+
+
 def is_greedy(kept: Mapping[str, Any]) -> bool:
     """Return whether each token is the most likely one."""
-    temperature = kept.get("temperature")
+    temperature = sampling_of(kept).get("temperature")
     return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
 
 
@@ -93,7 +121,7 @@ def _says_nothing(name: str, value: object) -> bool:
 
 
 def continued_body(kept: Mapping[str, Any], api: Api, ids: bytes, emitted_tokens: int) -> bytes:
-    """Return the body for `/v1/completions` that goes on behind `ids`.
+    """Return the body that goes on behind `ids`, at the endpoint of `continued_at`.
 
     Args:
         kept: Members of the client's body; see `continuable`.
@@ -101,6 +129,8 @@ def continued_body(kept: Mapping[str, Any], api: Api, ids: bytes, emitted_tokens
         ids: Those of the prompt and of what was emitted, as JSON without the brackets.
         emitted_tokens: How many of them were emitted: fewer than the limit.
     """
+    if api is Api.GENERATE:
+        return continued_tokens_body(kept, ids, emitted_tokens)
     members = {name: value for name, value in kept.items() if name != "max_completion_tokens"}
     if api is Api.CHAT:
         newer = kept.get("max_completion_tokens")

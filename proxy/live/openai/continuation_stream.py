@@ -18,9 +18,9 @@ from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError, 
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 # The errors that no engine reports.
-_OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
+OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
 _UNTOLD = error_event(409, "log-probabilities of a completion do not tell all that a chat's do")
-OWN_ERRORS = frozenset({_OTHERWISE, _UNTOLD})
+OWN_ERRORS = frozenset({OTHERWISE, _UNTOLD})
 
 
 class ContinuationStream(CompletionStream):
@@ -100,7 +100,7 @@ class ContinuationStream(CompletionStream):
         ending = _dump({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
-    def _stop(self, error: bytes = _OTHERWISE) -> bytes:
+    def _stop(self, error: bytes = OTHERWISE) -> bytes:
         self.over = True
         self._opening.error = error
         return b""

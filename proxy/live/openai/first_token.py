@@ -18,8 +18,9 @@ from balanceroute.proxy.live.openai.answer_events import (
     write_events,
 )
 from balanceroute.proxy.live.openai.backed_up_ids import care_of
-from balanceroute.proxy.live.openai.continuation import continuable
+from balanceroute.proxy.live.openai.continuation import continuable, sampling_of
 from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.token_events import first_token_event
 
 _PROMPT = re.compile(rb'"prompt_token_ids":\s*+\[([\d,\s]++)\]')
 _INCOMPLETE = "\ufffd"  # What a detokeniser writes for bytes that are no character.
@@ -29,13 +30,15 @@ class FirstToken(Struct, frozen=True):
     """A first token.
 
     Attributes:
-        text: Not empty.
+        text: Empty in an answer that is token ids alone.
+        id: Its id.
         ids: The prompt's and this one's, as JSON without the brackets.
         head: Of its events, all that stands before the choices.
         events: What a stream begins with up to it.
     """
 
     text: str
+    id: int
     ids: bytes
     head: bytes
     events: bytes
@@ -50,12 +53,15 @@ def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] |
     """
     if shape.max_tokens == 1:
         return None  # A rank ends such an answer, and has the KV cache freed.
-    if shape.max_tokens is None and values.get("min_tokens"):
-        return None  # A rank refuses more than the context has room for; a prefiller is not asked.
     kept = continuable(shape, values, sampled=True)
-    if kept is not None and care_of(kept) is not None:
+    if kept is None:
+        return None
+    sampling = sampling_of(kept)
+    if shape.max_tokens is None and sampling.get("min_tokens"):
+        return None  # A rank refuses more than the context has room for; a prefiller is not asked.
+    if care_of(sampling) is not None:
         return None  # A stop string may begin in it; and its log-probabilities stand elsewhere.
-    options = None if kept is None else kept.get("stream_options")
+    options = kept.get("stream_options")
     # The count in each event is another engine's business in each version.
     return None if isinstance(options, dict) and options.get("continuous_usage_stats") else kept
 
@@ -87,7 +93,30 @@ def read_first_token(api: Api, message: Mapping[str, Any], body: bytes) -> First
     head = dump_compact(events_head(api, message))
     return FirstToken(
         text=text,
+        id=ids[0],
         ids=b"%b,%d" % (prompt[1], ids[0]),
         head=b"data: %b," % head[:-1],
         events=write_events(token_events(api, message)),
+    )
+
+
+def read_first_id(message: Mapping[str, Any], prompt: bytes) -> FirstToken | None:
+    """Return the first id that a prefiller's answer of token ids says; None as for `read_first_token`.
+
+    Args:
+        message: The answer.
+        prompt: The JSON text of the list of the prompt's ids.
+    """
+    choice = message["choices"][0]
+    ids = choice.get("token_ids")
+    if choice.get("finish_reason") != "length" or choice.get("routed_experts") is not None:
+        return None
+    if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) is not int:
+        return None
+    return FirstToken(
+        text="",
+        id=ids[0],
+        ids=b"%b,%d" % (prompt.strip(b"[] \t\r\n"), ids[0]),
+        head=b"",
+        events=write_events([first_token_event(message)]),
     )

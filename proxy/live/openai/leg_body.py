@@ -59,7 +59,9 @@ def prefill_body(
         min_tokens: 0 if the answer may end without a token.
     """
     if api is Api.GENERATE:
-        members = {**members, SAMPLING: one_token(body.values[SAMPLING], min_tokens)}
+        sampling = members[SAMPLING] if SAMPLING in members else body.values[SAMPLING]
+        assert isinstance(sampling, Mapping)
+        members = {**members, SAMPLING: one_token(sampling, min_tokens)}
     limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
     last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, dump(params))
     kept = {name: value for name, value in members.items() if name not in _REPLACED}

@@ -26,6 +26,9 @@ class TokenStream(CompletionStream):
                 return []
             tokens += ids_in(event)
         self._events += tokens
+        if self._ids is not None:
+            for event in events:
+                self._ids.take(event)
         if self._transcript is not None:
             for event in events:
                 self._transcript.keep(event)

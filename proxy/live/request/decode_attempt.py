@@ -22,6 +22,7 @@ from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.token_continuation_stream import EXPERTS, TokenContinuation
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
@@ -155,7 +156,7 @@ class DecodeAttempt(Attempt):
             each = not self.engine.continuous_usage_is_expensive
             asked = ask_for_counts(session.shape, asking.values, each=each)
         members = session.emitted.members
-        if self._ids is not None:
+        if self._ids is not None and session.shape.api is not Api.GENERATE:
             members = {**members, "return_token_ids": True}
         body = decode_body(asking, members, params, asked, drop=legs.drop)
         handler: ResponseHandler
@@ -416,7 +417,13 @@ def _make_reader(
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
     if shape.api is Api.GENERATE:
-        return TokenStream(shape.sequences, resumes=resumes, **options)
+        said = None if emitted.early is None else emitted.early.said
+        if said is None and not emitted.tokens:
+            return TokenStream(shape.sequences, resumes=resumes, **options)
+        again, before = None if said is None else said.id, emitted.tokens
+        return TokenContinuation(
+            shape.sequences, before=before, again=again, resumes=resumes, **options
+        )
     if shape.api not in (Api.CHAT, Api.COMPLETIONS):
         return NamedEventStream(resumes=resumes)
     if emitted.continued is None and not emitted.overlap:
@@ -450,7 +457,7 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
     what = What.REFUSED if status < 500 else What.ERROR_EVENT
     if opened:  # The status was sent long ago.
         words = error.get("message") if isinstance(error, dict) else error
-        said = words if event in OWN_ERRORS else f"the engine reported: {words}"
+        said = words if event in OWN_ERRORS or event == EXPERTS else f"the engine reported: {words}"
         return Failure(what, Fault.SERVER_ERROR, str(said)[:_MOST_WORDS])
     answer = (status, JSON_HEADERS, payload)
     return Failure(what, Fault.SERVER_ERROR, f"status {status}", answer)

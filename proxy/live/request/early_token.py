@@ -9,6 +9,8 @@ token, from ids.
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.live.openai.continuation import sampling_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,8 +37,10 @@ class EarlyToken:
     __slots__ = ("kept", "members", "min_tokens", "said")
 
     def __init__(self, kept: "Mapping[str, Any]") -> None:
+        sampling = sampling_of(kept)
         self.kept = kept
-        self.members = {"return_token_ids": True}
+        # Where the sampling has a place of its own, the answer is ids.
+        self.members = {"return_token_ids": True} if sampling is kept else {}
         # An answer may be empty, and then the prefiller has to say so, too.
-        self.min_tokens = 1 if kept.get("min_tokens") else 0
+        self.min_tokens = 1 if sampling.get("min_tokens") else 0
         self.said: FirstToken | None = None

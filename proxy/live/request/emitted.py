@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, asks_logprobs, care_of
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import continuable, continued_body, is_greedy
+from balanceroute.proxy.live.openai.generated_ids import GeneratedIds
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.resume import CannotResumeError, resumed_members
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.token_shape import PROMPT
 from balanceroute.proxy.live.openai.told_logprobs import Logprobs
 from balanceroute.proxy.live.request.resume import Resume
 
@@ -110,6 +112,8 @@ class Emitted:
             parses &= shape.api is Api.CHAT
         if self.kept is None or (parses and self.continued is None):
             return None
+        if shape.api is Api.GENERATE:
+            return GeneratedIds(bytes(body.value_text(PROMPT)))
         care = care_of(self.kept)
         return TokenIds(repeated) if care is None else BackedUpIds(care, repeated)
 
@@ -148,5 +152,6 @@ class Emitted:
 
     def _continue(self, ids: bytes, shape: "Shape") -> None:
         assert self.kept is not None
-        self.early, self.members = None, self.drawn
-        self.continued = RequestBody(continued_body(self.kept, shape.api, ids, self.tokens))
+        self.early, self.members = None, {}
+        kept = {**self.kept, **self.drawn}
+        self.continued = RequestBody(continued_body(kept, shape.api, ids, self.tokens))

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from balanceroute.proxy.live.openai.continuation import continued_at
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.session_trace import trace_failure
 
@@ -165,7 +166,7 @@ class Attempt(Holding):
         continued = session.emitted.continued
         if continued is None:
             return session.shape.api, session.body
-        return Api.COMPLETIONS, continued
+        return continued_at(session.shape.api), continued
 
     def send(self) -> None:
         """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""

@@ -7,14 +7,20 @@ from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.body import dump
-from balanceroute.proxy.live.openai.continuation import is_greedy
-from balanceroute.proxy.live.openai.first_token import may_begin_early, read_first_token
+from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
+from balanceroute.proxy.live.openai.first_token import (
+    may_begin_early,
+    read_first_id,
+    read_first_token,
+)
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.openai.prefill_answer import (
     BadPrefillAnswerError,
     PrefillAnswer,
     read_prefill_answer,
 )
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.token_shape import PROMPT, SAMPLING
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFrom
@@ -105,16 +111,23 @@ class PrefillAttempt(Attempt):
         kept = may_begin_early(session.shape, session.body.values)
         if kept is None:
             return None
-        if not is_greedy(kept) and kept.get("seed") is None:
+        sampling = sampling_of(kept)
+        if not is_greedy(kept) and sampling.get("seed") is None:
             seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
-            emitted.drawn = emitted.members = {"seed": seed}
+            drawn: dict[str, object] = {"seed": seed}
+            emitted.drawn = drawn if sampling is kept else {SAMPLING: {**sampling, **drawn}}
+            emitted.members = emitted.drawn
         emitted.early = EarlyToken(kept)
         return emitted.early
 
     def _give(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
         """Begin the client's stream with the answer's token."""
         session, record = self._session, self._session.record
-        early.said = read_first_token(session.shape.api, answer.message, body)
+        if session.shape.api is Api.GENERATE:
+            prompt = bytes(session.body.value_text(PROMPT))
+            early.said = read_first_id(answer.message, prompt)
+        else:
+            early.said = read_first_token(session.shape.api, answer.message, body)
         if early.said is None:
             return
         session.emitted.overlap = early.said.text
