@@ -57,7 +57,8 @@ class Engine:
         work: The executor behind the server.
         exchanges: Generation requests in progress.
         held: Requests that a fault keeps unprocessed.
-        paused: Whether it was told to pause.
+        paused: Whether it was told to pause, or to sleep at whatever level.
+        asleep: Whether it was told to sleep.
         publisher: Of its KV cache events, the last one; None if it has had none.
     """
 
@@ -81,7 +82,7 @@ class Engine:
         self.work: Prefiller | Decoder
         self.exchanges: dict[Exchange, EngineCall] = {}
         self.held: dict[Reply, None] = {}
-        self.paused = False
+        self.paused = self.asleep = False
         self.publisher: Publisher | None = None
         self._hub = hub
         self._begin = begin

@@ -79,10 +79,14 @@ class RankState:
 
 
 def render_metrics(
-    model: str, states: Sequence[RankState], *, block_tokens: int, kv_tokens: int | None
+    model: str,
+    states: Sequence[RankState],
+    *,
+    block_tokens: int,
+    kv_tokens: int | None,
+    awake: bool = True,
 ) -> bytes:
     """Return the page."""
-    blocks = "None" if kv_tokens is None else str(-(-kv_tokens // block_tokens))
     lines: list[str] = []
 
     def family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> None:
@@ -104,6 +108,12 @@ def render_metrics(
             for text, state in each({"reason": reason})
         ),
     )
+    family(
+        "engine_sleep_state",
+        "gauge",
+        "Engine sleep state; awake = 0 means engine is sleeping.",
+        ((text, float(awake)) for text, _ in each({"sleep_state": "awake"})),
+    )
     for name, words, value in _COUNTERS:
         family(name, "counter", words, ((text, value(state)) for text, state in each()))
     family(
@@ -120,19 +130,18 @@ def render_metrics(
     outputs = [(state.rank, state.counters.outputs) for state in states]
     lines += _histogram("request_prompt_tokens", prompts, model)
     lines += _histogram("request_generation_tokens", outputs, model)
-    config = {
+    words, config = "Information of the LLMEngine CacheConfig", _config(block_tokens, kv_tokens)
+    family("cache_config_info", "gauge", words, ((text, 1.0) for text, _ in each(config)))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _config(block_tokens: int, kv_tokens: int | None) -> dict[str, str]:
+    return {
         "block_size": str(block_tokens),
         "cache_dtype": "auto",
         "kv_cache_size_tokens": str(kv_tokens),
-        "num_gpu_blocks": blocks,
+        "num_gpu_blocks": "None" if kv_tokens is None else str(-(-kv_tokens // block_tokens)),
     }
-    family(
-        "cache_config_info",
-        "gauge",
-        "Information of the LLMEngine CacheConfig",
-        ((text, 1.0) for text, _ in each(config)),
-    )
-    return ("\n".join(lines) + "\n").encode()
 
 
 def _histogram(name: str, ranks: Sequence[tuple[int, LengthCounts]], model: str) -> list[str]:

@@ -50,6 +50,9 @@ class Routes:
             b"/resume": (b"POST", self._resume),
             b"/abort_requests": (b"POST", self._abort),
             b"/is_paused": (b"GET", self._got(lambda: {"is_paused": engine.paused})),
+            b"/sleep": (b"POST", self._sleep),
+            b"/wake_up": (b"POST", self._wake_up),
+            b"/is_sleeping": (b"GET", self._got(lambda: {"is_sleeping": engine.paused})),
             b"/v1/models": (b"GET", self._got(lambda: answer_models(hub))),
             b"/version": (b"GET", self._got(lambda: {"version": engine.version})),
             b"/load": (b"GET", self._got(lambda: {"server_load": len(engine.exchanges)})),
@@ -87,6 +90,19 @@ class Routes:
         del request
         self._engine.paused = False
         self._send(reply, 200, {"status": "resumed"})
+
+    def _sleep(self, request: "Request", reply: "Reply") -> None:
+        self._engine.paused = self._engine.asleep = True
+        if b"mode=wait" not in request.query:
+            self._engine.abort()
+        self._send(reply, 200, {"status": "sleeping", "level": 1})
+
+    def _wake_up(self, request: "Request", reply: "Reply") -> None:
+        # With one tag a part of its memory comes back, and the engine sleeps on.
+        if request.query.count(b"tags=") != 1:
+            self._engine.paused = self._engine.asleep = False
+        status = "sleeping" if self._engine.asleep else "awake"
+        self._send(reply, 200, {"status": status, "tags": None})
 
     def _abort(self, request: "Request", reply: "Reply") -> None:
         del request
@@ -133,6 +149,7 @@ class Routes:
                 engine.states(),
                 block_tokens=settings.block_tokens,
                 kv_tokens=engine.role.kv_tokens,
+                awake=not engine.asleep,
             ),
         )
         if engine.faults.malformed_scrape is not None:

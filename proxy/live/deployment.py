@@ -123,20 +123,7 @@ class Deployment:
         )
         heard = config.hears_kv_events
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
-        connector, active = config.engines.connector, config.engines.check_pairs
-        self.roster = Roster(
-            self.instances,
-            connector=connector,
-            connect=connect,
-            discover=partial(_ranks_of, self._page),
-            memory=RankMemory(
-                config.scheduling.rank_kv_tokens,
-                used=config.policies.kv_peak_quantile is not None,
-            ),
-            slots=RankSlots(config.scheduling.batch),
-            utilisation_limit=config.scheduling.prefiller_utilisation_limit,
-            pairing=Pairing(self.instances, connector, self._page, active=active),
-        )
+        self.roster = self._make_roster(connect)
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -208,6 +195,11 @@ class Deployment:
         if config.discovery.discover:
             ask, rng = partial(_ranks_of, self._page), self._environment.rng
             self.discovery = make_reconciler(config.discovery, roster, standing, rng=rng, ask=ask)
+        # Before the drains, each of which has all of it kept anew.
+        roster.deadlines.restore(standing.deadlines)
+        if standing.paused:
+            self.driver.hold(held=True)
+            _log.warning("paused as before: no prefill starts until POST /resume")
         for target in set(standing.draining).intersection(roster.targets()):
             roster.drain(target.role, target.url)
         await roster.pairing.ask()
@@ -276,12 +268,40 @@ class Deployment:
         self.ordered()
         self.driver.grown()
 
+    @property
+    def held(self) -> bool:
+        """Whether no prefill may start."""
+        return self.driver.scheduler.intake.held
+
+    def hold(self, *, held: bool) -> None:
+        """Let no prefill start, or let them start again, until another order comes."""
+        self.driver.hold(held=held)
+        self.ordered()
+
     def ordered(self) -> None:
         """Keep what an administrator has made of the settings."""
         budget = self.driver.scheduler.intake.budget
-        self.orders.keep(self.policy, self.roster, self.discovery, budget)
+        self.orders.keep(self.policy, self.roster, self.discovery, budget, paused=self.held)
 
     # Parts.
+
+    def _make_roster(self, connect: EngineConnections) -> Roster:
+        config = self.config
+        connector, active = config.engines.connector, config.engines.check_pairs
+        return Roster(
+            self.instances,
+            connector=connector,
+            connect=connect,
+            discover=partial(_ranks_of, self._page),
+            memory=RankMemory(
+                config.scheduling.rank_kv_tokens,
+                used=config.policies.kv_peak_quantile is not None,
+            ),
+            slots=RankSlots(config.scheduling.batch),
+            utilisation_limit=config.scheduling.prefiller_utilisation_limit,
+            pairing=Pairing(self.instances, connector, self._page, active=active),
+            unix_s=self._environment.unix_s,
+        )
 
     def _make_driver(self, inflight_limit: int | None) -> Driver:
         config, environment = self.config, self._environment

@@ -38,7 +38,13 @@ class KeptOrders:
         return load(self._keeper, Standing(*named, basis=self._basis))
 
     def keep(
-        self, policy: str, roster: "Roster", found: "Reconciler | None", budget: "Budget | None"
+        self,
+        policy: str,
+        roster: "Roster",
+        found: "Reconciler | None",
+        budget: "Budget | None",
+        *,
+        paused: bool,
     ) -> None:
         """Keep how it stands now.
 
@@ -47,6 +53,7 @@ class KeptOrders:
             roster: The engines.
             found: What registers engines; None if nothing does.
             budget: The limit on requests in flight; None for none.
+            paused: Whether no prefill may start.
         """
         if self._keeper is None:
             return
@@ -62,6 +69,8 @@ class KeptOrders:
             self._basis,
             log_level(other_than=self._config.log.log_level),
             None if budget is None else budget.cap,
+            paused,
+            roster.deadlines.standing(),
         )
         save(self._keeper, standing)
 

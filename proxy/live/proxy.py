@@ -132,7 +132,8 @@ class Proxy(ControlPlane):
         self._connect_back(deployment)
         # What was said to all that there were holds for it too.
         deployment.driver.draining = self.deployment.driver.draining
-        deployment.driver.hold(held=self.pausing.paused)
+        if self.pausing.paused:
+            deployment.hold(held=True)
         self.deployments[config.name] = deployment
         self._groups.add(_group(config.name, deployment))
         self._begin(config.name)

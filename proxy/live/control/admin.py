@@ -18,7 +18,8 @@
     POST /admin/policy            {"policy", "group"?}
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
-    /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pause_pages.py`
+    /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pause_pages.py`;
+    /sleep, /wake_up, /is_sleeping                  likewise
     /workers, /workers/ID         engines, as training frameworks list, add and remove them: `workers.py`
 
 A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
@@ -136,8 +137,8 @@ class Orders(Protocol):
         """Add an instance, to one of several groups."""
         ...
 
-    def drain(self, role: Role, url: str) -> None:
-        """Send nothing new to an instance."""
+    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
+        """Send nothing new to an instance, and have it left after `deadline_s`; None for never."""
         ...
 
     def move_away(self, role: Role, url: str) -> None:
@@ -316,12 +317,10 @@ class Admin:
         role, url = instance_of(order)
         wait_s = seconds_of(order, "wait_s") or 0.0
         deadline_s = seconds_of(order, "deadline_s")
-        if (wait_s or deadline_s) and len(self._waits) >= MAX_WAITS:
+        if wait_s and len(self._waits) >= MAX_WAITS:
             raise Refusal(429, "too many instances are being waited for")
-        self._engines.drain(role, url)
+        self._engines.drain(role, url, deadline_s=deadline_s)
         _log.info("admin: drains an instance", extra=_where(request, order))
-        if deadline_s is not None:
-            begin(self._waits, self._move_away(role, url, deadline_s))
         if not wait_s:
             self._instances(request, reply)
             return
@@ -332,10 +331,6 @@ class Admin:
                 self._instances(request, reply)
 
         begin(self._waits, wait())
-
-    async def _move_away(self, role: Role, url: str, after_s: float) -> None:
-        await asyncio.sleep(after_s)
-        self._engines.move_away(role, url)
 
     async def _until_idle(self, role: Role, url: str, limit_s: float) -> None:
         """Wait until nothing is in flight on an instance. Raises Refusal: not in time."""

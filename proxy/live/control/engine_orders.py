@@ -48,9 +48,9 @@ class EngineOrders:
             raise ConflictError(f"{base} is an engine of the group {owners[0]!r}")
         await rosters[name].add(role, url, ranks=ranks, bootstrap=bootstrap)
 
-    def drain(self, role: Role, url: str) -> None:
+    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         """Send nothing new to an instance; see `Roster.drain`."""
-        self._having(role, url).drain(role, url)
+        self._having(role, url).drain(role, url, deadline_s=deadline_s)
 
     def move_away(self, role: Role, url: str) -> None:
         """Have requests on an instance go on elsewhere in its group; see `Roster.move_away`."""

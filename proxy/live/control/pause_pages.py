@@ -1,9 +1,12 @@
-"""The pages of the admin listener that pause, resume and abort: see `pausing.py`.
+"""The pages of the admin listener that pause, resume, abort, and send engines to sleep: see `pausing.py`.
 
     POST /pause            ?mode=abort or wait, &clear_cache=, &engines=false, &timeout_s=
     POST /resume           ?engines=false
     GET  /is_paused        {"is_paused"}
     POST /abort_requests   {"request_ids"?}: those, or all
+    POST /sleep            ?level=0, 1 or 2, &mode=abort or wait, &timeout_s=
+    POST /wake_up          ?tags=weights, &tags=kv_cache: a part of it
+    GET  /is_sleeping      {"is_sleeping"}: as is_paused
 
 200 if every engine did as it was told, else 502. The orders stand in both cases, and the body tells what
 each engine answered.
@@ -23,7 +26,13 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.control.pausing import Pausing
 
-PATHS = frozenset({b"/pause", b"/resume", b"/is_paused", b"/abort_requests"})
+PATHS = frozenset(
+    {
+        *(b"/pause", b"/resume", b"/is_paused", b"/abort_requests"),
+        *(b"/sleep", b"/wake_up", b"/is_sleeping"),
+    }
+)
+_MOST_TAGS = 8
 _MOST_IDS = 10_000
 _WAIT_S = 600.0
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -49,6 +58,9 @@ class PausePages:
             b"/resume": {b"POST": self._resume},
             b"/is_paused": {b"GET": self._is_paused},
             b"/abort_requests": {b"POST": self._abort},
+            b"/sleep": {b"POST": self._sleep},
+            b"/wake_up": {b"POST": self._wake_up},
+            b"/is_sleeping": {b"GET": self._is_sleeping},
         }
 
     def _pause(self, request: Request, reply: Reply) -> None:
@@ -71,6 +83,25 @@ class PausePages:
     def _is_paused(self, request: Request, reply: Reply) -> None:
         _query(request)
         send_json(reply, 200, {"is_paused": self._pausing.paused})
+
+    def _sleep(self, request: Request, reply: Reply) -> None:
+        asked = _query(request, "level", "mode", "timeout_s")
+        level = asked.get("level", "1")
+        if not (level.isascii() and level.isdigit()):
+            raise Refusal(400, "level must be 0, 1 or 2", param="level")
+        limit_s = _seconds(asked, "timeout_s")
+        work = self._pausing.sleep(int(level[:9]), asked.get("mode", "abort"), limit_s=limit_s)
+        self._begin(request, reply, work)
+
+    def _wake_up(self, request: Request, reply: Reply) -> None:
+        pairs = _pairs(request)
+        if len(pairs) > _MOST_TAGS or any(name != "tags" for name, _ in pairs):
+            raise Refusal(400, f"the page takes tags, at most {_MOST_TAGS}")
+        self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
+
+    def _is_sleeping(self, request: Request, reply: Reply) -> None:
+        _query(request)
+        send_json(reply, 200, {"is_sleeping": self._pausing.paused})
 
     def _abort(self, request: Request, reply: Reply) -> None:
         _query(request)
@@ -97,9 +128,13 @@ class PausePages:
         begin(self._tasks, carry_out())
 
 
+def _pairs(request: Request) -> list[tuple[str, str]]:
+    return parse_qsl(request.query.decode("latin-1"), keep_blank_values=True)
+
+
 def _query(request: Request, *known: str) -> dict[str, str]:
     """Return the members of a query. Raises Refusal: one is unknown, or stands twice."""
-    pairs = parse_qsl(request.query.decode("latin-1"), keep_blank_values=True)
+    pairs = _pairs(request)
     asked = dict(pairs)
     if len(asked) < len(pairs) or not asked.keys() <= set(known):
         raise Refusal(400, f"the page takes {', '.join(known) or 'no query'}, each once")

@@ -11,9 +11,14 @@ that wait before their prefill, and those whose KV cache waits for a rank.
   time, as it does not answer or has no such route, ends with an error, and the connection to it with
   that, for which engines abort a request too. So every answer ends, and once.
 * `keep` is refused: a stream that stands still, and a KV cache under a lease, have time limits.
+* `sleep` is the same as pause, and then has engines give their memory back; `wake_up` ends it as soon as
+  no engine sleeps any more, as `tags` may wake up a part of it.
+
+Paused it stays, also for a process that takes over, and for groups that are added meanwhile.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlencode
@@ -32,10 +37,18 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.driver import Driver
 
 MODES = ("abort", "wait")
+LEVELS = (0, 1, 2)
+_KEEP = (
+    "mode=keep is not served: streams that stand still, and KV caches under a lease, would run into their "
+    "time limits; use abort or wait"
+)
 ABORTED = "aborted by an administrator"
 # How long engines take to end what they abort, beyond their answer to the order.
 _GRACE_S = 2.0
 _STEP_S = 0.05
+_PAGE_BYTES = 4096
+# Weights are copied to and from the host's memory.
+_MEMORY_S = 120.0
 _ON_NO_ENGINE = frozenset({State.QUEUED, State.POOLED})
 
 
@@ -46,20 +59,30 @@ class Site(Protocol):
     roster: "Roster"
     fetcher: "Fetcher"
 
+    @property
+    def held(self) -> bool:
+        """Whether no prefill may start."""
+        ...
+
+    def hold(self, *, held: bool) -> None:
+        """Let no prefill start, or let them start again."""
+        ...
+
 
 class Pausing:
     """Carries out the orders.
 
     Args:
         sites: Returns all that there are.
-
-    Attributes:
-        paused: Whether no prefill starts.
     """
 
     def __init__(self, sites: Callable[[], Iterable[Site]]) -> None:
         self._sites = sites
-        self.paused = False
+
+    @property
+    def paused(self) -> bool:
+        """Whether no prefill starts."""
+        return all(site.held for site in self._sites())
 
     async def pause(
         self, mode: str, *, clear_cache: bool, engines: bool, limit_s: float
@@ -79,15 +102,43 @@ class Pausing:
             ConfigError: There is no such mode.
             ConflictError: Requests run still after the limit. Nothing starts nevertheless.
         """
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
-        self._hold(held=True)
+        _check(mode)
         query = urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
         path = f"/pause?{query}" if engines else ""
-        if mode == "abort":
-            return {"status": "paused", **await self._abort(path or "/abort_requests")}
-        await self._until_none_runs(limit_s)
-        return {"status": "paused", "aborted": 0, "engines": await self._ask(path)}
+        return {"status": "paused", **await self._stop(mode, path, limit_s)}
+
+    async def sleep(self, level: int, mode: str, *, limit_s: float) -> dict[str, object]:
+        """Do as `pause` does, and have the engines sleep.
+
+        Args:
+            level: 0 to pause alone, 1 to give up KV caches and offload weights, 2 to give up both.
+            mode: As for `pause`, like the rest.
+            limit_s: Likewise.
+
+        Raises:
+            ConfigError: There is no such level or mode.
+            ConflictError: Requests run still after the limit. Nothing starts nevertheless.
+        """
+        _check(mode)
+        if level not in LEVELS:
+            raise ConfigError(f"level is {level}, must be 0, 1 or 2")
+        path = f"/sleep?{urlencode({'level': level, 'mode': mode})}"
+        done = await self._stop(mode, path, limit_s, timeout_s=_MEMORY_S)
+        return {"status": "sleeping", "level": level, **done}
+
+    async def wake_up(self, tags: list[str]) -> dict[str, object]:
+        """Have the engines wake up, or what of their memory `tags` name; go on if none sleeps then."""
+        query = f"?{urlencode([('tags', tag) for tag in tags])}" if tags else ""
+        asked = await self._ask(f"/wake_up{query}", timeout_s=_MEMORY_S)
+        targets = [(site, target) for site in self._sites() for target in site.roster.targets()]
+        asleep = await asyncio.gather(*(_sleeps(site.fetcher, one.url) for site, one in targets))
+        for (site, target), sleeps in zip(targets, asleep, strict=True):
+            if target in site.roster.targets():  # It may be gone by now.
+                site.roster.slept(target, asleep=sleeps)
+        if not any(asleep):
+            self._hold(held=False)
+        status = "sleeping" if self.paused else "awake"
+        return {"status": status, "asleep": sum(asleep), "engines": asked}
 
     async def resume(self, *, engines: bool) -> dict[str, object]:
         """Let the engines and the proxy go on; return what each engine answered."""
@@ -111,11 +162,20 @@ class Pausing:
         return {"status": "aborted", "aborted": len(chosen), "engines": []}
 
     def _hold(self, *, held: bool) -> None:
-        self.paused = held
         for site in self._sites():
-            site.driver.hold(held=held)
+            site.hold(held=held)
 
-    async def _abort(self, path: str) -> dict[str, object]:
+    async def _stop(
+        self, mode: str, path: str, limit_s: float, *, timeout_s: float | None = None
+    ) -> dict[str, object]:
+        """Start nothing from now on, end what runs or wait for its end, and post an order to engines."""
+        self._hold(held=True)
+        if mode == "abort":
+            return await self._abort(path or "/abort_requests", timeout_s=timeout_s)
+        await self._until_none_runs(limit_s)
+        return {"aborted": 0, "engines": await self._ask(path, timeout_s=timeout_s)}
+
+    async def _abort(self, path: str, *, timeout_s: float | None = None) -> dict[str, object]:
         """End every request that there is now; `path` is what engines are asked for."""
         asked: list[tuple[Driver, RequestId, LiveRequest]] = [
             (site.driver, number, one)
@@ -126,7 +186,7 @@ class Pausing:
             request = driver.scheduler.requests.get(number)
             if request is None or request.state in _ON_NO_ENGINE:
                 _end(driver, number)
-        answers = await self._ask(path)
+        answers = await self._ask(path, timeout_s=timeout_s)
         clock = asyncio.get_running_loop().time
         end_s = clock() + _GRACE_S
         while True:
@@ -150,22 +210,43 @@ class Pausing:
                 raise ConflictError(f"{running} requests run still; nothing new starts")
             await asyncio.sleep(_STEP_S)
 
-    async def _ask(self, path: str) -> list[dict[str, object]]:
+    async def _ask(self, path: str, *, timeout_s: float | None = None) -> list[dict[str, object]]:
         """Post an order to every engine at the same time; return what each answered."""
         if not path:
             return []
         asked = [
             (site.fetcher, target) for site in self._sites() for target in site.roster.targets()
         ]
-        return list(await asyncio.gather(*(_post(*one, path) for one in asked)))
+        posts = (_post(*one, path, timeout_s) for one in asked)
+        return list(await asyncio.gather(*posts))
 
 
-async def _post(fetcher: "Fetcher", target: "Target", path: str) -> dict[str, object]:
+async def _post(
+    fetcher: "Fetcher", target: "Target", path: str, timeout_s: float | None
+) -> dict[str, object]:
     row: dict[str, object] = {"url": target.url, "role": target.role.value}
     try:
-        return row | {"status": await fetcher.order(target.url + path)}
+        return row | {"status": await fetcher.order(target.url + path, timeout_s=timeout_s)}
     except FetchError as error:
         return row | {"status": None, "error": str(error)}
+
+
+async def _sleeps(fetcher: "Fetcher", url: str) -> bool:
+    """Return whether an engine says that it sleeps; one that does not know how to is awake."""
+    try:
+        page = await fetcher.body(f"{url}/is_sleeping", max_bytes=_PAGE_BYTES)
+        said = json.loads(page)
+    except (FetchError, ValueError):
+        return False
+    return isinstance(said, dict) and said.get("is_sleeping") is True
+
+
+def _check(mode: str) -> None:
+    """Raise ConfigError unless requests can be dealt with so."""
+    if mode == "keep":
+        raise ConfigError(_KEEP)
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
 
 
 def _lives(driver: "Driver", number: "RequestId", one: "LiveRequest") -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.live.control.drain_deadlines import DrainDeadlines
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
@@ -59,6 +60,7 @@ class Roster:
 
     Attributes:
         pairing: As given.
+        deadlines: When requests leave the engines that are drained.
         servers: What was said of each engine that is not removed.
         silent: The decode servers that have not told their ranks yet.
     """
@@ -74,6 +76,7 @@ class Roster:
         slots: RankSlots,
         utilisation_limit: float,
         pairing: "Pairing",
+        unix_s: Callable[[], float],
     ) -> None:
         self.instances = instances
         self.pairing = pairing
@@ -95,6 +98,7 @@ class Roster:
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
         self._ordered = self._reconfigure  # Called after each change by order.
+        self.deadlines = DrainDeadlines(self._deadline_came, unix_s)
 
     def attach(
         self,
@@ -257,13 +261,16 @@ class Roster:
         self._readiness.log()
         _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
 
-    def drain(self, role: Role, url: str) -> None:
-        """Send nothing new to an instance.
+    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
+        """Send nothing new to an instance, and have it left after `deadline_s` seconds; None for never.
 
         Raises:
             UnknownInstanceError: It is not there.
         """
-        self._set(self._find(role, url), Status.DRAINING, "drained")
+        target = self._find(role, url)
+        if deadline_s is not None:
+            self.deadlines.set(target, deadline_s)
+        self._set(target, Status.DRAINING, "drained")
 
     def move_away(self, role: Role, url: str) -> None:
         """Have the requests on an instance that is drained go on elsewhere, as far as they can.
@@ -293,6 +300,7 @@ class Roster:
             )
         self._health.remove(target)
         self._scraper.remove(target)
+        self.deadlines.forget(target)
         del self.servers[target]
         self._set(target, Status.REMOVED, "removed")
         for session in busy:
@@ -337,15 +345,33 @@ class Roster:
         self._driver.reopen()
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Take what an engine says of its memory and its slots."""
+        """Take what an engine says of its memory, its slots and its sleep."""
+        self.slept(target, asleep=gauges.asleep)
         self._slots.scraped(target, gauges)
         if self.memory.scraped(target, gauges, self.targets()):
             self._reconfigure()
 
+    def slept(self, target: Target, *, asleep: bool) -> None:
+        """Note whether an engine sleeps, which takes requests then and does not serve them."""
+        present = self.instances.of(target)
+        if all(one.asleep == asleep for one in present):
+            return
+        for one in present:
+            one.asleep = asleep
+        fields = {"role": target.role.value, "url": target.url}
+        _log.warning("instance %s", "sleeps" if asleep else "is awake", extra={"fields": fields})
+        self._driver.reopen()
+        self._readiness.log()
+
     def close(self) -> None:
         """Close every connection."""
+        self.deadlines.close()
         for endpoint in self.endpoints.values():
             endpoint.close()
+
+    def _deadline_came(self, target: Target) -> None:
+        self._ordered()
+        self.move_away(target.role, target.url)
 
     def _watch(self, target: Target) -> None:
         self.pairing.doubt(target)
@@ -375,6 +401,7 @@ class Roster:
         if any(instance.status is not Status.DRAINING for instance in present):
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
+            self.deadlines.forget(target)
             self.pairing.doubt(target)  # It may have been updated.
             is_up = {state.target: state.up for state in self._health.states()}[target]
             self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")

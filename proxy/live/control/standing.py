@@ -29,6 +29,8 @@ class Standing(Struct, frozen=True):
         basis: Names the settings that it was made of.
         log_level: Empty for that of the settings.
         inflight_limit: What `--aimd` had come to, per rank; None to begin anew.
+        paused: Whether no prefill may start; see `Pausing`.
+        deadlines: Of those that are drained, some, with the Unix time at which they are left.
     """
 
     policy: str
@@ -40,6 +42,8 @@ class Standing(Struct, frozen=True):
     basis: str = ""
     log_level: str = ""
     inflight_limit: int | None = None
+    paused: bool = False
+    deadlines: tuple[tuple[Target, float], ...] = ()
 
 
 class Keeper(Protocol):
@@ -119,6 +123,7 @@ def load(keeper: Keeper | None, settings: Standing) -> Standing:
         draining=leaving,
         discovered=tuple(found),
         leaving=leaving,
+        paused=kept.paused,  # No setting says anything else.
     )
 
 

@@ -20,6 +20,7 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
+_SLEEP_STATE, _AWAKE = b"vllm:engine_sleep_state", "awake"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
 _CACHE_LABELS = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS, "cache_dtype"})
@@ -33,6 +34,7 @@ _LABEL = re.compile(
 )
 _VALUE = re.compile(rb"[ \t]*+([0-9.eE+-]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+")
 _COUNT = re.compile(r"[0-9]{1,9}")
+_SLEEP_LABEL = "sleep_state"
 _ENGINE, _VLLM_WITHOUT_LABEL = "engine", "0"
 
 
@@ -54,6 +56,7 @@ class EngineGauges:
         running: Requests that run, likewise.
         kv_tokens: KV tokens that an engine holds, of the smallest; None if the page does not say.
         loads: How busy each of `engines` is.
+        asleep: Whether one of them sleeps; False if the page does not say.
     """
 
     kv_cache_usage: float
@@ -63,6 +66,7 @@ class EngineGauges:
     running: float = 0.0
     kv_tokens: int | None = None
     loads: Mapping[str, EngineLoad] = field(default_factory=dict)
+    asleep: bool = False
 
 
 def parse_engine_gauges(page: bytes) -> EngineGauges:
@@ -93,7 +97,20 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
             engine: EngineLoad(waiting.get(engine, 0.0), running.get(engine, 0.0), usage)
             for engine, usage in usages
         },
+        asleep=_sleeps(page),
     )
+
+
+def _sleeps(page: bytes) -> bool:
+    for line in _lines(page, _SLEEP_STATE):
+        try:
+            labels, _ = _labels(line, {_SLEEP_LABEL})
+            _, value = _sample(line, 1.0)
+        except ValueError as error:
+            raise MetricsPageError(f"{_SLEEP_STATE.decode()}: {error}") from error
+        if labels.get(_SLEEP_LABEL) == _AWAKE and not value:
+            return True
+    return False
 
 
 def _late_pulls(page: bytes) -> int | None:

@@ -70,13 +70,18 @@ class Fetcher:
             raise FetchError(fault, f"status {response.status}")
         return response.body
 
-    async def order(self, url: str) -> int:
+    async def order(self, url: str, *, timeout_s: float | None = None) -> int:
         """POST an empty JSON object and return the answer's status, whatever that is.
+
+        It may take `timeout_s`; None for as long as any page.
 
         Raises:
             FetchError: No answer came.
         """
-        return (await self._exchange(b"POST", url, _HEALTH_BYTES, b"{}", cut=True)).status
+        answer = await self._exchange(
+            b"POST", url, _HEALTH_BYTES, b"{}", cut=True, timeout_s=timeout_s
+        )
+        return answer.status
 
     def close(self) -> None:
         """Close every connection."""
@@ -87,7 +92,14 @@ class Fetcher:
         return await self._exchange(b"GET", url, max_bytes, b"", cut=cut)
 
     async def _exchange(
-        self, method: bytes, url: str, max_bytes: int, body: bytes, *, cut: bool
+        self,
+        method: bytes,
+        url: str,
+        max_bytes: int,
+        body: bytes,
+        *,
+        cut: bool,
+        timeout_s: float | None = None,
     ) -> Response:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -102,7 +114,7 @@ class Fetcher:
                 (f"{parts.path}?{parts.query}" if parts.query else parts.path).encode(),
                 [*self._headers, *_JSON] if body else self._headers,
                 body,
-                timeout_s=self._timeout_s,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
                 max_bytes=max_bytes,
                 cut=cut,
             )

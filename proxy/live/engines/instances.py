@@ -62,6 +62,7 @@ class Prefiller:
         engines: Ids of the engines seen behind its address.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
         asked: Whether it was asked what it is, if anybody asks; see `pairing`.
+        asleep: Whether it tells that it sleeps: it would take requests, and not serve them.
         unfit: Why it fits no rank that is up; empty if it fits one, or if that is not known.
         ranks: The only ranks that it fits; None for all.
         continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
@@ -81,14 +82,15 @@ class Prefiller:
     engines: set[str] = field(default_factory=set)
     kv_trial: bool = False
     asked: bool = True
+    asleep: bool = False
     unfit: str = ""
     ranks: frozenset[RankId] | None = None
     continuous_usage_is_expensive: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it is up, and fits a rank."""
-        return self.status is Status.UP and not self.unfit
+        """Whether it is up and awake, and fits a rank."""
+        return self.status is Status.UP and not self.asleep and not self.unfit
 
     @property
     def open(self) -> bool:
@@ -107,6 +109,7 @@ class Rank:
         target: What health checks watch: its server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
         asked: Whether its engine was asked what it is, if anybody asks.
+        asleep: Whether it tells that it sleeps.
         unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
         continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
     """
@@ -118,13 +121,14 @@ class Rank:
     header: bytes | None = None
     status: Status = Status.UP
     asked: bool = True
+    asleep: bool = False
     unfit: str = ""
     continuous_usage_is_expensive: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it is up, and fits a prefiller."""
-        return self.status is Status.UP and not self.unfit
+        """Whether it is up and awake, and fits a prefiller."""
+        return self.status is Status.UP and not self.asleep and not self.unfit
 
     @property
     def open(self) -> bool:
@@ -164,8 +168,8 @@ class Instances:
         return [one.id for one in self.prefillers if one.status is not Status.REMOVED]
 
     def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
-        """Return the prefillers that are up, of those in `among`; None for all."""
-        up = [one for one in self.prefillers if one.status is Status.UP]
+        """Return the prefillers that are up and awake, of those in `among`; None for all."""
+        up = [one for one in self.prefillers if one.status is Status.UP and not one.asleep]
         return up if among is None else [one for one in up if one.id in among]
 
     @property

@@ -205,7 +205,8 @@ class Driver:
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
         scheduler = self.scheduler
-        if not self.instances.ready and not (
+        # Held, it waits: an administrator has engines sleep, and wakes them up.
+        if not (self.instances.ready or scheduler.intake.held) and not (
             # Ranks may compute short prompts while no prefiller is up.
             ticket.prefill
             and not placed(scheduler, ticket, self._now_ns()).prefill

@@ -36,6 +36,9 @@ class Stranded:
 
     def due(self, now_s: float) -> "Iterator[RequestId]":
         """Yield the requests to refuse, each when the one before it is gone."""
+        if self._scheduler.intake.held:
+            self._unready_since_s.clear()  # They wait for an administrator.
+            return
         requests = self._scheduler.requests
         kinds = dict.fromkeys(map(_kind, requests.values()))
         unready = [kind for kind in kinds if self._lacks(*kind)]

@@ -211,7 +211,13 @@ def test_local_prefills_wait_too_and_begin_again(play: "Play") -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/pause?mode=keep", {}, "mode is 'keep', must be one of abort, wait"),
+        ("/pause?mode=keep", {}, "mode=keep is not served: streams that stand still"),
+        ("/sleep?mode=keep", {}, "mode=keep is not served"),
+        ("/pause?mode=stop", {}, "mode is 'stop', must be one of abort, wait"),
+        ("/sleep?level=3", {}, "level is 3, must be 0, 1 or 2"),
+        ("/sleep?level=-1", {}, "level must be 0, 1 or 2"),
+        ("/sleep?tags=weights", {}, "the page takes level, mode, timeout_s"),
+        ("/wake_up?level=1", {}, "the page takes tags"),
         ("/pause?mode=wait&mode=abort", {}, "each once"),
         ("/pause?level=1", {}, "the page takes mode"),
         ("/pause?engines=maybe", {}, "engines must be true or false"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from balanceroute.proxy.live.control.standing import (
     KeepingFile,
@@ -22,6 +23,8 @@ ORDERED = Standing(
     (PrefillServer(P, EngineUrl("http", "p", 8998)),),
     (DecodeServer(D, (0, 3)), DecodeServer(P, discover=True)),
     (Target(Role.DECODE, D.base),),
+    paused=True,
+    deadlines=((Target(Role.DECODE, D.base), 1_700_000_000.5),),
 )
 
 
@@ -66,6 +69,8 @@ def test_of_other_settings_what_was_found_is_kept(
         discovered=found,
         leaving=found[:1],
         basis=basis_of("br-0"),
+        paused=True,
+        deadlines=((found[0], 5.0),),
     )
     save(keeper, kept)
     assert load(keeper, Standing("br-0", (), (), basis=kept.basis)) == kept
@@ -79,7 +84,8 @@ def test_of_other_settings_what_was_found_is_kept(
         discovered=found,
         leaving=found[:1],
         basis=settings.basis,
+        paused=True,
     )
     # One that the settings name now is there once.
     named = Standing("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
-    assert load(keeper, named) == named
+    assert load(keeper, named) == replace(named, paused=True)

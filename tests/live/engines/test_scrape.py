@@ -68,6 +68,26 @@ def test_the_fullest_engine_counts() -> None:
     assert gauges.engines == frozenset("01234567")
 
 
+@pytest.mark.parametrize(
+    ("values", "asleep"),
+    [([], False), (["awake 1.0"], False), (["awake 0.0"], True), (["awake 1", "awake 0"], True)],
+)
+def test_an_engine_tells_that_it_sleeps(values: list[str], asleep: bool) -> None:
+    lines = [f"{USAGE} 0.5", 'vllm:engine_sleep_state{sleep_state="discard_all"} 0.0']
+    for engine, value in enumerate(values):
+        state, said = value.split()
+        labels = f'{{engine="{engine}",model_name="m",sleep_state="{state}"}}'
+        lines.append(f"vllm:engine_sleep_state{labels} {said}")
+    assert parse_engine_gauges("\n".join(lines).encode()).asleep is asleep
+
+
+@pytest.mark.parametrize("value", ["NaN", "2", "x"])
+def test_a_sleep_that_cannot_be_true_refuses_the_page(value: str) -> None:
+    line = f'vllm:engine_sleep_state{{sleep_state="awake"}} {value}'
+    with pytest.raises(MetricsPageError, match="engine_sleep_state"):
+        parse_engine_gauges(f"{USAGE} 0.5\n{line}\n".encode())
+
+
 @pytest.mark.parametrize("name", ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"])
 def test_both_names_of_the_cache_use_are_known(name: str) -> None:
     assert parse_engine_gauges(f"{name} 0.5".encode()).kv_cache_usage == 0.5
