@@ -32,6 +32,8 @@ from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.control.roster import Roster
+from balanceroute.proxy.live.control.silent_decoders import await_decoder
+from balanceroute.proxy.live.control.sleepers import Sleepers
 from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
@@ -96,6 +98,7 @@ class Deployment:
         models: The models of its engines.
         discovery: Registers engines that are found; None if nothing finds any.
         orders: What was ordered and found.
+        sleepers: The engines that sleep.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -123,7 +126,10 @@ class Deployment:
         )
         heard = config.hears_kv_events
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
-        self.roster = self._make_roster(connect)
+        self.roster = _make_roster(
+            self.instances, config, connect, self._page, unix_s=environment.unix_s
+        )
+        self.sleepers = Sleepers(self.instances, self.roster.reopen)
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -168,10 +174,9 @@ class Deployment:
             await roster.enlist_decoder(decode)
         if not self.instances.ranks:
             roster.reserve_rank(DecodeServer(_NOBODY))
-        if (reason := self.config.too_long_waits) is not None:
-            _log.warning(
-                "the target of --aimd cannot be kept", extra={"fields": {"reason": reason}}
-            )
+        if (reason := config.too_long_waits) is not None:
+            fields = {"reason": reason}
+            _log.warning("the target of --aimd cannot be kept", extra={"fields": fields})
         self.driver = self._make_driver(standing.inflight_limit)
         self.pass_through = PassThrough(
             self.instances,
@@ -181,7 +186,7 @@ class Deployment:
             retried=self._metrics.legs.retry,
             log=self._environment.log,
             limits=PassThroughLimits(
-                self.config.scheduling.single_engine_limit, self.config.admission.queue_limit
+                config.scheduling.single_engine_limit, config.admission.queue_limit
             ),
         )
         roster.attach(
@@ -229,7 +234,7 @@ class Deployment:
         if any(prefiller.bootstrap for prefiller in self.instances.prefillers):
             yield "bootstrap", Identification(self.instances, self._page, self._identified).run
         for server in self.roster.silent:
-            yield "discovery", partial(self.roster.await_decoder, server)
+            yield "discovery", partial(await_decoder, self.roster, server)
         if self.discovery is not None:
             yield "discovery of engines", self.discovery.run
         if self._keeper is not None:
@@ -284,24 +289,6 @@ class Deployment:
         self.orders.keep(self.policy, self.roster, self.discovery, budget, paused=self.held)
 
     # Parts.
-
-    def _make_roster(self, connect: EngineConnections) -> Roster:
-        config = self.config
-        connector, active = config.engines.connector, config.engines.check_pairs
-        return Roster(
-            self.instances,
-            connector=connector,
-            connect=connect,
-            discover=partial(_ranks_of, self._page),
-            memory=RankMemory(
-                config.scheduling.rank_kv_tokens,
-                used=config.policies.kv_peak_quantile is not None,
-            ),
-            slots=RankSlots(config.scheduling.batch),
-            utilisation_limit=config.scheduling.prefiller_utilisation_limit,
-            pairing=Pairing(self.instances, connector, self._page, active=active),
-            unix_s=self._environment.unix_s,
-        )
 
     def _make_driver(self, inflight_limit: int | None) -> Driver:
         config, environment = self.config, self._environment
@@ -434,6 +421,7 @@ class Deployment:
 
     def _scraped(self, others: OthersOnRanks, target: Target, gauges: EngineGauges) -> None:
         self.roster.scraped(target, gauges)
+        self.sleepers.note(target, asleep=gauges.asleep)
         others.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             feed_loads(self.instances, self.driver.feed, target, gauges)
@@ -459,3 +447,28 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
     except MetricsPageError as error:
         raise FetchError(Fault.PROTOCOL, str(error)) from None
     return len(gauges.engines)
+
+
+def _make_roster(
+    instances: Instances,
+    config: "ProxyConfig",
+    connect: EngineConnections,
+    page: Callable[[str], Awaitable[bytes]],
+    *,
+    unix_s: Callable[[], float],
+) -> Roster:
+    connector, active = config.engines.connector, config.engines.check_pairs
+    return Roster(
+        instances,
+        connector=connector,
+        connect=connect,
+        discover=partial(_ranks_of, page),
+        memory=RankMemory(
+            config.scheduling.rank_kv_tokens,
+            used=config.policies.kv_peak_quantile is not None,
+        ),
+        slots=RankSlots(config.scheduling.batch),
+        utilisation_limit=config.scheduling.prefiller_utilisation_limit,
+        pairing=Pairing(instances, connector, page, active=active),
+        unix_s=unix_s,
+    )

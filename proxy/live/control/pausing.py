@@ -31,6 +31,7 @@ from balanceroute.proxy.live.engines.faults import FetchError
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.control.roster import Roster
+    from balanceroute.proxy.live.control.sleepers import Sleepers
     from balanceroute.proxy.live.engines.fetcher import Fetcher
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -58,6 +59,7 @@ class Site(Protocol):
     driver: "Driver"
     roster: "Roster"
     fetcher: "Fetcher"
+    sleepers: "Sleepers"
 
     @property
     def held(self) -> bool:
@@ -133,8 +135,7 @@ class Pausing:
         targets = [(site, target) for site in self._sites() for target in site.roster.targets()]
         asleep = await asyncio.gather(*(_sleeps(site.fetcher, one.url) for site, one in targets))
         for (site, target), sleeps in zip(targets, asleep, strict=True):
-            if target in site.roster.targets():  # It may be gone by now.
-                site.roster.slept(target, asleep=sleeps)
+            site.sleepers.note(target, asleep=sleeps)
         if not any(asleep):
             self._hold(held=False)
         status = "sleeping" if self.paused else "awake"

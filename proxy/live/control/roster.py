@@ -4,7 +4,6 @@ One object owns every change of the instances, so that scheduler, health checks,
 itself cannot disagree.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 _log = logging.getLogger(__name__)
-# Between two questions for the ranks of a decode server that does not answer yet.
-_DISCOVERY_S = 1.0
 
 
 class Roster:
@@ -171,19 +168,6 @@ class Roster:
         """Put a removed prefiller on the list, for the same reason."""
         del self.servers[self.enlist_prefiller(server)]
         self.instances.prefillers[-1].status = Status.REMOVED
-
-    async def await_decoder(self, server: DecodeServer) -> None:
-        """Ask a decode server for its ranks until it tells them, then add them."""
-        while True:
-            await asyncio.sleep(_DISCOVERY_S)
-            try:
-                await self.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
-            except ConflictError:
-                return  # It was added meanwhile.
-            except ConfigError as error:
-                _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
-            else:
-                return
 
     async def _ask(self, url: EngineUrl) -> int:
         """Return the number of ranks of a decode server."""
@@ -345,21 +329,13 @@ class Roster:
         self._driver.reopen()
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Take what an engine says of its memory, its slots and its sleep."""
-        self.slept(target, asleep=gauges.asleep)
+        """Take what an engine says of its memory and its slots."""
         self._slots.scraped(target, gauges)
         if self.memory.scraped(target, gauges, self.targets()):
             self._reconfigure()
 
-    def slept(self, target: Target, *, asleep: bool) -> None:
-        """Note whether an engine sleeps, which takes requests then and does not serve them."""
-        present = self.instances.of(target)
-        if all(one.asleep == asleep for one in present):
-            return
-        for one in present:
-            one.asleep = asleep
-        fields = {"role": target.role.value, "url": target.url}
-        _log.warning("instance %s", "sleeps" if asleep else "is awake", extra={"fields": fields})
+    def reopen(self) -> None:
+        """Note that instances have opened or closed otherwise than by an order."""
         self._driver.reopen()
         self._readiness.log()
 

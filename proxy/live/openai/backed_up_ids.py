@@ -66,13 +66,18 @@ class BackedUpIds(TokenIds):
 
     Args:
         care: What the request asks for.
-        repeated: As for `TokenIds`.
+        repeated: As for `TokenIds`, like the next.
     """
 
     __slots__ = ("_care", "_end", "_pieces", "_promoted")
 
-    def __init__(self, care: Care, repeated: RepeatedText | None = None) -> None:
-        super().__init__(repeated)
+    def __init__(
+        self,
+        care: Care,
+        repeated: RepeatedText | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        super().__init__(repeated, prompt_tokens)
         self._care = care
         self._pieces: list[_Piece] = []
         self._promoted = False

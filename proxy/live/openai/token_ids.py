@@ -39,6 +39,8 @@ class TokenIds:
 
     Args:
         repeated: What the client has of the answer, and that is said again; nothing by default.
+        prompt_tokens: How many the prompt has by another engine's count; None if none has counted it.
+            Other ids would let the answer go on behind another prompt.
 
     Attributes:
         prompt: The prompt's, as JSON without the brackets; empty until the engine has told them.
@@ -47,13 +49,19 @@ class TokenIds:
             else than text, or it has said all.
     """
 
-    __slots__ = ("_before", "_behind", "_kept", "_new", "_repeated", "head", "lost", "prompt")
+    __slots__ = (
+        *("_before", "_behind", "_kept", "_new", "_prompt_tokens", "_repeated", "head", "lost"),
+        "prompt",
+    )
 
-    def __init__(self, repeated: RepeatedText | None = None) -> None:
+    def __init__(
+        self, repeated: RepeatedText | None = None, prompt_tokens: int | None = None
+    ) -> None:
         self.prompt = b""
         self.head = b""
         self.lost = False
         self._before = _CHAT
+        self._prompt_tokens = prompt_tokens
         self._repeated = repeated or RepeatedText()
         self._kept = bytearray()  # Each with a comma before it.
         self._new: list[bytes] = []  # Those behind the last text that counts.
@@ -139,6 +147,8 @@ class TokenIds:
         if not self.prompt:
             found = _PROMPT.search(event)
             self.prompt = found[1] if found else b""
+            told = self.prompt.count(_COMMA) + 1
+            self.lost |= bool(self.prompt and self._prompt_tokens not in (None, told))
             self.head = event[: max(0, event.find(_CHOICES))]
         for choice in choices_of(message):
             self._before = _CHAT if "delta" in choice else _COMPLETION

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.told_logprobs import tokens_of
 
 # Where the text of a token begins, in events that carry nothing else of the answer.
 _CHAT_TEXT = b'"delta":{"content":"'
@@ -31,16 +32,33 @@ class Transcript:
             the client's if the answer goes on; empty if there was none.
     """
 
-    __slots__ = ("text", "withheld")
+    __slots__ = ("_last", "text", "withheld")
 
     def __init__(self, sequences: int) -> None:
         self.text: list[str] | None = [] if sequences == 1 else None
         self.withheld = b""
+        self._last: bytes | dict[str, Any] = b""  # The event or choice with the latest tokens.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens of which the client was told more than text have all their text.
+
+        Of several in one event the last may be a part of a character, and text that was withheld may
+        be that of any.
+        """
+        if self.withheld or self.text is None:
+            return False
+        if isinstance(self._last, bytes):
+            choices = choices_of(parsed(self._last) or {})
+        else:
+            choices = [self._last]
+        return not choices or all(text_of(one) and _tokens_told(one) <= 1 for one in choices)
 
     def keep(self, event: bytes) -> None:
         """Append the text of a token event, or give up keeping it."""
         if self.text is None:
             return
+        self._last = event
         mark, end_mark = _CHAT_TEXT, b"}"
         begin = event.find(mark)
         if begin < 0:
@@ -67,6 +85,7 @@ class Transcript:
             self.text = None
         else:
             self.text.append(text)
+            self._last = choice
 
     def keep_withheld(self, message: dict[str, Any], choice: dict[str, Any]) -> bytes:
         """Append text that the rank withheld until now because a stop string might begin in it.
@@ -84,3 +103,8 @@ class Transcript:
         going_on = choice | {"finish_reason": None, "stop_reason": None}
         data = json.dumps(message | {"choices": [going_on]}, separators=(",", ":"))
         return b"data: " + data.encode() + b"\n\n"
+
+
+def _tokens_told(choice: dict[str, Any]) -> int:
+    ids = choice.get("token_ids")
+    return max(tokens_of(choice.get("logprobs")), len(ids) if isinstance(ids, list) else 0)

@@ -70,16 +70,8 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
-        "_ids",
-        "_kv",
-        "_rank",
-        "_remote",
-        "_repeated",
-        "_transcript",
-        "_transfer",
-        "_usage",
-        "hands_back",
-        "stream",
+        *("_ids", "_kv", "_rank", "_remote", "_repeated", "_transcript", "_transfer", "_usage"),
+        *("hands_back", "stream"),
     )
 
     def __init__(
@@ -97,7 +89,12 @@ class DecodeAttempt(Attempt):
         if self._rank is not None:
             resume, parses = session.context.legs.resume, engine.continuous_usage_is_expensive
             self._ids = session.emitted.ids_to_keep(
-                session.shape, self._asked[1], resume, self._repeated, parses=parses
+                session.shape,
+                self._asked[1],
+                resume,
+                self._repeated,
+                parses=parses,
+                prompt_tokens=session.record.prompt_tokens or None,
             )
         self._kv = kv  # Until the engine is known to have it.
         self._transfer = ""

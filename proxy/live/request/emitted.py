@@ -80,9 +80,9 @@ class Emitted:
             raise CannotResumeError("its answer cannot be continued from text")
         values = body.large_values()
         told = asks_logprobs(values) or values.get("return_token_ids")
-        if told and transcript.text[-1:] == [""]:
+        if told and transcript.text and not transcript.is_whole:
             # The next rank would say these tokens again, and the client has them.
-            raise CannotResumeError("tokens that the client was told of have no text yet")
+            raise CannotResumeError("tokens that the client was told of may have no text yet")
         text, tokens = self._text + "".join(transcript.text), self.tokens + tokens
         if not text:
             return False
@@ -100,10 +100,17 @@ class Emitted:
         repeated: RepeatedText,
         *,
         parses: bool,
+        prompt_tokens: int | None,
     ) -> TokenIds | None:
         """Return what keeps the ids of a rank's tokens, for another to go on from; None for nothing.
 
-        `parses`: the rank may have a parser of reasoning, and what that keeps back no answer tells.
+        Args:
+            shape: The client's request.
+            body: What the rank is asked.
+            resume: Which streams go on.
+            repeated: What the client has, and that the rank says again.
+            parses: Whether the rank may have a parser of reasoning: what that keeps back no answer tells.
+            prompt_tokens: Of the client's prompt, as a prefiller has counted; None if none has.
         """
         if resume is Resume.OFF:
             return None
@@ -115,7 +122,11 @@ class Emitted:
         if shape.api is Api.GENERATE:
             return GeneratedIds(bytes(body.value_text(PROMPT)))
         care = care_of(self.kept)
-        return TokenIds(repeated) if care is None else BackedUpIds(care, repeated)
+        if prompt_tokens is not None:
+            prompt_tokens += self.tokens
+        if care is None:
+            return TokenIds(repeated, prompt_tokens)
+        return BackedUpIds(care, repeated, prompt_tokens)
 
     def takes(self, ids: "TokenIds", shape: "Shape") -> bool:
         """Return whether the answer can be continued from the ids of a leg's tokens."""

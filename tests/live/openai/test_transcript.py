@@ -188,3 +188,24 @@ def test_withheld_text_is_counted_and_told_as_any_other() -> None:
     seen = json.loads(client.transcript.withheld.removeprefix(b"data: "))
     assert (seen["choices"][0]["text"], seen["choices"][0]["finish_reason"]) == ("b", None)
     assert seen["usage"] == {"prompt_tokens": 5, "total_tokens": 11, "completion_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "more", "whole"),
+    [
+        ("a", {"token_ids": [1]}, [], True),
+        ("", {"token_ids": [1]}, [], False),
+        ("ab", {"token_ids": [1, 2]}, [], False),
+        ("a", {"logprobs": {"content": [{"token": "a"}]}}, [], True),
+        ("a", {"logprobs": {"content": [{"token": "a"}, {"token": ""}]}}, [], False),
+        ("ab", {"token_ids": [1, 2]}, [chat("c")], True),
+        # Text that was withheld may be that of any token before.
+        ("a", {"token_ids": [1]}, [completion("b", "stop", "recomputed")], False),
+    ],
+)
+def test_tokens_that_may_have_no_text_yet_are_known(
+    text: str, told: dict[str, object], more: list[bytes], whole: bool
+) -> None:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None} | told
+    client = Client(keep_text=True).answer(chat("x"), event(choices=[choice]), *more)
+    assert client.transcript.is_whole is whole

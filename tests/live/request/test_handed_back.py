@@ -75,9 +75,27 @@ def test_a_token_that_was_told_without_its_text_is_not_told_again(
     assert body.startswith(b"".join(told_events))
     error = json.loads(body.split(b"data: ")[-1])["error"]
     assert error["code"] == 502
-    assert "tokens that the client was told of have no text yet" in error["message"]
+    assert "tokens that the client was told of may have no text yet" in error["message"]
     assert site.client.over == "aborted"
     assert site.is_in(Phase.ENDED)
+    assert site.at_rest
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({"logprobs": 0}, {"logprobs": {"tokens": ["x", "\ufffd"], "token_logprobs": [-0.5, -1]}}),
+        ({"return_token_ids": True}, {"token_ids": [5, 6]}),
+    ],
+)
+def test_of_several_tokens_in_one_event_the_last_may_have_no_text_yet(
+    members: dict[str, object], told: dict[str, object]
+) -> None:
+    site = Site(connector="mooncake-ascend", members=members)
+    site.to_rank().begin(token("x", **told), HANDED_BACK)
+    assert site.client.body.startswith(token("x", **told))
+    error = json.loads(site.client.body.split(b"data: ")[-1])["error"]
+    assert "may have no text yet" in error["message"]
     assert site.at_rest
 
 
