@@ -12,7 +12,13 @@ from balanceroute.proxy.testing.chaos.ask_all import ask_all
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
-from balanceroute.proxy.testing.chaos.requests import CHAT, COMPLETIONS, ClientRequest
+from balanceroute.proxy.testing.chaos.requests import (
+    CHAT,
+    COMPLETIONS,
+    TOKENS,
+    ClientRequest,
+    of_tokens,
+)
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -117,6 +123,11 @@ def _draw(rng: random.Random, number: int) -> ClientRequest:
     path = CHAT if chat else COMPLETIONS
     text = f"r{number} {prompt}"
     values |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    if not chat and "stop" not in values and more.random() < _HALF:
+        prompt_ids = [20_000 + number, *(more.randrange(1_000) for _ in range(more.randrange(60)))]
+        tokens = of_tokens(values | {"prompt": prompt_ids})
+        assert tokens is not None
+        path, values = TOKENS, tokens
     return ClientRequest(number, path, values, json.dumps(values).encode(), f"death-{number}")
 
 

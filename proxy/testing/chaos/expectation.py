@@ -193,6 +193,7 @@ class _Speech:
     finish_reason: str | None = None
     stop_reason: object = None
     logprobs: list[object] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
 
     def begins(self, other: "_Speech") -> bool:
         """Return whether `other` is the beginning of this one, all of it if it has ended."""
@@ -203,6 +204,7 @@ class _Speech:
             self.text.startswith(other.text)
             and self.call.startswith(other.call)
             and self.logprobs[:told] == other.logprobs
+            and self.ids[: len(other.ids)] == other.ids
         )
 
 
@@ -220,6 +222,7 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
             speech.finish_reason = choice.get("finish_reason") or speech.finish_reason
             speech.stop_reason = choice.get("stop_reason") or speech.stop_reason
             speech.logprobs += _tokens(choice.get("logprobs") or {})
+            speech.ids += choice.get("token_ids") or ()
     return said
 
 

@@ -152,7 +152,8 @@ class Judge:
     def may_draw_seed(self, request: ClientRequest) -> bool:
         """Return whether the proxy may have drawn a seed for a request."""
         early = self._plan.world.flags.get("first_token") == "prefill"
-        return early and request.values.get("seed") is None
+        sampling = request.values.get("sampling_params", request.values)
+        return early and sampling.get("seed") is None
 
     async def _judge_answer(
         self,

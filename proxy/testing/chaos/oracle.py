@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
-from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.testing.chaos.requests import ClientRequest, with_seed
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Response
@@ -75,7 +75,7 @@ class Oracle:
             # With it an engine without a seed draws as a prefiller, and no client may give it.
             steered = values.pop("kv_transfer_params", None) is not None
             if steered or seed is not None:
-                body = json.dumps(values | ({} if seed is None else {"seed": seed})).encode()
+                body = json.dumps(values if seed is None else with_seed(values, seed)).encode()
             self._known[key] = await self._ask(request, body, eos_first=eos_first)
         return self._known[key]
 
@@ -107,5 +107,8 @@ def comparable(body: bytes, request_id: str) -> bytes:
     """
     body = _CREATED.sub(b'"created":0', body)
     body = _FINGERPRINT.sub(b'"system_fingerprint":"-"', body)
-    own = re.compile(rb'"id":"((?:chat)?cmpl-%b)-[0-9a-f]{8}"' % re.escape(request_id.encode()))
-    return own.sub(rb'"id":"\1"', body)
+    name = re.escape(request_id.encode())
+    own = re.compile(
+        rb'"((?:request_)?id)":"((?:(?:chat)?cmpl|generate-tokens)-%b)-[0-9a-f]{8}"' % name
+    )
+    return own.sub(rb'"\1":"\2"', body)

@@ -6,6 +6,7 @@ is decided by the prompt.
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from balanceroute.proxy.core.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+TOKENS = "/inference/v1/generate"
 _WORDS = (
     "water",
     "Straße",
@@ -41,6 +43,15 @@ _TOOLS = [
         "function": {"name": "düse", "parameters": {"properties": {"on": {"type": "boolean"}}}},
     },
 ]
+# Of completions of token ids, those that are asked for at `TOKENS`.
+_TOKENS = 0.5
+_BESIDE = frozenset({"model", "prompt", "stream", "stream_options", "return_token_ids"})
+_SAMPLED = frozenset(
+    {
+        *("ignore_eos", "include_stop_str_in_output", "logprobs", "max_tokens", "min_tokens", "n"),
+        *("seed", "stop", "stop_token_ids", "temperature", "top_p"),
+    }
+)
 _FORBIDDEN: list[dict[str, Any]] = [
     {"n": 0},
     {"n": 1_000},
@@ -124,8 +135,35 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     _draw_stream(rng, values)
     forbidden = rng.random() < mix.odd and _draw_oddity(rng, values, chat=chat)
     path = CHAT if chat else COMPLETIONS
+    # Of the request's own words: which others are drawn does not depend on it.
+    tokens = None if forbidden else of_tokens(values)
+    if tokens is not None and random.Random(f"tokens {words}").random() < _TOKENS:
+        path, values = TOKENS, tokens
     body = _spell(rng, values)
     return ClientRequest(number, path, values, body, f"req-{number}", forbidden)
+
+
+def of_tokens(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the members of a completion of token ids as `TOKENS` takes them; None if it cannot."""
+    prompt, sampling = values.get("prompt"), values.keys() - _BESIDE
+    if not isinstance(prompt, list) or not all(type(one) is int for one in prompt):
+        return None
+    if not sampling <= _SAMPLED or "model" not in values:
+        return None
+    return {
+        **{name: values[name] for name in _BESIDE - {"prompt"} if name in values},
+        "token_ids": prompt,
+        # Without a limit it would go on to the end of the context.
+        "sampling_params": {"max_tokens": 16, **{name: values[name] for name in sorted(sampling)}},
+    }
+
+
+def with_seed(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the members of a request with a seed."""
+    sampling = values.get("sampling_params")
+    if sampling is None:
+        return {**values, "seed": seed}
+    return {**values, "sampling_params": {**sampling, "seed": seed}}
 
 
 def with_beginning(request: ClientRequest, text: str, *, session: str) -> ClientRequest:
