@@ -23,6 +23,8 @@ class SchedulerConfig:
         direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit. A
             request with more goes to a prefiller that has no other direct request.
         prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
+        prefiller_memory_tokens: The same for a deep pool while nobody knows how fast it empties: what
+            fits there, as engines tell; None if none does.
         pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
             where they hold no KV cache. None for what follows from `lease_ns`, or for no limit.
             Requests without prefill count, but do not wait.
@@ -55,6 +57,7 @@ class SchedulerConfig:
     rank_speeds: tuple[float, ...] | None = None
     learn_speeds: bool = False
     deep_pool: bool = False
+    prefiller_memory_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,6 +69,7 @@ class SchedulerConfig:
             "probe_limit",
             "direct_limit",
             "prefiller_kv_tokens",
+            "prefiller_memory_tokens",
             "pool_limit",
             "deadline_ns",
             "ttl_ns",

@@ -11,7 +11,8 @@ their first token when the prefill ends no longer wait for a place in it. Half i
 most entries a rank that they fit before they are late: where more than that waits in the pool, late
 entries and repeated prefills take over. Before the rate is known, each slot counts as left once in
 the usable lease, or as often as in the first window, which counts too few: a pool that grew only then
-would keep the first minute's clients waiting.
+would keep the first minute's clients waiting. That may be more than prefillers hold: until then each takes
+no more KV tokens than fit there, where engines tell how many do.
 
 **Late entries.** An entry is late after three quarters of its lease (`time_limits`). Then it is
 forced into the rank where it costs least, or its lease is left to end and it is prefilled again,
@@ -96,6 +97,15 @@ class Leases:
     def room(self, held: int) -> int:
         """Return how many prefills may start while `held` requests are in prefill or in the pool."""
         return UNLIMITED if self.pool_limit is None else self.pool_limit - held
+
+    @property
+    def prefiller_kv_tokens(self) -> int | None:
+        """KV tokens that one prefiller may hold; None for no limit."""
+        config, pace = self._config, self.pace
+        if config.prefiller_kv_tokens is not None or not config.deep_pool:
+            return config.prefiller_kv_tokens
+        known = pace is not None and pace.steady_departures_per_ns is not None
+        return None if known else config.prefiller_memory_tokens
 
     def judge(self, pool: Pool, now_ns: int) -> None:
         """Set how much overflow each late entry may cost."""

@@ -349,7 +349,12 @@ class Deployment:
     def _scheduler_config(self) -> "SchedulerConfig":
         instances = self.instances
         config = self.config.scheduler_config(len(instances.ranks), len(instances.prefillers))
-        return replace(config, rank_kv_tokens=self.roster.memory.tokens)
+        memory = self.roster.memory
+        return replace(
+            config,
+            rank_kv_tokens=memory.tokens,
+            prefiller_memory_tokens=memory.prefiller_tokens,
+        )
 
     def _make_policy(self) -> Policy:
         scheduling = self.config.scheduling
@@ -466,6 +471,7 @@ def _make_roster(
         memory=RankMemory(
             config.scheduling.rank_kv_tokens,
             used=config.policies.kv_peak_quantile is not None,
+            prefiller_share=config.deep_pool_share,
         ),
         slots=RankSlots(config.scheduling.batch),
         utilisation_limit=config.scheduling.prefiller_utilisation_limit,

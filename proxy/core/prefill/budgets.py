@@ -36,6 +36,7 @@ class Prefillers:
         prefilling: Their sum.
         direct: By prefiller, sequences of direct requests.
         held_tokens: By prefiller, KV tokens held.
+        kv_capacity_tokens: As given.
         pairs: The ranks that can use each one's KV caches.
     """
 
@@ -82,7 +83,7 @@ class Prefillers:
         # A limit may fall below the present use. Then nothing starts until enough has ended.
         self._probe_limit = probe_limit
         self._direct_limit = direct_limit
-        self._kv_capacity_tokens = kv_capacity_tokens
+        self.kv_capacity_tokens = kv_capacity_tokens
 
     def set_open(self, prefiller: PrefillerId, is_open: bool, *, on_trial: bool = False) -> None:
         """Let a prefiller take new requests, or none; `on_trial` as in `PrefillerOpened`.
@@ -137,7 +138,7 @@ class Prefillers:
             for prefiller, able in enumerate(is_open)
             if able
             and (limit is None or self._has_place(prefiller, sequences))
-            and (self._kv_capacity_tokens is None or self._has_memory(prefiller, request.tokens))
+            and (self.kv_capacity_tokens is None or self._has_memory(prefiller, request.tokens))
         ]
         if not candidates:
             return None
@@ -222,6 +223,6 @@ class Prefillers:
     def _has_memory(self, prefiller: int, prompt_tokens: int) -> bool:
         # An empty prefiller takes any prompt, see `kv_capacity_tokens`.
         held = self.held_tokens[prefiller]
-        if self._kv_capacity_tokens is None or held == 0:
+        if self.kv_capacity_tokens is None or held == 0:
             return True
-        return held + prompt_tokens <= self._kv_capacity_tokens
+        return held + prompt_tokens <= self.kv_capacity_tokens

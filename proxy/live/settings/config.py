@@ -128,6 +128,13 @@ class ProxyConfig:
         named = any(one.kv_events is not None for one in self.prefillers)
         return named or self.engines.kv_events_port is not None
 
+    @property
+    def deep_pool_share(self) -> float | None:
+        """How full prefillers may be while nobody knows how fast a deep pool empties; None for none."""
+        given = self.scheduling.pool_limit is not None
+        deep = self.scheduling.first_token is FirstTokenFrom.PREFILL and not given
+        return self.scheduling.prefiller_utilisation_limit if deep else None
+
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks and P prefillers."""
         pool_limit, deadline_s = self.scheduling.pool_limit, self.times.pool_deadline_s
@@ -142,6 +149,7 @@ class ProxyConfig:
             prefillers=prefillers,
             pool_limit=pool_limit,
             deep_pool=self.scheduling.first_token is FirstTokenFrom.PREFILL,
+            prefiller_memory_tokens=None,
             deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),
             ttl_ns=_ns(self.times.pool_ttl_s),
             lease_ns=_ns(self.lease_s),

@@ -1,5 +1,6 @@
 """With `--first-token prefill` the first token of what waits for a rank does not wait before prefill."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,3 +43,36 @@ def test_a_first_token_waits_for_its_prefill_alone(
 
     flags = {"first_token": first_token, "batch": 4, "policy": "br-0", "lease_s": 30}
     play(scenario, flags=flags, step_base_ns=150_000_000, prefill_ns_per_token=1_000.0)
+
+
+def test_before_anything_is_learned_prefillers_hold_no_more_than_fits(play: "Play") -> None:
+    """All slots are taken at once, and a deep pool begins with half as many."""
+    fits, prompt = 2_000, 100
+
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(3.0)  # Engines tell once a second.
+        prefillers = site.world.scheduler.prefillers
+        values = {"model": "tiny", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        flying = [
+            site.send(COMPLETIONS, values | {"prompt": [1 + number] * prompt, "temperature": 0})
+            for number in range(240)
+        ]
+        most = [0, 0]
+        while len(site.world.ended) < len(flying):
+            most = [max(pair) for pair in zip(most, prefillers.held_tokens, strict=True)]
+            await asyncio.sleep(0.05)
+        for one in flying:
+            assert (await one.end()).done
+        assert {(one.lease_lapses, one.retries) for one in site.world.ended} == {(0, 0)}
+        assert 0.8 * fits < min(most)
+        assert max(most) <= 0.95 * fits
+
+    flags = {"first_token": "prefill", "batch": 64, "policy": "br-0", "lease_s": 30}
+    play(
+        scenario,
+        flags=flags,
+        batch_limit=64,
+        step_base_ns=150_000_000,
+        prefill_ns_per_token=1_000.0,
+        prefiller_kv_tokens=fits,
+    )
