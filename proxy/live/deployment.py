@@ -33,7 +33,6 @@ from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.control.silent_decoders import await_decoder
-from balanceroute.proxy.live.control.sleepers import Sleepers
 from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
@@ -98,7 +97,6 @@ class Deployment:
         models: The models of its engines.
         discovery: Registers engines that are found; None if nothing finds any.
         orders: What was ordered and found.
-        sleepers: The engines that sleep.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -129,7 +127,6 @@ class Deployment:
         self.roster = _make_roster(
             self.instances, config, connect, self._page, unix_s=environment.unix_s
         )
-        self.sleepers = Sleepers(self.instances, self.roster.reopen)
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -273,20 +270,12 @@ class Deployment:
         self.ordered()
         self.driver.grown()
 
-    @property
-    def held(self) -> bool:
-        """Whether no prefill may start."""
-        return self.driver.scheduler.intake.held
-
-    def hold(self, *, held: bool) -> None:
-        """Let no prefill start, or let them start again, until another order comes."""
-        self.driver.hold(held=held)
-        self.ordered()
-
     def ordered(self) -> None:
         """Keep what an administrator has made of the settings."""
-        budget = self.driver.scheduler.intake.budget
-        self.orders.keep(self.policy, self.roster, self.discovery, budget, paused=self.held)
+        intake = self.driver.scheduler.intake
+        self.orders.keep(
+            self.policy, self.roster, self.discovery, intake.budget, paused=intake.held
+        )
 
     # Parts.
 
@@ -426,7 +415,6 @@ class Deployment:
 
     def _scraped(self, others: OthersOnRanks, target: Target, gauges: EngineGauges) -> None:
         self.roster.scraped(target, gauges)
-        self.sleepers.note(target, asleep=gauges.asleep)
         others.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
             feed_loads(self.instances, self.driver.feed, target, gauges)

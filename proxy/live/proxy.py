@@ -133,7 +133,8 @@ class Proxy(ControlPlane):
         # What was said to all that there were holds for it too.
         deployment.driver.draining = self.deployment.driver.draining
         if self.pausing.paused:
-            deployment.hold(held=True)
+            deployment.driver.hold(held=True)
+            deployment.ordered()
         self.deployments[config.name] = deployment
         self._groups.add(_group(config.name, deployment))
         self._begin(config.name)

@@ -26,12 +26,12 @@ from urllib.parse import urlencode
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.sleepers import note_sleep
 from balanceroute.proxy.live.engines.faults import FetchError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.control.sleepers import Sleepers
     from balanceroute.proxy.live.engines.fetcher import Fetcher
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -59,15 +59,9 @@ class Site(Protocol):
     driver: "Driver"
     roster: "Roster"
     fetcher: "Fetcher"
-    sleepers: "Sleepers"
 
-    @property
-    def held(self) -> bool:
-        """Whether no prefill may start."""
-        ...
-
-    def hold(self, *, held: bool) -> None:
-        """Let no prefill start, or let them start again."""
+    def ordered(self) -> None:
+        """Keep what was ordered."""
         ...
 
 
@@ -84,7 +78,7 @@ class Pausing:
     @property
     def paused(self) -> bool:
         """Whether no prefill starts."""
-        return all(site.held for site in self._sites())
+        return all(site.driver.scheduler.intake.held for site in self._sites())
 
     async def pause(
         self, mode: str, *, clear_cache: bool, engines: bool, limit_s: float
@@ -135,7 +129,8 @@ class Pausing:
         targets = [(site, target) for site in self._sites() for target in site.roster.targets()]
         asleep = await asyncio.gather(*(_sleeps(site.fetcher, one.url) for site, one in targets))
         for (site, target), sleeps in zip(targets, asleep, strict=True):
-            site.sleepers.note(target, asleep=sleeps)
+            if note_sleep(site.roster.instances, target, asleep=sleeps):
+                site.roster.reopen()
         if not any(asleep):
             self._hold(held=False)
         status = "sleeping" if self.paused else "awake"
@@ -164,7 +159,8 @@ class Pausing:
 
     def _hold(self, *, held: bool) -> None:
         for site in self._sites():
-            site.hold(held=held)
+            site.driver.hold(held=held)
+            site.ordered()
 
     async def _stop(
         self, mode: str, path: str, limit_s: float, *, timeout_s: float | None = None

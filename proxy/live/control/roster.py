@@ -16,6 +16,7 @@ from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanc
 from balanceroute.proxy.live.control.memory import RankMemory
 from balanceroute.proxy.live.control.rank_slots import RankSlots
 from balanceroute.proxy.live.control.readiness import Readiness
+from balanceroute.proxy.live.control.sleepers import note_sleep
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
@@ -312,8 +313,7 @@ class Roster:
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
-        self._driver.reopen()
-        self._readiness.log()
+        self.reopen()
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
             for instance in self.instances.of(target):
@@ -329,7 +329,9 @@ class Roster:
         self._driver.reopen()
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Take what an engine says of its memory and its slots."""
+        """Take what an engine says of its memory, its slots and its sleep."""
+        if note_sleep(self.instances, target, asleep=gauges.asleep):
+            self.reopen()
         self._slots.scraped(target, gauges)
         if self.memory.scraped(target, gauges, self.targets()):
             self._reconfigure()
@@ -389,8 +391,7 @@ class Roster:
                 instance.status = status
         self.pairing.update()
         self._ordered()
-        self._driver.reopen()
-        self._readiness.log()
+        self.reopen()
         _log.info(
             "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
         )
