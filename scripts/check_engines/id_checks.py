@@ -4,6 +4,7 @@ The last check shows what would befall a proxy that is less careful, as long as 
 """
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ from engines import BLOCK_TOKENS, Engine
 from fleet import Fleet, Proxy, until
 from pd_checks import COMPLETIONS, chat, completion
 from streaming import Streaming
+from token_checks import GENERATE, ids_of, said_by
 
 _BOTH = ("--resume", "exact", "--first-token", "prefill")
-_STREAMS, _STREAM_TOKENS = 50, 250
+# So long that all of them have begun before the first one ends, on a busy machine too.
+_STREAMS, _STREAM_TOKENS = 50, 600
 _FIRST_TOKENS, _AT_A_TIME = 200, 8
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _SCHEMA: dict[str, Any] = {
@@ -36,6 +39,7 @@ _EXPECTED = {
     "one id more behind full blocks, cached in part": False,
     "later, without a transfer": False,
 }
+_NAME = re.compile("^(chatcmpl|cmpl|generate-tokens)-")
 _REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -58,6 +62,13 @@ def _kinds(number: int) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
+def _generate(ids: list[int], **sampling: Any) -> tuple[str, dict[str, Any]]:
+    """Return a greedy stream of token ids."""
+    sampling = {"temperature": 0, "ignore_eos": True} | sampling
+    body = {"model": "tiny", "token_ids": ids, "sampling_params": sampling, "stream": True}
+    return GENERATE, body | {"stream_options": {"include_usage": True}}
+
+
 class IdChecks:
     """The checks, in the order in which they run. The name of a method is what it claims."""
 
@@ -67,6 +78,9 @@ class IdChecks:
 
     def check_streams_with_an_early_first_token_are_one_engines(self) -> str:
         asked = [one for number in range(_FIRST_TOKENS // 10) for one in _kinds(number)]
+        asked += [
+            ("token ids", *_generate([300 + number, 400], max_tokens=8)) for number in range(20)
+        ]
         early: Counter[str] = Counter()
         with self._fleet.proxy("early", *_BOTH) as proxy, ThreadPoolExecutor(_AT_A_TIME) as pool:
             compared = pool.map(lambda one: self._compare(proxy, *one), asked)
@@ -75,17 +89,20 @@ class IdChecks:
                 assert not line["first_token_differences"], line
         for kind in ("greedy", "seeded", "unseeded"):
             assert early[kind] > _FIRST_TOKENS // 10, f"{kind}: {early[kind]} early first tokens"
+        assert early["token ids"] > 10, f"token ids: {early['token ids']} early first tokens"
         return f"{len(asked)} streams, early: {dict(early)}"
 
     def _compare(self, proxy: Proxy, kind: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Compare the proxy's answer with one engine's; return the log's line."""
         answer = ask(proxy.url, path, body)
-        (name,) = {event["id"] for event in answer}
-        line = proxy.line_of(name.partition("-")[2])
+        (name,) = names_of(answer)
+        line = proxy.line_of(_NAME.sub("", name))
         if line["seed"] is not None:
             body = body | {"seed": line["seed"]}
         try:
-            assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+            right = ask(self._prefiller.url, path, body)
+            assert_equal(essence(answer), essence(right))
+            assert path != GENERATE or ids_of(answer) == ids_of(right)
         except AssertionError as error:
             raise AssertionError(f"{kind}: {path}: {body}: {error}") from None
         return line
@@ -109,8 +126,12 @@ class IdChecks:
         for (path, body), stream in zip(asked, streams, strict=True):
             try:
                 assert stream.error is None, stream.error
-                assert len({event["id"] for event in stream.events}) == 1
+                assert len(names_of(stream.events)) == 1
                 right = ask(self._prefiller.url, path, body)
+                if path == GENERATE:
+                    assert ids_of(stream.events) == ids_of(right)
+                    assert_equal(said_by(stream.events), said_by(right))
+                    continue
                 assert_equal(essence(stream.events), essence(right))
                 assert _offsets(stream.events) == _offsets(right)
             except AssertionError as error:
@@ -182,6 +203,11 @@ def _to_be_cut() -> Iterator[tuple[str, dict[str, Any]]]:
     more["stream_options"] = {"include_usage": True}
     for number in range(_STREAMS):
         values = dict(more)
+        if number % 10 == 2:
+            ids = [rng.randrange(300, 900) for _ in range(BLOCK_TOKENS + number)]
+            asked: dict[str, Any] = {"logprobs": 2} if number % 20 == 2 else {}
+            yield _generate(ids, max_tokens=_STREAM_TOKENS, **asked)
+            continue
         if number % 5 == 3:
             values["stop"] = ["never said at all", "import os", " class A"]
         if number % 2:
@@ -201,6 +227,11 @@ def _may_be_cut(streams: list[Streaming]) -> bool:
     """Return whether all streams have begun, or the first one is far."""
     events = [len(stream.events) for stream in streams]
     return min(events) > 2 or max(events) > _STREAM_TOKENS // 2
+
+
+def names_of(events: list[dict[str, Any]]) -> set[str]:
+    """Return the ids of a stream's answer, of which there should be one."""
+    return {event.get("id") or event["request_id"] for event in events}
 
 
 def _offsets(events: list[dict[str, Any]]) -> list[int]:
