@@ -135,11 +135,11 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     _draw_stream(rng, values)
     forbidden = rng.random() < mix.odd and _draw_oddity(rng, values, chat=chat)
     path = CHAT if chat else COMPLETIONS
-    # Of the request's own words: which others are drawn does not depend on it.
-    tokens = None if forbidden else of_tokens(values)
-    if tokens is not None and random.Random(f"tokens {words}").random() < _TOKENS:
-        path, values = TOKENS, tokens
     body = _spell(rng, values)
+    # With a generator of its own: which others are drawn does not depend on it.
+    tokens, own = None if forbidden else of_tokens(values), random.Random(body)
+    if tokens is not None and own.random() < _TOKENS:
+        path, values, body = TOKENS, tokens, _spell(own, tokens)
     return ClientRequest(number, path, values, body, f"req-{number}", forbidden)
 
 

@@ -11,7 +11,13 @@ from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
-from balanceroute.proxy.testing.chaos.requests import CHAT, ClientRequest, RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.requests import (
+    CHAT,
+    TOKENS,
+    ClientRequest,
+    RequestMix,
+    draw_request,
+)
 from balanceroute.proxy.wire.messages import Headers
 from balanceroute.topologies import CONNECTORS
 
@@ -92,6 +98,7 @@ SHAPES: dict[str, Callable[[str, Values], object]] = {
     "lists of token ids": lambda _, values: (
         isinstance(values.get("prompt"), list) and isinstance(values["prompt"][0], list)
     ),
+    "tokens": lambda path, values: path == TOKENS and values["token_ids"],
     "big": lambda _, values: len(json.dumps(values)) > 100_000,
     "no limit": lambda _, values: "max_tokens" not in values,
     "max_completion_tokens": lambda _, values: values.get("max_completion_tokens"),
@@ -124,7 +131,11 @@ def test_every_shape_is_drawn(drawn: list[ClientRequest], shape: str) -> None:
 
 def test_prompts_are_one_of_a_kind(drawn: list[ClientRequest]) -> None:
     prompts = [
-        json.dumps(request.values.get("prompt") or request.values.get("messages"))
+        json.dumps(
+            request.values.get("prompt")
+            or request.values.get("messages")
+            or request.values.get("token_ids")
+        )
         for request in drawn
         if request.values.get("prompt") != "" and request.values.get("messages") != []
     ]
