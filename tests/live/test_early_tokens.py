@@ -416,3 +416,21 @@ def test_a_chat_goes_on_behind_its_first_token_too(
 
     monkeypatch.setattr(decode_attempt, "decode_body", otherwise)
     play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+@pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("path", STREAMS)
+def test_ids_of_an_answer_that_the_prefiller_ended_are_told_to_who_asked(
+    play: "Play", path: str, ids: bool, more: dict[str, Any], first_token: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        for engine in ("prefill/0", "prefill/1", "decode/0"):
+            site.fleet.faults.set(engine, eos_first=1.0)
+        values = STREAMS[path] | more | {"return_token_ids": ids}
+        right = await alone(site, path, values)
+        same(await site.post(path, values, ID), right)
+        assert not site.received("decode", path)
+
+    play(scenario, flags={"first_token": first_token})

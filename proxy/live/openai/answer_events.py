@@ -19,13 +19,18 @@ def events_head(api: Api, message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def token_events(api: Api, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events up to the token, as if more came behind it."""
+def token_events(
+    api: Api, message: Mapping[str, Any], *, shows_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Return the events up to the token, as if more came behind it.
+
+    `shows_ids`: the client asked for ids; else there is null where they stand.
+    """
     head, choice = events_head(api, message), message["choices"][0]
     if api is not Api.CHAT:
         event = {"index": 0, "text": choice.get("text", ""), "logprobs": None}
         event |= {"finish_reason": None, "stop_reason": None}
-        event |= _nulls(choice, "prompt_token_ids", "token_ids")
+        event |= _ids(choice, "prompt_token_ids", "token_ids", shown=shows_ids)
         return [head | {"choices": [event]}]
     said = choice.get("message")
     said = said if isinstance(said, dict) else {}
@@ -34,18 +39,20 @@ def token_events(api: Api, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         for delta in ({"role": said.get("role", "assistant"), "content": ""}, _delta(said))
     ]
     return [
-        head | {"choices": [opening]} | _nulls(message, "prompt_token_ids", "prompt_text"),
-        head | {"choices": [going_on | _nulls(choice, "token_ids")]},
+        head
+        | {"choices": [opening]}
+        | _ids(message, "prompt_token_ids", "prompt_text", shown=shows_ids),
+        head | {"choices": [going_on | _ids(choice, "token_ids", shown=shows_ids)]},
     ]
 
 
 def ended_events(
-    api: Api, message: Mapping[str, Any], *, include_usage: bool
+    api: Api, message: Mapping[str, Any], *, include_usage: bool, shows_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the events of an answer that its one token ended."""
-    events, choice = token_events(api, message), message["choices"][0]
+    """Return the events of an answer that its one token ended; `shows_ids` as for `token_events`."""
+    events, choice = token_events(api, message, shows_ids=shows_ids), message["choices"][0]
     last = events[-1]["choices"][0]
-    ids = _nulls(last, "prompt_token_ids", "token_ids")
+    ids = _ids(last, "prompt_token_ids", "token_ids", shown=shows_ids)
     for name in ids:
         del last[name]
     last |= {name: choice.get(name) for name in ("logprobs", "finish_reason", "stop_reason")} | ids
@@ -87,6 +94,6 @@ def _delta(said: Mapping[str, Any]) -> dict[str, Any]:
     return delta
 
 
-def _nulls(values: Mapping[str, Any], *names: str) -> dict[str, None]:
-    """Return those members, of which not all versions have each, without a value."""
-    return {name: None for name in names if name in values}
+def _ids(values: Mapping[str, Any], *names: str, shown: bool) -> dict[str, Any]:
+    """Return those members, of which not all versions have each, without a value unless `shown`."""
+    return {name: values[name] if shown else None for name in names if name in values}

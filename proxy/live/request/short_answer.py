@@ -14,6 +14,7 @@ from balanceroute.proxy.live.openai.answer_events import (
     write_events,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
+from balanceroute.proxy.live.openai.numeric_members import flag
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.token_events import ended_token_events
 
@@ -32,7 +33,9 @@ def answer_shortly(
     options = body.values.get("stream_options")
     usage = isinstance(options, dict) and options.get("include_usage") is True
     client.open(200, STREAM_HEADERS)
-    client.reply.write(short_answer_events(shape.api, message, include_usage=usage))
+    ids = flag(body.values.get("return_token_ids")) is True
+    events = short_answer_events(shape.api, message, include_usage=usage, shows_ids=ids)
+    client.reply.write(events)
     client.reply.end()
 
 
@@ -41,10 +44,12 @@ def short_answer_body(message: Mapping[str, Any]) -> bytes:
     return dump_compact({**message, "kv_transfer_params": None})
 
 
-def short_answer_events(api: Api, message: Mapping[str, Any], *, include_usage: bool) -> bytes:
-    """Return the prefiller's answer as server-sent events."""
+def short_answer_events(
+    api: Api, message: Mapping[str, Any], *, include_usage: bool, shows_ids: bool = False
+) -> bytes:
+    """Return the prefiller's answer as server-sent events; `shows_ids`: with the ids that it tells."""
     if api is Api.GENERATE:
         events = ended_token_events(message, include_usage=include_usage)
     else:
-        events = ended_events(api, message, include_usage=include_usage)
+        events = ended_events(api, message, include_usage=include_usage, shows_ids=shows_ids)
     return write_events(events) + b"data: [DONE]\n\n"
