@@ -220,7 +220,7 @@ def test_it_serves_and_says_so_when_more_connect_than_it_has_descriptors_for(
                 descriptors=64,
             ) as served,
         ):
-            exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 2_000})
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 600})
             await exchange.until_events(1)
             silent = []
             for _ in range(10):

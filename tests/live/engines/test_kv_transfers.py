@@ -262,8 +262,8 @@ def test_a_convicted_prefiller_comes_back_by_ever_rarer_trials_that_cost_no_answ
         spoiled[bad.engine_id] = 0.0
         await load(site, 60, stream=True)
         site.seen.clear()
-        exchanges = await load(site, 1_000, stream=True, per_s=10.0)
-        assert [one.status for one in exchanges] == [200] * 1_000
+        exchanges = await load(site, 400, stream=True, per_s=4.0)
+        assert [one.status for one in exchanges] == [200] * 400
         trials = [one.at_s for one in site.received("prefill/0", COMPLETIONS)]
         # In 100 s, with pauses of 1, 2, 4, 8, 16 and 30 s.
         assert 3 <= len(trials) <= 8

@@ -48,6 +48,31 @@ def test_a_request_that_is_handed_back_goes_on_with_what_it_emitted() -> None:
     assert (record.outcome, record.output_tokens, record.prompt_tokens) == (Outcome.OK, 4, 7)
 
 
+@pytest.mark.parametrize("how", ["told", "ended", "broken off"])
+def test_the_total_of_a_request_that_is_handed_back_is_awaited_where_no_event_tells_it(
+    how: str,
+) -> None:
+    site = Site(connector="mooncake-ascend", count_tokens="usage")
+    for rank in site.ranks:
+        rank.continuous_usage_is_expensive = True
+    leg = site.to_rank()
+    leg.begin(token("x"), token("y"), HANDED_BACK)
+    assert site.is_in(Phase.STREAMING)
+    if how == "told":
+        usage = {"prompt_tokens": 2, "total_tokens": 6, "completion_tokens": 4}
+        leg.more(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+    elif how == "ended":
+        leg.end()
+    else:
+        leg.break_off()
+    assert site.is_in(Phase.QUEUED)
+    assert site.fed[-1] == events.RequestRecomputed(NUMBER)
+    # Without it, an event is a token.
+    assert site.session.emitted_tokens == (4 if how == "told" else 2)
+    assert site.prefill(1).values["prompt"] == "a bxy"
+    assert not site.blamed
+
+
 def test_a_request_that_is_handed_back_before_it_began_starts_afresh_elsewhere() -> None:
     site, leg = handing_back()
     leg.begin(HANDED_BACK)

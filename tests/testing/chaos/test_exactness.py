@@ -25,12 +25,12 @@ MIX = RequestMix("emulated")
 
 
 @pytest.mark.parametrize(("seed", "connector"), list(enumerate(CONNECTORS)))
-def test_500_answers_of_every_shape_are_those_of_one_engine(seed: int, connector: str) -> None:
-    found = compare(seed, requests=500, connector=connector)
+def test_200_answers_of_every_shape_are_those_of_one_engine(seed: int, connector: str) -> None:
+    found = compare(seed, requests=200, connector=connector)
     assert not found.differences
-    assert found.statuses[200] > 450
+    assert found.statuses[200] > 175
     # The others share a stream among choices.
-    assert found.identical > 450
+    assert found.identical > 175
 
 
 @pytest.mark.parametrize("seed", range(4))

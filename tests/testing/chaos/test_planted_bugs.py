@@ -66,7 +66,7 @@ def a_request_id_stays_in_use(patch: Patch) -> None:
     patch.setattr(SessionTable, "remove", forget)
 
 
-@bug("held: tenants")
+@bug("held: tenants", seed=2)
 def a_tenants_request_counts_for_ever(patch: Patch) -> None:
     ended = Tenants.ended
 
@@ -77,7 +77,7 @@ def a_tenants_request_counts_for_ever(patch: Patch) -> None:
     patch.setattr(Tenants, "ended", forget)
 
 
-@bug("with a key that is nobody's")
+@bug("with a key that is nobody's", seed=4)
 def any_key_is_the_first_tenants(patch: Patch) -> None:
     find = Clients.find
 
@@ -87,12 +87,12 @@ def any_key_is_the_first_tenants(patch: Patch) -> None:
     patch.setattr(Clients, "find", guess)
 
 
-@bug("is logged as")
+@bug("is logged as", seed=4)
 def a_refused_request_is_not_logged_as_rejected(patch: Patch) -> None:
     patch.setattr(asking, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
 
 
-@bug("that its tenant has not")
+@bug("that its tenant has not", seed=14)
 def a_tenant_is_held_to_another_ones_limits(patch: Patch) -> None:
     change = Tenants.change
 
@@ -212,7 +212,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
     patch.setattr("balanceroute.proxy.live.request.recovery.triage", offer_again)
 
 
-@bug("misread: ")
+@bug("misread: ", seed=12)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     """Finding C3: the engine had done its work when the connection was lost."""
     init: Any = Call.__init__
@@ -223,7 +223,7 @@ def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     patch.setattr(Call, "__init__", repeatable)
 
 
-@bug("abort: ", seed=85)
+@bug("abort: ", seed=89)
 def an_engine_is_not_told_that_the_client_left(patch: Patch) -> None:
     patch.setattr(Attempt, "close", lambda _: None)
 
@@ -293,7 +293,7 @@ def tokens_are_counted_twice(patch: Patch) -> None:
     patch.setattr(DecodeAttempt, "_count", twice)
 
 
-@bug("retries: ", seed=30)
+@bug("retries: ", seed=39)
 def retries_have_no_limit(patch: Patch) -> None:
     patch.setattr(RetryBudget, "spend", lambda _: True)
 
