@@ -365,7 +365,8 @@ class DecodeAttempt(Attempt):
             self.close()
             session.record.first_token_differences += 1
             emitted.add_early(session.shape)
-            session.recomputed(elsewhere=False)
+            # It may have read another prompt's KV cache, and has that in its prefix cache now.
+            session.recomputed(elsewhere=True)
             return
         session.failed(self, _reported(event, opened=session.answer.opened))
 

@@ -1,6 +1,6 @@
 """A prefiller that was asked for a prompt's KV cache."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
@@ -31,11 +31,28 @@ from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded, Pr
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
+
+
+class PrefillLeg(BufferedLeg):
+    """The answer to a prefill leg; `began` is called when its head comes: the prefill is done then."""
+
+    __slots__ = ("_began",)
+
+    def __init__(self, *answers: Any, began: "Callable[[], None]", max_bytes: int) -> None:
+        super().__init__(*answers, max_bytes=max_bytes)
+        self._began = began
+
+    def on_head(self, status: int, headers: "Headers") -> None:
+        """Take the response head."""
+        self._began()
+        super().on_head(status, headers)
 
 
 class PrefillAttempt(Attempt):
@@ -45,12 +62,12 @@ class PrefillAttempt(Attempt):
         sent_s: When it was asked: its lease cannot have begun before.
     """
 
-    __slots__ = ("_transfer", "prefiller", "sent_s")
+    __slots__ = ("_began_s", "_transfer", "prefiller", "sent_s")
 
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
         super().__init__(session, Leg.PREFILL, prefiller)
         self.prefiller = prefiller
-        self.sent_s = session.context.clock()
+        self.sent_s = self._began_s = session.context.clock()
         self._transfer = ""
 
     def send(self) -> None:
@@ -65,7 +82,8 @@ class PrefillAttempt(Attempt):
             members, least = {**members, **early.members}, early.min_tokens
         api, asked = self._asked
         body = prefill_body(*(asked, members, params), api=api, drop=legs.drop, min_tokens=least)
-        leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
+        answers = self._answered, self._broken
+        leg = PrefillLeg(*answers, began=self._begin, max_bytes=legs.answer_limit_bytes)
         self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
     def check_deadline(self, now_s: float) -> None:
@@ -74,6 +92,10 @@ class PrefillAttempt(Attempt):
             session = self._session
             reason = session.context.legs.overdue(prefill=True, stream=session.shape.stream)
             session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason))
+
+    def _begin(self) -> None:
+        """Note that the answer comes; its lease has begun, however long the rest of it takes."""
+        self._began_s = max(self.sent_s, self._session.context.stalls.waiting_since_s())
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
         session = self._session
@@ -168,8 +190,7 @@ class PrefillAttempt(Attempt):
         context = self._session.context
         if context.lease_s is None:
             return None
-        since_s = max(self.sent_s, context.stalls.waiting_since_s())
-        return round((since_s + context.lease_s) * 1e9)
+        return round((self._began_s + context.lease_s) * 1e9)
 
     def _expires_s(self, lease_ns: int | None) -> float | None:
         context = self._session.context

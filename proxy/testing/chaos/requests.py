@@ -45,6 +45,7 @@ _TOOLS = [
 ]
 # Of completions of token ids, those that are asked for at `TOKENS`.
 _TOKENS = 0.5
+_LONGEST = 1_000
 _BESIDE = frozenset({"model", "prompt", "stream", "stream_options", "return_token_ids"})
 _SAMPLED = frozenset(
     {
@@ -150,6 +151,9 @@ def of_tokens(values: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not sampling <= _SAMPLED or "model" not in values:
         return None
+    limit = values.get("max_tokens", 0)
+    if limit is None or limit > _LONGEST:
+        return None  # It goes on to the end of the context, where other routes refuse it.
     return {
         **{name: values[name] for name in _BESIDE - {"prompt"} if name in values},
         "token_ids": prompt,

@@ -697,3 +697,16 @@ def test_an_engine_that_answers_before_the_retry_budget_does_is_not_left() -> No
     site.answer_all()
     assert site.is_in(Phase.STREAMING)
     assert not site.last.aborted
+
+
+def test_a_lease_begins_with_the_head_of_the_answer_however_slow_the_rest_is() -> None:
+    site = Site()
+    probe = site.prefill()
+    began_s = site.now_s
+    probe.handler.on_head(200, [(b"content-type", b"application/json")])
+    site.now_s += 4.0
+    probe.handler.on_data(prefill_answer())
+    probe.end()
+    assert site.fed == [
+        events.PrefillDone(NUMBER, 7, round((began_s + 30.0) * 1e9), cached_tokens=4)
+    ]
