@@ -108,7 +108,7 @@ class Decoder:
             arrival = self._arrive(call, number)
             if found != prompt.tokens[: len(found)]:
                 arrival.read = [*found, *prompt.tokens[len(found) :]]
-                self._misread(arrival, Prompt(arrival.read, None), None)
+                self._misread(arrival, Prompt(arrival.read, None), None, again=True)
             cached = self._caches.compute(call.rank, prompt.tokens)
             for sequence in exchange.sequences_of(number):
                 sequence.choice.cached_tokens = cached
@@ -173,7 +173,9 @@ class Decoder:
             return
         if read != prompt.tokens:
             arrival.read = read
-            self._misread(arrival, Prompt(read, None), None)
+            cached = self._caches.cached(arrival.call.rank, prompt.tokens)
+            again = cached != prompt.tokens[: len(cached)]
+            self._misread(arrival, Prompt(read, None), None, again=again)
         lease.pulling = True
         arrival.lease = lease
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
@@ -199,8 +201,10 @@ class Decoder:
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
 
-    def _misread(self, arrival: _Arrival, prompt: Prompt, end: LeaseEnd | None) -> None:
-        self._book.misreads.append(Misread(arrival.call.request_id, end))
+    def _misread(
+        self, arrival: _Arrival, prompt: Prompt, end: LeaseEnd | None, *, again: bool = False
+    ) -> None:
+        self._book.misreads.append(Misread(arrival.call.request_id, end, again))
         for sequence in arrival.call.exchange.sequences_of(arrival.number):
             sequence.misread(prompt)
 

@@ -96,10 +96,12 @@ class Misread:
     Attributes:
         request_id: The id of its answer.
         end: How the named lease ended; None if it is held, or was never granted.
+        again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
     """
 
     request_id: str
     end: LeaseEnd | None
+    again: bool = False
 
 
 @dataclass(slots=True)

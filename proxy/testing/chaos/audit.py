@@ -134,7 +134,8 @@ def _is_slow(plan: Plan) -> bool:
 
 
 def _is_excused(misread: Misread, plan: Plan) -> bool:
-    return misread.end is LeaseEnd.EXPIRED and _is_slow(plan)
+    # The misread that left it in the prefix cache is judged itself.
+    return misread.again or (misread.end is LeaseEnd.EXPIRED and _is_slow(plan))
 
 
 def audit_misreads(plan: Plan, part: Part) -> list[str]:
