@@ -22,6 +22,10 @@ def _order(proxy: Proxy, path: str) -> Any:
     return answer.json()
 
 
+def _ready(proxy: Proxy) -> int:
+    return CLIENT.get(f"{proxy.admin_url}/ready", timeout=_LIMIT_S).status_code
+
+
 def _paused(engine: Engine) -> bool:
     return bool(CLIENT.get(f"{engine.url}/is_paused", timeout=_LIMIT_S).json()["is_paused"])
 
@@ -60,6 +64,29 @@ class PauseChecks:
             assert held.events
             assert not any(map(_paused, self._engines))
         return f"{len(self._engines)} engines paused and resumed"
+
+    def check_engines_sleep_and_wake_up(self) -> str:
+        """Level 0 alone: a CPU has no memory to give back."""
+        with self._fleet.proxy("asleep") as proxy:
+            streams = self._streams(proxy)
+            done = _order(proxy, "/sleep?level=0")
+            assert (done["status"], done["aborted"]) == ("sleeping", _STREAMS), done
+            for stream in streams:
+                self._aborted(stream)
+            assert all(map(_paused, self._engines))
+            # What the engines tell of themselves is read once a second.
+            until(lambda: _ready(proxy) == 503, "a proxy that is not ready", step_s=0.2)
+            path, body = chat("import os, sys")
+            held = Streaming(proxy.url, path, body | {"stream": True})
+            time.sleep(2.0)
+            assert not held.events, held.events
+            woken = _order(proxy, "/wake_up?tags=scheduling")
+            assert (woken["status"], woken["asleep"]) == ("awake", 0), woken
+            held.join()
+            assert held.error is None, held.error
+            assert held.events
+            assert _ready(proxy) == 200
+        return f"{len(self._engines)} engines slept and woke up"
 
     def _streams(self, proxy: Proxy) -> list[Streaming]:
         asked = [completion([300 + i, *range(400, 440)], **_LONG) for i in range(_STREAMS)]

@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.testing.chaos.audit import (
     Census,
     audit_answers,
+    audit_census,
     audit_decisions,
     audit_lapses,
     audit_leases,
@@ -296,8 +297,7 @@ class Trial:
             self._report.violations += audit_leases(self._plan_of(part), part)
             self._report.violations += audit_misreads(self._plan_of(part), part)
         if self._plan.shutdown_s is None:
-            after = await take_census(world)
-            self._report.violations += after.beyond(before)
+            self._report.violations += await audit_census(world, before)
 
     # Clients.
 
