@@ -1,5 +1,6 @@
 """Traces in a run: a collector that does not always take them, and whether each request has one."""
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -35,12 +36,14 @@ class SpanCollector:
 
     def __init__(self, statuses: Sequence[int]) -> None:
         self._statuses = statuses
+        self._willing_s = 0.0
         self._exports = 0
         self._server = Server(self._answer)
         self.spans: list[dict[str, Any]] = []
 
-    async def start(self) -> None:
-        """Listen."""
+    async def start(self, *, refuses_s: float = 0.0) -> None:
+        """Listen, and take everything after so many seconds."""
+        self._willing_s = asyncio.get_running_loop().time() + refuses_s
         await self._server.start("127.0.0.1", _PORT)
 
     async def close(self) -> None:
@@ -49,7 +52,8 @@ class SpanCollector:
         await self._server.drain()
 
     def _answer(self, request: Request, reply: Reply) -> None:
-        status = self._statuses[self._exports % len(self._statuses)]
+        willing = asyncio.get_running_loop().time() >= self._willing_s
+        status = 200 if willing else self._statuses[self._exports % len(self._statuses)]
         self._exports += 1
         if status == 200:
             (resource,) = json.loads(request.body)["resourceSpans"]

@@ -59,6 +59,8 @@ LIVENESS_S = 120.0
 _QUIET_S = 2.0
 # Connections are kept so long without use, on either side; then the last timers are gone.
 _IDLE_S = 8.0
+# The longest pause before spans are exported again.
+_EXPORT_S = 16.0
 _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
@@ -198,7 +200,7 @@ class Trial:
             known |= saboteur.front
         collector = SpanCollector(plan.collector) if plan.collector else None
         if collector is not None:
-            await collector.start()
+            await collector.start(refuses_s=plan.calm_s)
         await world.start(known)
         await asyncio.sleep(_WARM_UP_S)
         before = await take_census(world)
@@ -291,7 +293,7 @@ class Trial:
         """Look at what takes time to go: leases, and connections that nobody uses."""
         world = self._world
         lease_s = max(self._plan_of(part).world.engines.lease_s for part in world.parts)
-        await asyncio.sleep(lease_s + _IDLE_S)
+        await asyncio.sleep(lease_s + _IDLE_S + (_EXPORT_S if self._plan.collector else 0.0))
         self._report.violations += audit_rest(world)
         for part in world.parts:
             self._report.violations += audit_leases(self._plan_of(part), part)
