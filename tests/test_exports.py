@@ -39,7 +39,7 @@ proxy.live: announcement connectors control control_plane deployment deployment_
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
     trace_export tracing
 proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
-proxy.live.control: admin answers engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster standing state view
+proxy.live.control: admin answers drain_deadlines engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster silent_decoders sleepers standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
@@ -50,9 +50,9 @@ proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway ge
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
-    continuation_stream first_token held_end json_scan json_text json_value leg_body named_events numeric_members
+    continuation_stream first_token generated_ids held_end json_scan json_text json_value leg_body named_events numeric_members
     prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text resume routes shape stream_event
-    stream_opening stream_reader token_counts token_estimate token_events token_ids token_shape token_stream told_logprobs transcript urgency
+    stream_opening stream_reader token_continuation token_continuation_stream token_counts token_estimate token_events token_ids token_shape token_stream told_logprobs transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
