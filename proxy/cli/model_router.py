@@ -14,12 +14,13 @@ from rich.table import Table
 from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer
+from balanceroute.proxy.live.settings.setting import integer, number
 from balanceroute.proxy.model_choice.base import Outlook
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
 from balanceroute.proxy.model_choice.greedy import Greedy
-from balanceroute.proxy.model_choice.judgement import RATES, THRESHOLDS, WINDOW, Judgement, judge
+from balanceroute.proxy.model_choice.judgement import RATES, THRESHOLDS, Judgement, judge
 from balanceroute.proxy.model_choice.plots import write_mix, write_training
+from balanceroute.proxy.model_choice.recent import WINDOW
 from balanceroute.proxy.model_choice.scenario import Scenario, paper_scenario
 from balanceroute.proxy.model_choice.scenario_file import read_scenario
 from balanceroute.proxy.model_choice.static import Static
@@ -45,6 +46,14 @@ class RouterTraining:
 
     requests: int = integer(120_000, "requests to learn from", 2_000, 10**8)
     seed: int = integer(0, "of what is drawn", 0, (1 << 31) - 1)
+    window_mean: float | None = number(
+        None,
+        f"have windows of {WINDOW} answers in a row keep this share of what the best model's would be "
+        "worth, beside the mean of all",
+        0.5,
+        1.0,
+        word="none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     check_output("--out", arguments.out)
     scenario, lengths = _read(arguments)
     windows: list[Window] = []
-    trainer = Trainer(scenario, lengths, steps=settings.requests, seed=settings.seed)
+    trainer = Trainer(
+        scenario,
+        lengths,
+        steps=settings.requests,
+        seed=settings.seed,
+        window_mean=settings.window_mean,
+    )
     begin_s = time.perf_counter()
     with StageBar() as bar:
 
@@ -208,8 +223,8 @@ def _choice_us(choice: "ModelChoice", scenario: Scenario) -> float:
     """Return what one choice takes, in us of this machine."""
     outlooks = [Outlook(0.5) for _ in scenario.groups]
     begin_s = time.perf_counter()
-    for number in range(_CHOICES):
-        choice.choose(number % len(scenario.tasks), 10.0, outlooks)
+    for place in range(_CHOICES):
+        choice.choose(place % len(scenario.tasks), 10.0, outlooks)
     return 1e6 * (time.perf_counter() - begin_s) / _CHOICES
 
 

@@ -7,11 +7,11 @@ import numpy as np
 
 from balanceroute.proxy.model_choice.base import ModelChoice
 from balanceroute.proxy.model_choice.environment import Arrival, Environment
+from balanceroute.proxy.model_choice.recent import WINDOW
 from balanceroute.proxy.model_choice.scenario import Scenario
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0)
 THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
-WINDOW = 20
 
 
 @dataclass(frozen=True, slots=True)

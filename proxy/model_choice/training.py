@@ -14,11 +14,13 @@ from balanceroute.proxy.model_choice.base import Outlook
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn, inputs_of, sensible, state
 from balanceroute.proxy.model_choice.environment import Arrival, Environment
 from balanceroute.proxy.model_choice.q_network import Floats, QNetwork
+from balanceroute.proxy.model_choice.recent import Recent, WindowAim
 from balanceroute.proxy.model_choice.scenario import Scenario
 from balanceroute.proxy.model_choice.workload import bursty
 
 _HIDDEN = 256
 _GAMMA = 0.99
+_WINDOW_GAMMA = 0.98  # A window is over after 20 answers.
 _LEARNING_RATE = 1e-4
 _MEMORY = 100_000
 _BATCH = 64
@@ -27,6 +29,7 @@ _UPDATES_PER_COPY = 500
 _FIRST_STEPS = 1_000  # Before so many transitions nothing is learned.
 _EPISODE = 4_000  # Requests; then the groups are emptied.
 _LAST_EPSILON = 0.02
+_WINDOW_WORTH = 0.03  # Of a window that is kept, beside the worth of its answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +72,26 @@ class Trainer:
     """Trains one network."""
 
     def __init__(
-        self, scenario: Scenario, lengths: Sequence[tuple[int, int]], *, steps: int, seed: int
+        self,
+        scenario: Scenario,
+        lengths: Sequence[tuple[int, int]],
+        *,
+        steps: int,
+        seed: int,
+        window_mean: float | None = None,
     ) -> None:
-        """Take what is to be learned, on how many requests."""
+        """Take what is to be learned, on how many requests.
+
+        With `window_mean` windows are to keep this mean, beside the mean of all; see `WindowAim`.
+        """
         self._scenario = scenario
         self._steps = steps
         self._random = np.random.default_rng(seed)
         self._environment = Environment(scenario, lengths, self._random)
         groups, tasks = len(scenario.groups), len(scenario.tasks)
-        inputs = inputs_of(groups, tasks)
+        self._aim = None if window_mean is None else WindowAim(window_mean, scenario.scores)
+        self._recent: Recent | None = None
+        inputs = inputs_of(groups, tasks, windows=self._aim is not None)
         self._network = QNetwork.drawn(inputs, _HIDDEN, groups, self._random)
         self._target = QNetwork(self._network.parameters)
         self._target.copy_of(self._network)
@@ -102,33 +116,37 @@ class Trainer:
                     progress(Window(self._done, float(np.mean(rewards)), shares))
                     rewards, counts = [], np.zeros_like(counts)
         groups, tasks = len(self._scenario.groups), len(self._scenario.tasks)
-        return DoubleDqn(self._network, groups=groups, tasks=tasks)
+        return DoubleDqn(self._network, groups=groups, tasks=tasks, aim=self._aim)
 
     def _episode(self, requests: int) -> Iterator[tuple[int, float]]:
         """Yield for each request the group that it was sent to, and its worth."""
         arrival: Arrival | None = self._environment.reset(bursty(requests, self._random))
         assert arrival is not None
+        self._recent = None if self._aim is None else Recent(self._aim)
         seen = self._seen(arrival)
         while arrival is not None:
             before, action = seen, self._explore(seen, arrival.outlooks)
             # What was predicted, not what came true: that depends on requests that come later.
             kept = arrival.outlooks[action].target_share <= 1
             scores = self._scenario.scores[arrival.task]
-            reward, best = scores[action] if kept else 0.0, max(scores)
+            worth = scores[action] if kept else 0.0
+            # Less what the best model would be worth: it changes no choice, and small
+            # differences are seen better in values near 0.
+            reward = worth - max(scores)
+            if self._recent is not None and not self._recent.add(-reward):
+                reward -= _WINDOW_WORTH
             arrival, _ = self._environment.step(action)
             if arrival is not None:  # The last request has nothing after it.
                 seen = self._seen(arrival)
-                # Less what the best model would be worth: it changes no choice, and small
-                # differences are seen better in values near 0.
-                self._memory.add(before, action, reward - best, seen)
+                self._memory.add(before, action, reward, seen)
             self._done += 1
             if self._done % _STEPS_PER_UPDATE == 0 and self._memory.count >= _FIRST_STEPS:
                 self._update()
-            yield action, reward
+            yield action, worth
 
     def _seen(self, arrival: Arrival) -> Floats:
         tasks = len(self._scenario.tasks)
-        return state(arrival.task, tasks, arrival.rate_per_s, arrival.outlooks)
+        return state(arrival.task, tasks, arrival.rate_per_s, arrival.outlooks, self._recent)
 
     def _explore(self, seen: Floats, outlooks: Sequence[Outlook]) -> int:
         """Return a random group at first, and ever more often the best one."""
@@ -145,7 +163,8 @@ class Trainer:
         missed &= ~missed.all(axis=1, keepdims=True)  # As in `sensible`.
         best = np.argmax(np.where(missed, -np.inf, self._network.values(after)), axis=1)
         value = self._target.values(after)[np.arange(len(best)), best]
-        targets = (rewards + _GAMMA * value).astype(np.float32)
+        gamma = _GAMMA if self._aim is None else _WINDOW_GAMMA
+        targets = (rewards + gamma * value).astype(np.float32)
         # Smaller steps at the end: what one request more costs is a small part of a value.
         left = 1 - self._done / self._steps
         self._network.learn(states, actions, targets, _LEARNING_RATE * min(1.0, 2 * left + 0.02))

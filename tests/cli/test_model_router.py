@@ -23,7 +23,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("aim", [[], ["--window-mean", "0.98"]])
 def test_weights_are_trained_and_judged(
+    aim: list[str],
     tmp_path: Path,
     trace: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -34,8 +36,8 @@ def test_weights_are_trained_and_judged(
     monkeypatch.setattr(model_router, "_LEAST_REQUESTS", 100)
     weights, pictures, figures = tmp_path / "w.npz", tmp_path / "plots", tmp_path / "out.json"
     common = ["--trace", str(trace), "--plots", str(pictures)]
-    train = ["model-router", "train", "--out", str(weights), "--requests", "2000", *common]
-    assert main(train) == 0
+    train = ["model-router", "train", "--out", str(weights), "--requests", "2000"]
+    assert main([*train, *aim, *common]) == 0
     assert "Trained on 2,000 requests" in capsys.readouterr().out
     evaluate = ["model-router", "evaluate", "--weights", str(weights), "--json", str(figures)]
     assert main([*evaluate, *common]) == 0
@@ -53,6 +55,7 @@ def test_weights_are_trained_and_judged(
         (["train"], "required: --out"),
         (["train", "--out", "/nowhere/w.npz"], "not a directory"),
         (["train", "--out", "w.npz", "--requests", "5"], "--requests"),
+        (["train", "--out", "w.npz", "--window-mean", "1.5"], "--window-mean"),
         (["train", "--out", "w.npz", "--trace", "none.csv"], "none.csv"),
         (["evaluate", "--weights", "none.npz"], "none.npz"),
         (["evaluate", "--scenario", "none.toml"], "none.toml"),
