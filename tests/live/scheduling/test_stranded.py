@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.events import Eligible, RequestId, Ticket
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.scheduling.stranded import Stranded
@@ -20,6 +21,7 @@ class Site:
     def __init__(self) -> None:
         self.requests: dict[RequestId, Request] = {}
         self.missing: set[Eligible | None] = set()
+        self.intake = Intake()
         self.stranded = Stranded(cast("Scheduler", self), cast("Instances", self), after_s=10.0)
 
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
