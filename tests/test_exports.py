@@ -72,7 +72,7 @@ proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_me
     leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
     registry request_log request_metrics shadow snapshot stages
     tenant_metrics trace trace_context trace_metrics
-proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network scenario
+proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network recent scenario
     scenario_file static training workload
 proxy.replay: answer bodies body driver exchange faults figures fleet groups limits prompts recorder
     report sample settings sharegpt target urgency workload
