@@ -48,6 +48,8 @@ def loads(*, quick: bool) -> list[Load]:
         streams(256, 200),
         streams(1024, 100),
         requests("1 token", 16, 6000 // part),
+        # What relays cost where it matters: with many in flight their wake-ups are shared.
+        requests("1 token, 64 in flight", 64, 6000 // part),
         requests("1 token, streamed", 1, 2000 // part, tokens=1),
         requests("1 MiB prompt", 2, 120 // part, prompt_bytes=1 << 20),
         requests("burst of 1,024", 1024, 1024),
