@@ -26,7 +26,7 @@ from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
 from balanceroute.proxy.live.request.reports import KvAbandoned, LegSucceeded, SessionEnded
 from balanceroute.proxy.live.request.session_host import Host
-from balanceroute.proxy.live.request.session_trace import trace_move
+from balanceroute.proxy.live.request.session_trace import MAY_REPEAT, trace_move
 from balanceroute.proxy.live.request.short_answer import answer_shortly
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 
@@ -141,8 +141,9 @@ class Session:
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
         """Leave the phase that it is in, with what it holds there."""
         check_move(self.number, self.phase, phase)
-        if self.record.trace is not None:
-            trace_move(self.record, self.phase, phase, self.context.clock(), decodes=self.decodes)
+        record = self.record
+        if record.trace is not None and (phase in MAY_REPEAT or record.trace.steps):
+            trace_move(record, self.phase, phase, self.context.clock(), decodes=self.decodes)
         self.phase = phase
         before, self._held = self._held, held
         if before is not held:

@@ -17,6 +17,8 @@ _STAGES = {
 _WITH_ENGINE = frozenset({Phase.PREFILLING, Phase.DECODING, Phase.STREAMING})
 # Of a request that goes its way for the first time.
 _FIRST = frozenset({Phase.QUEUED, Phase.PREFILLING})
+MAY_REPEAT = frozenset({Phase.QUEUED, Phase.POOLED})
+"""The phases with which a repetition begins: until one has, only they are for `trace_move`."""
 
 
 def trace_move(

@@ -85,8 +85,8 @@ class SpanExporter:
         self._before = (
             b'{"resourceSpans":[{"resource":' + resource + b',"scopeSpans":[{"scope":' + scope
         ) + b',"spans":['
-        self._waiting: deque[bytes] = deque()
-        self._batch: list[bytes] = []
+        self._waiting: deque[str] = deque()
+        self._batch: list[str] = []
         self._some, self._many = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._complained_s = -_COMPLAINT_S
@@ -155,7 +155,7 @@ class SpanExporter:
 
     async def _attempt(self) -> float | None:
         """Send it once; return how long to wait at least before another attempt, None for no other."""
-        body = b"".join((self._before, b",".join(self._batch), b"]}]}]}"))
+        body = b"".join((self._before, ",".join(self._batch).encode(), b"]}]}]}"))
         if self._settings.gzip:
             packed: list[bytes] = []
             await self._in_thread(lambda: packed.append(compress(body, 1)))

@@ -26,7 +26,7 @@ def record() -> RequestRecord:
 
 def found(change: Any = None, *, page: bytes = b"") -> list[str]:
     ended = [record()]
-    spans = json.loads(b"[" + spans_of(ended[0]) + b"]")
+    spans = json.loads(f"[{spans_of(ended[0])}]")
     if change is not None:
         change(spans)
 
