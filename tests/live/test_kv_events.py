@@ -166,10 +166,12 @@ def test_a_proxy_finds_what_others_had_computed(
     play(main())
 
 
-@pytest.mark.parametrize("found", [False, True])
+@pytest.mark.parametrize("by", ["file", "order", "ports"])
 def test_prefillers_that_come_and_go_are_followed(
-    make_exchanged: "MakeExchanged", tmp_path: Path, found: bool
+    make_exchanged: "MakeExchanged", tmp_path: Path, by: str
 ) -> None:
+    found = by == "file"
+
     async def main() -> None:
         async with engines() as fleet:
             first, second = fleet.prefill_urls
@@ -183,7 +185,7 @@ def test_prefillers_that_come_and_go_are_followed(
             if found:
                 words += ["--discover", f"file:{listed}", "--discover-interval-s", "0.1"]
                 words += ["--discover-hold-s", "0"]
-            else:
+            elif by == "ports":
                 ports = [one.rpartition(":")[2] for one in addresses[1]]
                 words += ["--kv-events-port", ports[0], "--kv-replay-port", ports[1]]
             async with serving(make_exchanged, [first], fleet.decode_urls, *words) as served:
@@ -193,8 +195,9 @@ def test_prefillers_that_come_and_go_are_followed(
                     told = f'url = "{second}"\nkv_events = "{events}"\nkv_replay = "{replay}"\n'
                     if found:
                         listed.write_text(f"[[prefill]]\n{told}")
-                    else:
-                        await order("", role="prefill", url=second)
+                        return
+                    named = {"kv_events": events, "kv_replay": replay} if by == "order" else {}
+                    await order("", role="prefill", url=second, **named)
 
                 async def go() -> None:
                     listed.write_text("")

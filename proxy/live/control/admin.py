@@ -12,7 +12,8 @@
     POST /admin/groups            add one: what its [[model]] table would have
     POST /admin/groups/drain      nothing new goes to its engines: {"group"}
     POST /admin/groups/remove     forget one that is drained: {"group", "force"?}
-    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?, "group"?}
+    POST /admin/instances         add one: {"role", "url", "ranks"?, "bootstrap"?, "group"?, "kv_events"?,
+                                  "kv_replay"?}
     POST /admin/instances/drain   nothing new goes there: {"role", "url", "wait_s"?, "deadline_s"?}
     POST /admin/instances/remove  forget one that is drained: {"role", "url", "force"?}
     POST /admin/policy            {"policy", "group"?}
@@ -49,6 +50,7 @@ from balanceroute.proxy.live.control.live_view import EVENTS, LiveView
 from balanceroute.proxy.live.control.orders import (
     Refusal,
     address_of,
+    event_addresses_of,
     group_of,
     instance_of,
     read_order,
@@ -75,6 +77,7 @@ MAX_WAITS = 256
 """Orders to drain whose end may be waited for at a time."""
 _WAIT_STEP_S = 0.25
 
+_MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
 _OPEN_PATHS = frozenset({b"/", b"/health", b"/ready"})
 
 _log = logging.getLogger(__name__)
@@ -133,6 +136,8 @@ class Orders(Protocol):
         ranks: int | None,
         bootstrap: str | None,
         group: str | None = None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
     ) -> None:
         """Add an instance, to one of several groups."""
         ...
@@ -292,11 +297,10 @@ class Admin:
         send_json(reply, 200, {"instances": self._control.instance_rows()})
 
     def _add(self, request: Request, reply: Reply) -> None:
-        order = read_order(
-            request, required={"role", "url"}, optional={"ranks", "bootstrap", "group"}
-        )
+        order = read_order(request, required={"role", "url"}, optional=_MORE_OF_AN_INSTANCE)
         role, url = instance_of(order)
         bootstrap = address_of(order, "bootstrap") if "bootstrap" in order else None
+        kv_events, kv_replay = event_addresses_of(order)
         group = group_of(order)
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
@@ -306,7 +310,15 @@ class Admin:
 
         async def add() -> None:
             with answering(reply):
-                await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap, group=group)
+                await self._engines.add(
+                    role,
+                    url,
+                    ranks=ranks,
+                    bootstrap=bootstrap,
+                    group=group,
+                    kv_events=kv_events,
+                    kv_replay=kv_replay,
+                )
                 _log.info("admin: added an instance", extra=_where(request, order))
                 self._instances(request, reply)
 

@@ -30,11 +30,14 @@ class EngineOrders:
         ranks: int | None,
         bootstrap: str | None,
         group: str | None = None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
     ) -> None:
         """Add an instance to a group; None without groups, or to take a draining one back.
 
         Raises:
-            ConfigError: The order cannot be carried out, or names no group where there are some.
+            ConfigError: The order cannot be carried out, names no group where there are some, or names KV
+                cache events that nobody would follow.
             ConflictError: It is there already, perhaps in another group.
             UnknownInstanceError: There is no such group.
         """
@@ -46,7 +49,16 @@ class EngineOrders:
         name = named(rosters, name)
         if any(one != name for one in owners):
             raise ConflictError(f"{base} is an engine of the group {owners[0]!r}")
-        await rosters[name].add(role, url, ranks=ranks, bootstrap=bootstrap)
+        roster = rosters[name]
+        if kv_events is not None and role is not Role.PREFILL:
+            raise ConfigError("kv_events: only prefillers tell what they have cached")
+        if kv_events is not None and roster.instances.engine_blocks is None:
+            raise ConfigError(
+                "kv_events: none are followed: start the proxy with --kv-events or --kv-events-port"
+            )
+        await roster.add(
+            role, url, ranks=ranks, bootstrap=bootstrap, kv_events=kv_events, kv_replay=kv_replay
+        )
 
     def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         """Send nothing new to an instance; see `Roster.drain`."""

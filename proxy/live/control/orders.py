@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.settings.checks import event_address
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -99,6 +100,27 @@ def address_of(order: dict[str, object], key: str) -> str:
     except ConfigError as error:
         raise Refusal(400, f"{key} {error}", param=key) from None
     return text
+
+
+def event_addresses_of(order: dict[str, object]) -> tuple[str | None, str | None]:
+    """Return where a prefiller publishes its KV cache events and sends them again; None for what is not named.
+
+    Raises:
+        Refusal: One is no address, or only the second is named.
+    """
+    events, replay = (_event_address_of(order, key) for key in ("kv_events", "kv_replay"))
+    if replay is not None and events is None:
+        raise Refusal(400, "kv_replay: needs kv_events too", param="kv_replay")
+    return events, replay
+
+
+def _event_address_of(order: dict[str, object], key: str) -> str | None:
+    if key not in order:
+        return None
+    try:
+        return event_address(text_of(order, key))
+    except ConfigError as error:
+        raise Refusal(400, f"{key} {error}", param=key) from None
 
 
 def text_of(order: dict[str, object], key: str) -> str:

@@ -91,9 +91,12 @@ class Fleet:
         ranks: int | None,
         bootstrap: str | None,
         group: str | None = None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
     ) -> None:
         await self.gate.wait()
-        self._order("add", role, url, ranks, bootstrap, *filter(None, [group]))
+        more = filter(None, [group, kv_events, kv_replay])
+        self._order("add", role, url, ranks, bootstrap, *more)
 
     def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         self._order("drain", role, url, *([] if deadline_s is None else [deadline_s]))
@@ -318,6 +321,21 @@ def test_an_addition_is_answered_when_it_is_done() -> None:
     asyncio.run(main())
 
 
+def test_a_prefiller_is_added_with_the_addresses_of_its_kv_cache_events() -> None:
+    events = {"kv_events": "tcp://p:5557", "kv_replay": "tcp://[::1]:5558"}
+
+    async def main() -> None:
+        bench = Bench()
+        sent = bench.post("/admin/instances", {"role": "prefill", "url": "http://p:8000"} | events)
+        await sent.done.wait()
+        assert sent.status == 200
+        assert bench.fleet.orders == [
+            ("add", Role.PREFILL, "http://p:8000", None, None, *events.values())
+        ]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -478,6 +496,9 @@ def test_a_body_that_is_no_order_is_refused(path: str, body: bytes, reason: str)
         ("/admin/instances", INSTANCE | {"bootstrap": ""}),
         ("/admin/instances", INSTANCE | {"bootstrap": 8998}),
         ("/admin/instances", INSTANCE | {"weight": 1}),
+        ("/admin/instances", INSTANCE | {"kv_events": "http://p:5557"}),
+        ("/admin/instances", INSTANCE | {"kv_events": 5557}),
+        ("/admin/instances", INSTANCE | {"kv_replay": "tcp://p:5558"}),
         ("/admin/instances", {"role": "both", "url": "http://d:8000"}),
         ("/admin/instances", {"role": ["decode"], "url": "http://d:8000"}),
         ("/admin/instances", {"role": "decode", "url": ""}),

@@ -368,6 +368,8 @@ def test_an_address_that_is_none_is_refused(play: "Play", url: str) -> None:
         {"role": "prefill", "ranks": 2},
         {"role": "decode", "bootstrap": "http://127.0.0.1:9", "ranks": 1},
         {"role": "prefill", "bootstrap": "http://127.0.0.1:9"},  # NIXL has none.
+        {"role": "prefill", "kv_events": "tcp://127.0.0.1:9"},  # This proxy follows none.
+        {"role": "decode", "kv_events": "tcp://127.0.0.1:9", "ranks": 1},
     ],
 )
 def test_what_an_engine_cannot_have_is_refused(play: "Play", more: dict[str, object]) -> None:
