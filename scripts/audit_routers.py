@@ -18,7 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from math import hypot
 from pathlib import Path
+from statistics import stdev
 from typing import Any, cast
 
 import httpx
@@ -42,6 +45,7 @@ RANKS, BATCH, PREFILLERS, IN_FLIGHT = 4, 8, 3, 60
 MODEL = "emulated"
 _WARM_UP_S = 20.0
 _REQUESTS = 20_000
+_PARTS = 12  # Of the time of an audit; for three minutes longer than most requests take.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,13 @@ class Found:
         audit: The audit's JSON.
         idle: The engines' own idle share, while it looked.
         tokens_per_s: What they emitted.
+        error: Standard error of that, by the spread between parts of the time.
     """
 
     audit: dict[str, Any]
     idle: float
     tokens_per_s: float
+    error: float
 
 
 def main() -> int:
@@ -105,15 +111,19 @@ def _audited(name: str, trace: Path, minutes: float, folder: Path) -> Found:
     command += ["--step-us-per-token=5", "--prefill-base-ms=1", "--prefill-us-per-token=10"]
     with emulated_engines([*command, f"--model={MODEL}"]) as engines:
         prefill, decode = (cast("list[str]", engines[role]) for role in ("prefill", "decode"))
-        with _router(name, prefill, decode, folder) as url, _loaded(url, trace, folder):
+        with _router(name, prefill, decode, folder) as url, _loaded(url, decode[0], trace, folder):
             time.sleep(_WARM_UP_S)
-            before, begin_s = _stats(decode[0]), time.monotonic()
-            told = _audit(prefill, decode, minutes, folder)
-            after, seconds = told[1], told[2] - begin_s
+            audit, seen = _audit(prefill, decode, minutes, folder)
     idle, capacity, tokens = (
-        after[key] - before[key] for key in ("idle_tokens", "capacity_tokens", "output_tokens")
+        seen[-1].stats[key] - seen[0].stats[key]
+        for key in ("idle_tokens", "capacity_tokens", "output_tokens")
     )
-    return Found(told[0], idle / capacity, tokens / seconds)
+    rates = [
+        (after.stats["output_tokens"] - before.stats["output_tokens"]) / (after.at_s - before.at_s)
+        for before, after in pairwise(seen)
+    ]
+    seconds = seen[-1].at_s - seen[0].at_s
+    return Found(audit, idle / capacity, tokens / seconds, stdev(rates) / len(rates) ** 0.5)
 
 
 @contextmanager
@@ -141,11 +151,11 @@ def _router(name: str, prefill: list[str], decode: list[str], folder: Path) -> I
 
 
 @contextmanager
-def _loaded(url: str, trace: Path, folder: Path) -> Iterator[None]:
-    """Keep a router busy."""
+def _loaded(url: str, engine: str, trace: Path, folder: Path) -> Iterator[None]:
+    """Keep a router busy; the engines are told how long answers are, and no router is."""
     command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url]
     command += ["--trace", str(trace), "--model", MODEL, "--concurrency", str(IN_FLIGHT)]
-    command += ["--lengths", "max-tokens"]
+    command += ["--emulation", engine]
     with (folder / "replay.txt").open("wb") as out:
         client = subprocess.Popen(command, stdout=out, stderr=out)
         with ended(client):
@@ -154,22 +164,32 @@ def _loaded(url: str, trace: Path, folder: Path) -> Iterator[None]:
                 raise SystemExit(f"the load ended too early: {folder / 'replay.txt'}")
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the engines count since their start, and when that was."""
+
+    stats: dict[str, Any]
+    at_s: float
+
+
 def _audit(
     prefill: list[str], decode: list[str], minutes: float, folder: Path
-) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Return what an audit finds, the engines' figures at the end of its looks, and the time then."""
+) -> tuple[dict[str, Any], list[Counted]]:
+    """Return what an audit finds, and what the engines count from its first look to its last."""
     out = folder / "audit.json"
     command = [sys.executable, "-m", "balanceroute.proxy", "audit", "--json", str(out)]
     command += ["--prefill", *prefill, "--decode", *decode]
     command += ["--minutes", str(minutes), "--interval-s", "0.25"]
     with (folder / "audit.txt").open("wb") as text:
         process = subprocess.Popen(command, stdout=text, stderr=text)
+        seen = [Counted(_stats(decode[0]), time.monotonic())]
         # Then it simulates.
-        time.sleep(60.0 * minutes)
-        stats, at_s = _stats(decode[0]), time.monotonic()
+        for _ in range(_PARTS):
+            time.sleep(60.0 * minutes / _PARTS)
+            seen.append(Counted(_stats(decode[0]), time.monotonic()))
         if process.wait() != 0:
             raise SystemExit((folder / "audit.txt").read_text())
-    return json.loads(out.read_text()), stats, at_s
+    return json.loads(out.read_text()), seen
 
 
 def _stats(engine: str) -> dict[str, Any]:
@@ -184,7 +204,6 @@ def _table(found: dict[str, Found]) -> Table:
         table.add_column(heading, justify="left" if heading == "router" else "right")
     table.add_column("BR-H's gain predicted", justify="right")
     table.add_column("measured", justify="right")
-    ours = found[OURS].tokens_per_s
     for name, one in found.items():
         table.add_row(
             name,
@@ -192,9 +211,15 @@ def _table(found: dict[str, Found]) -> Table:
             f"{100 * one.idle:.1f} %",
             f"{one.audit['output_tokens_per_s']:,.0f} / {one.tokens_per_s:,.0f}",
             _predicted(one.audit) if name != OURS else "",
-            f"{100 * (ours / one.tokens_per_s - 1):+.1f} %" if name != OURS else "",
+            _measured(one, found[OURS]) if name != OURS else "",
         )
     return table
+
+
+def _measured(before: Found, after: Found) -> str:
+    ratio = after.tokens_per_s / before.tokens_per_s
+    error = ratio * hypot(before.error / before.tokens_per_s, after.error / after.tokens_per_s)
+    return f"{100 * (ratio - 1):+.1f} +- {100 * error:.1f} %"
 
 
 def _predicted(audit: dict[str, Any]) -> str:

@@ -7,11 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.audit.pages import Lengths, RankPage
+from balanceroute.proxy.audit.step_time import fit_looks
 from balanceroute.proxy.audit.verdict import Verdict, judge
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.validate.fit import Fit, fit_step_time
+from balanceroute.proxy.validate.fit import Fit
 
 MIN_SAMPLES = 20
+_PARTS = 10
 _FULL = 0.95
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
 
@@ -36,10 +38,13 @@ class Observation:
         loads: float64[looks, G], KV tokens.
         batch: Slots of a rank: as given, or the most requests that any rank ran.
         idle: Share of rank time lost at the barrier, by the loads: sum (max L - L_g) / sum G max L.
+        idle_error: Its standard error, by the spread between parts of the time.
+        mean_load: Mean KV tokens of a rank, over the steps as `idle` is.
         imbalance_tokens: Mean of max L - min L.
         output_tokens_per_s: Of all ranks.
         running: Mean requests in the batches of all ranks.
         waiting: Mean requests that wait in the decode engines.
+        prefilling: Mean requests that run or wait at all prefillers.
         fit: The line of the step's time over max L, in time of the wall; None if it cannot be told.
         prefill_busy: Mean share of prefillers that have a request; None without prefillers.
         prefill_waiting: Mean requests that wait at a prefiller.
@@ -53,10 +58,13 @@ class Observation:
     loads: NDArray[np.float64]
     batch: int
     idle: float
+    idle_error: float
+    mean_load: float
     imbalance_tokens: float
     output_tokens_per_s: float
     running: float
     waiting: float
+    prefilling: float
     fit: Fit | None
     prefill_busy: float | None
     prefill_waiting: float
@@ -105,7 +113,7 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
     times = np.array([look.time_s for look in looks])
-    fit = _fit(times, peaks, running, generated)
+    fit = fit_looks(times, peaks, running.sum(axis=1), generated.sum(axis=1))
     # A look finds a long step more often than a short one; each step counts once.
     steps = np.ones(len(peaks)) if fit is None else 1.0 / _step_ms(fit, peaks)
     prefillers = tuple(looks[0].prefill)
@@ -116,11 +124,14 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
         seconds=float(times[-1] - times[0]),
         loads=loads,
         batch=batch or max(1, round(running.max())),
-        idle=float(steps @ (peaks * len(ranks) - loads.sum(axis=1)) / (steps @ peaks * len(ranks))),
+        idle=_idle(loads, steps),
+        idle_error=_idle_error(loads, steps),
+        mean_load=float(steps @ loads.mean(axis=1) / steps.sum()),
         imbalance_tokens=float((peaks - loads.min(axis=1)).mean()),
         output_tokens_per_s=float((generated[-1] - generated[0]).sum() / (times[-1] - times[0])),
         running=float(running.sum(axis=1).mean()),
         waiting=float(np.nan_to_num(_series(looks, ranks, "waiting")).sum(axis=1).mean()),
+        prefilling=float(np.nan_to_num(queues + work).sum(axis=1).mean()),
         fit=fit,
         prefill_busy=float((queues + work > 0).mean()) if prefillers else None,
         prefill_waiting=float(np.nan_to_num(queues).mean()) if prefillers else 0.0,
@@ -141,28 +152,19 @@ def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[n
     return np.array(rows, np.float64).reshape(len(looks), len(ranks))
 
 
+def _idle(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float:
+    return float(1.0 - steps @ loads.mean(axis=1) / (steps @ loads.max(axis=1)))
+
+
+def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float:
+    parts = zip(np.array_split(loads, _PARTS), np.array_split(steps, _PARTS), strict=True)
+    idle = [_idle(*part) for part in parts if part[0].any()]
+    return float(np.std(idle, ddof=1) / len(idle) ** 0.5) if len(idle) > 1 else 0.0
+
+
 def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
     step_ms: NDArray[np.float64] = fit.base_ms + fit.us_per_token / 1e3 * peaks
     return step_ms
-
-
-def _fit(
-    times: NDArray[np.float64],
-    peaks: NDArray[np.float64],
-    running: NDArray[np.float64],
-    generated: NDArray[np.float64],
-) -> Fit | None:
-    """Fit the time of a step between two looks: their seconds x requests that run / tokens."""
-    seconds, tokens = np.diff(times), np.diff(generated.sum(axis=1))
-    at_work = running.sum(axis=1)
-    mean_running = (at_work[1:] + at_work[:-1]) / 2
-    known = (tokens > 0) & (mean_running > 0)
-    if not known.any():
-        return None
-    step_ns = 1e9 * seconds[known] * mean_running[known] / tokens[known]
-    between = ((peaks[1:] + peaks[:-1]) / 2)[known]
-    fit = fit_step_time(between.astype(np.int64), step_ns)
-    return None if fit is None or fit.base_ms <= 0 or fit.us_per_token <= 0 else fit
 
 
 def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:

@@ -64,6 +64,4 @@ def _draw_recovery(panel: "Axes", recovery: "Recovery") -> None:
         ecolor=_MOST,
     )
     panel.set_xlabel("% more output tokens per second")
-    panel.set_title(
-        f"What policies would recover, beside {recovery.baseline} (simulated)", loc="left"
-    )
+    panel.set_title("What policies would make of it (simulated)", loc="left")

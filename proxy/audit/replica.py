@@ -1,8 +1,18 @@
-"""The observed load in the simulator: what each policy would make of it."""
+"""The observed load in the simulator: what each policy would make of it, in this proxy.
+
+The simulation tells the idle share of a policy, and how many slots it keeps busy. What a step takes follows
+from the fitted line, with the KV tokens that were seen: T = a + b x mean L / (1 - idle).
+
+As in the fleet that was seen, so many requests are in flight, and one that ends makes room for the next.
+And as in the proxy, a KV cache has a lease, which bounds the pool; prefillers take their time; and a slot
+that is free is filled a step late, because the step after has begun when the proxy hears of it.
+"""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import hypot
 
 from balanceroute.proxy.audit.observation import Observation
 from balanceroute.proxy.audit.pages import Lengths
@@ -11,16 +21,23 @@ from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
 from balanceroute.proxy.sim.forecast import forecast_called
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.workload import playable, split
 from balanceroute.traces import TraceRequest
 
 BASELINES = ("jsq", "least-kv", "round-robin", "power-of-two", "random")
 OURS = ("br-0", "br-h")
-_BACKLOG = 64
+# Requests that wait in a router of which the engines know nothing, if nobody says: as many as the proxy
+# has in its pool at least.
+_UNSEEN = 24
+_LEASE_NS = 30_000_000_000  # NIXL's.
+# To join a step late, however long it takes.
+_HANDOVER_NS = 1_000_000
 _SEGMENTS = 3
 _LEAST_ENDED = 100
 # As many slots' worth of requests a segment has: its steady state is then longer than its ends.
 _TURNS = 12
+_MOST_IDLE = 0.99
 # Of the last bucket, which has no upper end.
 _OVERFLOW = 2.0
 
@@ -30,9 +47,9 @@ class Prediction:
     """What a policy would make of the load.
 
     Attributes:
-        gain: Output tokens per second beside those of the baseline, less 1.
-        error: Of the gain: the spread of the runs, and how far the baseline's idle share is from what
-            was seen.
+        gain: Output tokens per second beside those that were seen, less 1.
+        error: Standard error of the gain, by those of both idle shares. The simulated one is taken to be as
+            wrong, in proportion, as that of the baseline is.
     """
 
     policy: str
@@ -47,10 +64,12 @@ class Recovery:
     """What the policies would make of the load.
 
     Attributes:
-        baseline: The simple policy whose idle share is nearest to what was seen.
+        in_flight: Requests that are always under way.
+        baseline: The simple policy whose idle share and busy slots are nearest to what was seen.
         predictions: Of all policies.
     """
 
+    in_flight: int
     baseline: str
     predictions: tuple[Prediction, ...]
 
@@ -98,6 +117,7 @@ def recover(
     *,
     step_base_ms: float,
     step_us_per_token: float,
+    in_flight: int | None = None,
     policies: Sequence[str] = OURS,
     seed: int = 0,
 ) -> Recovery:
@@ -108,6 +128,7 @@ def recover(
         requests: The same load as a trace; None to draw requests from the engines' histograms.
         step_base_ms: a of a step's time, where the observation does not tell it.
         step_us_per_token: b, likewise.
+        in_flight: Requests that clients have under way; None for what the engines tell.
         policies: To predict, beside the baselines.
         seed: Of the draws.
 
@@ -118,19 +139,10 @@ def recover(
     if requests is None:
         size = _SEGMENTS * max(1000, _TURNS * slots)
         requests = requests_like(seen.prompts, seen.outputs, size, seed=seed)
-    fit = seen.fit
-    deployment = Deployment(
-        ranks=len(seen.ranks),
-        batch_limit=seen.batch,
-        step_base_ns=round(1e6 * (step_base_ms if fit is None else fit.base_ms)),
-        step_ns_per_token=1e3 * (step_us_per_token if fit is None else fit.us_per_token),
-    )
-    workloads = split(
-        playable(requests),
-        segments=_SEGMENTS,
-        backlog=_BACKLOG if seen.saturated else None,
-        concurrency=None if seen.saturated else max(1, round(seen.running + seen.waiting)),
-    )
+    if in_flight is None:
+        in_flight = _in_flight(seen)
+    workloads = split(playable(requests), segments=_SEGMENTS, concurrency=in_flight)
+    deployment = _deployment(seen, step_base_ms, step_us_per_token)
     results = {
         result.policy: result
         for result in run_experiment(
@@ -142,19 +154,64 @@ def recover(
             seed=seed,
         )
     }
-    base = min(BASELINES, key=lambda name: abs(results[name].mean["idle_fraction"] - seen.idle))
-    missed = abs(results[base].mean["idle_fraction"] - seen.idle)
-    return Recovery(base, tuple(_predict(one, results[base], missed) for one in results.values()))
+    base = min((results[name] for name in BASELINES), key=partial(_distance, seen))
+    predictions = tuple(_predict(seen, deployment, one, base) for one in results.values())
+    return Recovery(in_flight, base.policy, predictions)
 
 
-def _predict(one: PolicyResult, base: PolicyResult, missed: float) -> Prediction:
-    rate = "output_tokens_per_s"
-    ratio = one.mean[rate] / base.mean[rate]
-    spread = ratio * (one.stderr[rate] / one.mean[rate] + base.stderr[rate] / base.mean[rate])
-    return Prediction(
-        one.policy,
-        one.mean["idle_fraction"],
-        one.mean[rate],
-        ratio - 1.0,
-        0.0 if one is base else spread + missed,
+def _distance(seen: Observation, one: PolicyResult) -> float:
+    idle = abs(one.mean["idle_fraction"] - seen.idle)
+    return idle + abs(one.mean["mean_running"] - seen.running) / (seen.batch * len(seen.ranks))
+
+
+def _in_flight(seen: Observation) -> int:
+    """Return how many requests are under way, as far as the engines tell."""
+    told = max(1, round(seen.running + seen.waiting + seen.prefilling))
+    # Full engines in which nothing waits: then it waits in the router.
+    waits_elsewhere = seen.saturated and seen.waiting + seen.prefilling < 1.0
+    return seen.batch * len(seen.ranks) + _UNSEEN if waits_elsewhere else told
+
+
+def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> Deployment:
+    """Return the machines as they were seen."""
+    fit = seen.fit
+    return Deployment(
+        ranks=len(seen.ranks),
+        batch_limit=seen.batch,
+        step_base_ns=round(1e6 * (base_ms if fit is None else fit.base_ms)),
+        step_ns_per_token=1e3 * (us_per_token if fit is None else fit.us_per_token),
+        prefill=_prefill(seen),
+        transfer_base_ns=_HANDOVER_NS,
+        lease_ns=_LEASE_NS,
     )
+
+
+def _prefill(seen: Observation) -> PrefillModel | None:
+    """Return prefillers that take as long for the prompts that ended as those that were seen."""
+    if not seen.prefill_busy or not seen.prompts.total:
+        return None
+    busy_ns = 1e9 * seen.prefillers * seen.prefill_busy * seen.seconds
+    return PrefillModel(seen.prefillers, 0, busy_ns / seen.prompts.total)
+
+
+def _predict(
+    seen: Observation, deployment: Deployment, one: PolicyResult, base: PolicyResult
+) -> Prediction:
+    busier = one.mean["mean_running"] / base.mean["mean_running"]
+
+    def step_ns(idle: float, more: float = 1.0) -> float:
+        peak = more * seen.mean_load / (1.0 - min(idle, _MOST_IDLE))
+        return deployment.step_base_ns + deployment.step_ns_per_token * peak
+
+    def gain(seen_idle: float, idle: float) -> float:
+        return busier * step_ns(seen_idle) / step_ns(idle, busier) - 1.0
+
+    idle, missed = one.mean["idle_fraction"], abs(base.mean["idle_fraction"] - seen.idle)
+    idle_error = one.stderr["idle_fraction"] + missed * idle / max(seen.idle, missed, 1e-9)
+    found = gain(seen.idle, idle)
+    error = hypot(
+        gain(seen.idle, idle + idle_error) - found,
+        gain(seen.idle + seen.idle_error, idle) - found,
+    )
+    rate = seen.output_tokens_per_s * (1.0 + found)
+    return Prediction(one.policy, idle, rate, found, error)

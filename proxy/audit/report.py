@@ -67,7 +67,10 @@ def lines(audit: Audit) -> Iterator[str]:
     if audit.recovery is None:
         yield f"what policies recover    unknown: {audit.unknown}"
         return
-    yield f"simulated; this router behaves most like {audit.recovery.baseline}:"
+    yield (
+        f"simulated with {audit.recovery.in_flight} requests in flight; this router behaves most like "
+        f"{audit.recovery.baseline}:"
+    )
     for one in sorted(audit.recovery.predictions, key=lambda one: one.gain):
         yield (
             f"  {one.policy:<14} idle {100 * one.idle:5.1f} %   {one.output_tokens_per_s:9,.0f} "

@@ -34,6 +34,13 @@ class Audited(Watched):
     )
     step_base_ms: float = number(30.0, "a step takes a + b x max load", 1e-6, 1e6, metavar="a")
     step_us_per_token: float = number(0.2, "used if b is not seen", 0.0, 1e6, metavar="b")
+    in_flight: int | None = integer(
+        None,
+        "requests that clients have under way (default: those that the engines have, and if these are full at "
+        "least 24 more, which the router would hold back)",
+        1,
+        10**6,
+    )
     seed: int = integer(0, "of the simulated load", 0, 1 << 62)
 
 
@@ -95,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             requests,
             step_base_ms=watched.step_base_ms,
             step_us_per_token=watched.step_us_per_token,
+            in_flight=watched.in_flight,
             seed=watched.seed,
         )
     except ConfigError as error:

@@ -1,0 +1,49 @@
+"""The line of the step time, from looks at the engines that see no single step.
+
+Between two looks a request that runs emits a token per step, so tokens / running requests is the number
+of steps. Looks that follow each other quickly see two or three, and not their fractions: the quotient
+of two such numbers is too large on average, the more so the fewer steps there are, which is where the
+loads are high. So each point of the fit is a window of many steps.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.validate.fit import Fit, fit_step_time
+
+_WINDOW_STEPS = 25.0
+"""One step more or less is then 4 % of a window's."""
+
+
+def fit_looks(
+    times_s: NDArray[np.float64],
+    peaks: NDArray[np.float64],
+    running: NDArray[np.float64],
+    generated: NDArray[np.float64],
+) -> Fit | None:
+    """Return T = a + b x max L, in time of the wall; None if it cannot be told.
+
+    Args:
+        times_s: float64[looks].
+        peaks: float64[looks], KV tokens of the fullest rank.
+        running: float64[looks], requests in all batches.
+        generated: float64[looks], tokens of all ranks since the start.
+    """
+    seconds, tokens = np.diff(times_s), np.diff(generated)
+    at_work = (running[1:] + running[:-1]) / 2
+    steps = np.divide(tokens, at_work, out=np.zeros(len(tokens)), where=at_work > 0)
+    if not steps.any():
+        return None
+    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / steps[at_work > 0].mean())))
+    summed = [
+        np.convolve(values, np.ones(looks), "valid")
+        for values in (seconds, steps, steps * (peaks[1:] + peaks[:-1]) / 2, at_work <= 0)
+    ]
+    of_time, of_steps, of_peaks, idle = summed
+    known = (of_steps > 0) & (idle == 0)
+    if not known.any():
+        return None
+    fit = fit_step_time(
+        (of_peaks[known] / of_steps[known]).astype(np.int64), 1e9 * of_time[known] / of_steps[known]
+    )
+    return None if fit is None or fit.base_ms <= 0 or fit.us_per_token <= 0 else fit
