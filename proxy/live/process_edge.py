@@ -141,6 +141,7 @@ async def serve_until_told(serving: Serving, watch: DescriptorWatch, signals: Si
     _log.info("draining")
     await until(signals.now, (serving.drain(),))
     await serving.close()
+    _log.info("stopped")
 
 
 async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None], ...]") -> None:

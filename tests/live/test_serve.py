@@ -109,6 +109,8 @@ def test_sigterm_lets_a_running_stream_finish(
 
     play(main())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
+    # Finding usability-L14: nothing said that it had come to its end.
+    assert lines[-1]["message"] == "stopped"
     (request,) = [line for line in lines if "outcome" in line]
     assert (request["outcome"], request["output_tokens"]) == ("ok", 60)
 
