@@ -80,7 +80,7 @@ proxy.sim: api decode_fleet driver engine_options entrance experiment forecast h
     prefill_fleet prefix_cache recorder report service_log service_plots workload
 proxy.live.tracing: export_settings exporter spans
 proxy.advise: fleets miss_watch need proxy_page report
-proxy.audit: energy looking observation pages plots prometheus replica report verdict
+proxy.audit: energy looking observation pages plots prometheus replica report step_time verdict
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress

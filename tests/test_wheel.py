@@ -1,6 +1,7 @@
 """What a wheel holds: the product, and none of the instruments that only tests and scripts use."""
 
 import importlib
+import re
 import tomllib
 
 from tests.script import ROOT
@@ -23,3 +24,12 @@ def test_the_wheel_has_all_packages_but_the_instruments() -> None:
     assert "balanceroute.proxy.testing.chaos" in instruments
     assert "balanceroute.proxy.live.request" in shipped
     assert shipped == everything - instruments
+
+
+def test_no_hint_installs_from_an_index_what_is_not_published() -> None:
+    """Finding usability-M11: whoever owns our name there would be installed."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for name in ("proxy", "predictors", "topologies", "traces", "engine_patch"):
+        pages += (ROOT / name).rglob("*.py")
+    hints = re.compile(r"""pip install ['"]?balanceroute""")
+    assert not [page for page in pages if hints.search(page.read_text(encoding="utf-8"))]

@@ -256,10 +256,8 @@ def _publish(settings: EmulationSettings) -> Publish | None:
         return None
     try:
         from balanceroute.proxy.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--kv-events: needs {error.name}: pip install 'balanceroute[kv-events]'"
-        ) from None
+    except ModuleNotFoundError:
+        raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from None
     return KvPublisher
 
 

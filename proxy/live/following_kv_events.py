@@ -76,8 +76,7 @@ def subscribed(environment: "Environment") -> Subscribe:
     try:
         from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError as error:
-        reason = f"needs {error.name}: pip install 'balanceroute[kv-events]'"
-        raise ConfigError(f"--kv-events: {reason}") from None
+        raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from error
     return kv_subscriber.subscribe
 
 

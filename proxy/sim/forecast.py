@@ -40,7 +40,10 @@ def _oracle(workload: Workload, _: PolicySettings) -> Predictor:
 
 
 def _trained(kind: str, workload: Workload, settings: PolicySettings) -> Predictor:
-    return train(kind, past_requests(workload.history), horizon_steps=settings.horizon_steps)
+    try:
+        return train(kind, past_requests(workload.history), horizon_steps=settings.horizon_steps)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: --known N has it learn from the first N") from None
 
 
 def _survival(workload: Workload, _: PolicySettings | None = None) -> Predictor:
