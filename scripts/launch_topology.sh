@@ -4,7 +4,7 @@
 #   scripts/launch_topology.sh [--print] [--role prefill|decode|proxy] [--logs FOLDER] TOPOLOGY HOST
 #
 # TOPOLOGY is a file or the name of a shipped one; HOST is a host as the file names it. --print shows
-# the commands and runs none. Each process logs to FOLDER/NAME.log (default: ./logs). What ends first
+# the commands and runs none. Each process appends to FOLDER/NAME.log (default: ./logs). What ends first
 # ends the rest, and its status is this script's: one rank alone would make the others wait for ever.
 set -euo pipefail
 
@@ -47,8 +47,9 @@ trap 'stop; exit 130' INT
 
 while IFS=$'\t' read -r name command; do
     echo "$name: $logs/$name.log"
-    # exec, so that the signal reaches the engine and not a shell around it.
-    bash -c "exec $command" >"$logs/$name.log" 2>&1 </dev/null &
+    # exec, so that the signal reaches the engine and not a shell around it. Appended: a supervisor that
+    # starts this again must not erase why it ended.
+    bash -c "exec $command" >>"$logs/$name.log" 2>&1 </dev/null &
     pids+=($!)
 done <<<"$lines"
 

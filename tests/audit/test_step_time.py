@@ -26,7 +26,8 @@ def test_looks_that_see_few_steps_do_not_bias_the_line(seed: int) -> None:
     ends, peaks = steps(np.random.default_rng(seed))
     looks = np.arange(0.3, SECONDS - 1.0, INTERVAL_S)
     done = np.searchsorted(ends, looks)
-    fit = fit_looks(looks, np.array(peaks)[done], np.full(len(looks), RUNNING), RUNNING * done)
+    generated = (RUNNING * done).astype(np.float64)
+    fit = fit_looks(looks, np.array(peaks)[done], np.full(len(looks), RUNNING), generated)
     assert fit is not None
     assert fit.us_per_token == pytest.approx(US_PER_TOKEN, rel=0.02)
     assert fit.base_ms == pytest.approx(BASE_MS, rel=0.05)

@@ -129,12 +129,16 @@ def one_host(folder: Path, weights: str) -> Path:
 
 def test_the_first_process_to_end_ends_the_rest(tmp_path: Path, programs: dict[str, str]) -> None:
     logs = tmp_path / "logs"
+    logs.mkdir()
+    # Finding operations-4: a supervisor's restart erased why the last one had ended.
+    (logs / "decode-0.log").write_text("killed for memory\n")
     path = one_host(tmp_path, "dies")
     process = launch(["--logs", str(logs), str(path), "10.0.0.1"], programs)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 7
     assert "a process ended with status 7" in said
     assert sorted(log.name for log in logs.iterdir()) == ["decode-0.log", "prefill-0.log"]
+    assert (logs / "decode-0.log").read_text().startswith("killed for memory\n10.0.0.1\n")
 
 
 def test_a_signal_ends_all_processes(tmp_path: Path, programs: dict[str, str]) -> None:
