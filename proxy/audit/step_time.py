@@ -31,16 +31,18 @@ def fit_looks(
     """
     seconds, tokens = np.diff(times_s), np.diff(generated)
     at_work = (running[1:] + running[:-1]) / 2
-    steps = np.divide(tokens, at_work, out=np.zeros(len(tokens)), where=at_work > 0)
-    if not steps.any():
+    # Not a number where nothing ran, or an engine does not tell its tokens or counts anew. So is the window.
+    steps = np.full(len(tokens), np.nan)
+    np.divide(tokens, at_work, out=steps, where=(at_work > 0) & (tokens >= 0))
+    told = steps[steps >= 0]
+    if not told.any():
         return None
-    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / steps[at_work > 0].mean())))
-    summed = [
+    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / told.mean())))
+    of_time, of_steps, of_peaks = (
         np.convolve(values, np.ones(looks), "valid")
-        for values in (seconds, steps, steps * (peaks[1:] + peaks[:-1]) / 2, at_work <= 0)
-    ]
-    of_time, of_steps, of_peaks, idle = summed
-    known = (of_steps > 0) & (idle == 0)
+        for values in (seconds, steps, steps * (peaks[1:] + peaks[:-1]) / 2)
+    )
+    known = of_steps > 0
     if not known.any():
         return None
     fit = fit_step_time(

@@ -27,6 +27,8 @@ def test_looks_that_see_few_steps_do_not_bias_the_line(seed: int) -> None:
     looks = np.arange(0.3, SECONDS - 1.0, INTERVAL_S)
     done = np.searchsorted(ends, looks)
     generated = (RUNNING * done).astype(np.float64)
+    generated[200] = np.nan  # An engine did not tell it, and later one counts anew.
+    generated[400:] -= generated[400]
     fit = fit_looks(looks, np.array(peaks)[done], np.full(len(looks), RUNNING), generated)
     assert fit is not None
     assert fit.us_per_token == pytest.approx(US_PER_TOKEN, rel=0.02)
@@ -39,3 +41,8 @@ def test_a_fleet_without_work_has_no_line() -> None:
     nothing = np.zeros(100)
     assert fit_looks(times, nothing, nothing, nothing) is None
     assert fit_looks(times, np.full(100, 9.0), np.full(100, 4.0), 4.0 * times) is None
+
+
+def test_engines_that_do_not_tell_their_tokens_have_no_line() -> None:
+    times, loads = np.arange(100.0), np.full(100, 9.0)
+    assert fit_looks(times, loads, loads, np.full(100, np.nan)) is None
