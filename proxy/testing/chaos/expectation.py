@@ -158,13 +158,14 @@ class _Progress:
         self._expected = expected
         self._waiting = {index: list(events) for index, events in expected._choices.items()}
         self._end = list(expected._end)
+        self._taken: list[bytes] = []
 
     def take(self, event: bytes) -> str:
         """Take the next event; return what is wrong with it."""
         expected = self._expected
         for index, events in self._waiting.items():
             if expected._is(events[0], event):
-                del events[0]
+                self._taken.append(events.pop(0))
                 if not events:
                     del self._waiting[index]
                 return ""
@@ -173,7 +174,9 @@ class _Progress:
             return ""
         # What says nothing to the client, and is no event to the proxy, stays.
         odd = not _plain(event) or _TOTAL in event or _HANDED_BACK in event
-        if expected._spoilt and odd:
+        # So do a rank's own first tokens, without data, where the prefiller's came early.
+        again = not event_data(event) and any(expected._is(one, event) for one in self._taken)
+        if expected._spoilt and (odd or again):
             return ""
         wanted = [events[0] for events in self._waiting.values()] or self._end[:1]
         return _first_difference(wanted[0] if wanted else b"", event)

@@ -160,11 +160,12 @@ def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
     assert_nobody_noticed(run_with(board(Role.DECODE, malformed=kind)))
 
 
+@pytest.mark.parametrize("first_token", ["decode", "prefill"])
 @pytest.mark.parametrize(
     "kind", [MalformedStream.BAD_JSON, MalformedStream.NUL, MalformedStream.NO_DATA]
 )
-def test_broken_events_are_no_answer(kind: MalformedStream) -> None:
-    report = run_with(board(Role.DECODE, malformed=kind))
+def test_broken_events_are_no_answer(kind: MalformedStream, first_token: str) -> None:
+    report = run_with(board(Role.DECODE, malformed=kind), first_token=first_token)
     # Or, as long as nothing has come that made sense, in another try.
     assert report.endings.keys() <= {"exact", "error event", "status 502"}
     assert report.counters["retries"] or report.endings["error event"]
