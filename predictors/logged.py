@@ -31,8 +31,8 @@ def read_log(path: str | PathLike[str]) -> list[PastRequest]:
     """Read the requests that ended by themselves, in the order of their arrival.
 
     Left out are requests of every other outcome, those that emitted nothing or more than any
-    predictor takes, and those whose prompt was not measured. Times are seconds since 1970. Lines of
-    the process log in between are passed over; nothing else is.
+    predictor takes, and those whose prompt was not measured. Times are seconds since 1970. Blank lines
+    and those of the process log in between are passed over; nothing else is.
 
     Args:
         path: The log, through gzip or not. Logs of before there were keys have none.

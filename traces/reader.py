@@ -3,8 +3,8 @@
 Rules:
 - A file is read line by line, as UTF-8 (a byte order mark and CRLF are fine), through gzip if its
   first bytes say so, whatever its name.
-- No value is guessed and no line skipped: the first malformed line ends the reading with a
-  `TraceError` that names file, line and reason. Only blank lines at the end are allowed.
+- No value is guessed: the first malformed line ends the reading with a `TraceError` that names file,
+  line and reason. Blank lines are skipped, and counted.
 - Formats raise `MalformedLineError`; `text_lines` turns it into a `TraceError`.
 """
 

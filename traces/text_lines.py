@@ -21,12 +21,12 @@ def _open_file(path: Path) -> BufferedReader:
 def text_lines(
     path: Path, opened: Callable[[Path], AbstractContextManager[BufferedReader]] = _open_file
 ) -> Iterator[Iterator[str]]:
-    """Open a file as an iterator of its lines, without their ends and without blank lines at its end.
+    """Open a file as an iterator of its lines, without their ends and without blank lines.
 
     Within the context a `MalformedLineError` is turned into a `TraceError` that names file and line.
 
     Raises:
-        TraceError: The file cannot be read, is not UTF-8, or has a blank line before its end.
+        TraceError: The file cannot be read, or is not UTF-8.
     """
     source = _LineSource()
     try:
@@ -48,7 +48,6 @@ class _LineSource:
         self.line_number = 0
 
     def lines(self, stream: Iterable[bytes]) -> Iterator[str]:
-        first_blank = 0
         for number, encoded in enumerate(stream, start=1):
             self.line_number = number
             try:
@@ -57,10 +56,5 @@ class _LineSource:
                 raise MalformedLineError(
                     f"not valid UTF-8: byte 0x{error.object[error.start]:02x}"
                 ) from error
-            if not line.strip():
-                first_blank = first_blank or number
-                continue
-            if first_blank:
-                self.line_number = first_blank
-                raise MalformedLineError("blank line before the end of the file")
-            yield line
+            if line.strip():
+                yield line

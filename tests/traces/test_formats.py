@@ -80,7 +80,8 @@ def test_a_format_is_recognised_and_read_exactly(
         pytest.param(lambda text: b"\xef\xbb\xbf" + text.encode(), id="byte order mark"),
         pytest.param(lambda text: text.replace("\n", "\r\n").encode(), id="CRLF"),
         pytest.param(lambda text: text.rstrip("\n").encode(), id="no newline at the end"),
-        pytest.param(lambda text: (text + "\n  \r\n\n").encode(), id="blank lines at the end"),
+        pytest.param(lambda text: text.replace("\n", "\n  \r\n\n").encode(), id="blank lines"),
+        pytest.param(lambda text: ("\n" + text).encode(), id="a blank line first"),
         pytest.param(lambda text: gzip.compress(text.encode()), id="gzip"),
     ],
 )

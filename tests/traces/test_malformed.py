@@ -28,8 +28,8 @@ ROWS = [
     ("a,b,c\n1,2,3\n", 1, "unknown trace format: the file begins with 'a,b,c'"),
     ('{"a": 1}\n', 1, "unknown trace format"),
     ("[1, 2]\n", 1, "unknown trace format"),
-    (NATIVE + "\n" + NATIVE, 2, "blank line before the end"),
-    (NATIVE + "\n \n" + NATIVE, 2, "blank line before the end"),
+    # Blank lines count.
+    (NATIVE + "\n \n" + "{}\n", 4, "missing key 'arrival_s'"),
     # Headers.
     ("TIMESTAMP,ContextTokens\n", 1, "missing column 'GeneratedTokens' in header"),
     ("ContextTokens,GeneratedTokens\n1,2\n", 1, "missing column 'TIMESTAMP'"),
