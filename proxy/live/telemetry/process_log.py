@@ -1,10 +1,12 @@
 """The process log: what happens to the proxy itself, one JSON object a line.
 
-Fields: `time` (UTC, ISO 8601), `level`, `logger`, `message`, `exception` if there was one, and what
-the call gave as `extra={"fields": {...}}`. Lines are plain ASCII without control characters.
+Fields: `time` (UTC, ISO 8601), `event`, `level`, `logger`, `message`, `exception` if there was one, and
+what the call gave as `extra={"fields": {...}}`. `event` is the first clause of the message as a name, of
+which there are few. Lines are plain ASCII without control characters.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from math import isfinite
@@ -24,6 +26,10 @@ MAX_MESSAGE = 8192
 """Characters of a message or a traceback that are written; the rest is cut off."""
 
 _REDACTED = "[redacted]"
+_MAX_EVENT = 64
+# Where the first clause of a message ends; that of an administrator's order is the second.
+_CLAUSE = re.compile(r"(?<!^admin): |; | \(")
+_NO_NAME = re.compile(r"[^a-z0-9]+")
 
 
 class JsonFormatter(logging.Formatter):
@@ -44,11 +50,13 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, without its newline."""
+        message = self._clean(record.getMessage())
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "event": _event_of(str(message)),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": self._clean(record.getMessage()),
+            "message": message,
             **self._process,
         }
         if record.exc_info:
@@ -68,6 +76,11 @@ class JsonFormatter(logging.Formatter):
         for secret in self._secrets:
             text = text.replace(secret, _REDACTED)
         return text[:MAX_MESSAGE]
+
+
+def _event_of(message: str) -> str:
+    clause = _CLAUSE.split(message, maxsplit=1)[0]
+    return _NO_NAME.sub("_", clause.lower()).strip("_")[:_MAX_EVENT]
 
 
 class LineHandler(logging.Handler):

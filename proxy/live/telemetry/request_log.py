@@ -48,6 +48,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
     hint            Tokens that told predictors how long the answer may be, or null.
     hint_source     client (X-Expected-Output-Tokens), limit (max_tokens), or empty.
     trace_id        32 hexadecimal digits: of the client's traceparent, or ours; empty without.
+    event           request_ended.
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
@@ -148,6 +149,7 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
         "hint": record.hint,
         "hint_source": record.hint_source,
         "trace_id": record.trace_id,
+        "event": "request_ended",
     }
     if record.group:  # Most proxies have no groups.
         fields["group"] = record.group

@@ -26,19 +26,40 @@ def lines() -> Iterator[list[bytes]]:
 
 
 def test_a_message_is_one_line_of_json(lines: list[bytes]) -> None:
-    logger.warning("lost %s", "http://d:8000", extra={"fields": {"rank": 3, "role": "decode"}})
+    logger.warning("lost %s", "an engine", extra={"fields": {"rank": 3, "role": "decode"}})
     (line,) = lines
     assert line.endswith(b"\n")
     fields = json.loads(line)
     time = fields.pop("time")
     assert time.endswith("+00:00")
     assert fields == {
+        "event": "lost_an_engine",
         "level": "warning",
         "logger": "balanceroute.tests",
-        "message": "lost http://d:8000",
+        "message": "lost an engine",
         "rank": 3,
         "role": "decode",
     }
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        ("serving", "serving"),
+        ("KV cache events lost", "kv_cache_events_lost"),
+        ("a decision failed; service goes on", "a_decision_failed"),
+        ("paused as before: no prefill starts until POST /resume", "paused_as_before"),
+        ("admin: added an instance", "admin_added_an_instance"),
+        ("admin: refused: no token", "admin_refused"),
+        ("a" * 100, "a" * 64),
+        ("\n\x7f", ""),
+    ],
+)
+def test_the_event_is_the_first_clause_as_a_name(
+    message: str, event: str, lines: list[bytes]
+) -> None:
+    logger.info(message)
+    assert json.loads(lines[0])["event"] == event
 
 
 def test_control_characters_are_escaped(lines: list[bytes]) -> None:

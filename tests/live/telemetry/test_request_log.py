@@ -116,6 +116,7 @@ def test_a_request_is_written_with_its_durations_in_seconds() -> None:
         "hint": 70,
         "hint_source": "client",
         "trace_id": "0af7651916cd43dd8448eb211c80319c",
+        "event": "request_ended",
     }
 
 
