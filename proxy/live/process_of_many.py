@@ -24,7 +24,11 @@ from balanceroute.proxy.live.process_edge import (
     settle_memory,
     with_descriptors,
 )
-from balanceroute.proxy.live.processes.part import supervisor_gone, tell_alive
+from balanceroute.proxy.live.processes.part import (
+    orders_beside,
+    supervisor_gone,
+    tell_alive,
+)
 from balanceroute.proxy.live.relay_app import RelayApp
 from balanceroute.proxy.live.relay_process import RelayProcess
 from balanceroute.proxy.live.renewal import renew
@@ -82,7 +86,7 @@ async def _serve(
         make_environment(logs, lambda: watch.shortages),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
-        orders=KeepingFile(config.discovery.roster_state or Path(f"{part.path}.orders")),
+        orders=KeepingFile(config.discovery.roster_state or orders_beside(Path(part.path))),
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
     )
     process: SchedulerProcess | RelayProcess

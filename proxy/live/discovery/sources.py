@@ -42,7 +42,7 @@ def make_reconciler(
     present = roster.targets()
     return Reconciler(
         roster,
-        make_sources(settings, rng),
+        make_sources(settings, rng, hears=roster.instances.engine_blocks is not None),
         ask=ask,
         hold_s=settings.discover_hold_s,
         clock=asyncio.get_running_loop().time,
@@ -51,14 +51,25 @@ def make_reconciler(
     )
 
 
-def make_sources(settings: "DiscoverySettings", rng: "random.Random") -> "list[Source]":
-    """Return the sources, in the order of the settings; `rng` spreads what they ask."""
-    return [_make(one, settings, rng) for one in settings.discover]
+def make_sources(
+    settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
+) -> "list[Source]":
+    """Return the sources, in the order of the settings.
+
+    Args:
+        settings: What they are.
+        rng: Spreads what they ask.
+        hears: Whether KV cache events of prefillers are followed.
+    """
+    return [_make(one, settings, rng, hears=hears) for one in settings.discover]
 
 
-def _make(source: "EngineSource", settings: "DiscoverySettings", rng: "random.Random") -> "Source":
+def _make(
+    source: "EngineSource", settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
+) -> "Source":
     if source.kind == "file":
-        return WatchedFile(Path(source.place), interval_s=settings.discover_interval_s)
+        interval_s = settings.discover_interval_s
+        return WatchedFile(Path(source.place), interval_s=interval_s, hears=hears)
     if source.kind == "dns":
         assert source.role is not None
         url = EngineUrl.parse(f"http://{source.place}")

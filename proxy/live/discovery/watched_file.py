@@ -26,21 +26,25 @@ class WatchedFile:
     Args:
         path: Of the file.
         interval_s: Between two readings.
+        hears: Whether KV cache events of prefillers are followed at all.
     """
 
-    def __init__(self, path: Path, *, interval_s: float) -> None:
+    def __init__(self, path: Path, *, interval_s: float, hears: bool = True) -> None:
         self._path, self._interval_s = path, interval_s
         self._reason = ""
+        self._unheard = not hears  # Until it is logged.
 
     async def run(self, tell: "Callable[[View], None]") -> None:
         """Tell the engines of the file after each reading."""
         while True:
             try:
-                tell(read_view(self._path))
+                view = read_view(self._path)
             except (OSError, TopologyError, ConfigError) as error:
                 self._log_once(str(error))
             else:
                 self._log_once("")
+                self._log_unheard(view)
+                tell(view)
             await asyncio.sleep(self._interval_s)
 
     def _log_once(self, reason: str) -> None:
@@ -48,6 +52,15 @@ class WatchedFile:
             fields = {"file": str(self._path), "reason": reason}
             _log.warning("the file of engines cannot be read", extra={"fields": fields})
         self._reason = reason
+
+    def _log_unheard(self, view: "View") -> None:
+        if self._unheard and any(found.kv_events for found in view.values()):
+            self._unheard = False
+            needed = "needs --prefill-choice prefix-aware and --kv-events-port"
+            fields = {"file": str(self._path), "reason": needed}
+            _log.warning(
+                "kv_events of the file of engines is not followed", extra={"fields": fields}
+            )
 
 
 def read_view(path: Path) -> "View":
@@ -68,6 +81,9 @@ def read_view(path: Path) -> "View":
         )
         for one in prefill
     ]
+    for entry in prefill:
+        if entry.kv_replay and not entry.kv_events:
+            raise ConfigError(f"{path}: prefill url {entry.url}: kv_replay needs kv_events too")
     for one in decode:
         ids = one.rank_ids or (0,)
         if ids != tuple(range(len(ids))):

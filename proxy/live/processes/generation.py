@@ -23,6 +23,9 @@ class Generation:
         admin: Those of the scheduler process.
         drain_s: How long requests may take to end.
         hang_s: A process that stands still for so long is replaced.
+
+    Attributes:
+        path: Where their socket is.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Generation:
         drain_s: float,
         hang_s: float,
     ) -> None:
+        self.path = path
         self._drain_s = drain_s
         self._serving = asyncio.Event()
         self._handed_over = self._ending = False

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -72,6 +73,11 @@ class Part(Struct, frozen=True, omit_defaults=True):
             return decode(word, type=cls)
         except ValueError as error:
             raise ConfigError(f"--process: {error}") from None
+
+
+def orders_beside(path: Path) -> Path:
+    """Return the file of what was ordered (`standing.py`) of the processes whose socket is at `path`."""
+    return path.with_name(f"{path.name}.orders")
 
 
 async def tell_alive() -> None:

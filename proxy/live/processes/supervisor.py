@@ -5,9 +5,9 @@ It takes no part in serving, has no thread of its own and no state but what it s
     SIGTERM, SIGINT   The processes drain, and everything ends. A second one ends it at once.
     SIGHUP            Passed on: every process reads logs, keys and certificates again.
     SIGUSR2           A new version takes over: new processes are started of the program and the
-                      settings as they are now on the disk. When they serve, the old ones accept no
-                      more connections, and end with those that are open. The listening sockets stay
-                      open throughout.
+                      settings as they are now on the disk, and told what was ordered of the old ones.
+                      When they serve, the old ones accept no more connections, and end with those
+                      that are open. The listening sockets stay open throughout.
 
 If the supervisor itself dies, its processes end at once, because their standard input does.
 """
@@ -19,11 +19,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.processes.generation import Generation
-from balanceroute.proxy.live.processes.part import Part
+from balanceroute.proxy.live.processes.part import Part, orders_beside
 
 if TYPE_CHECKING:
     import socket
@@ -125,7 +126,7 @@ class Supervisor:
         """Start a new generation; when it serves, hand over to it."""
         old = self._newest
         try:
-            new = self._launch(folder)
+            new = self._launch(folder, old)
             if not await self._serves(new):
                 return
         except (BalanceRouteError, OSError) as error:
@@ -138,8 +139,11 @@ class Supervisor:
         _log.info("a new version serves: the old one lets its connections end")
         old.hand_over()
 
-    def _launch(self, folder: Path) -> Generation:
+    def _launch(self, folder: Path, old: Generation | None = None) -> Generation:
+        """Start a generation, for which holds what was ordered of an old one."""
         path = folder / str(next(self._numbers))
+        if old is not None and orders_beside(old.path).exists():
+            copyfile(orders_beside(old.path), orders_beside(path))
         command = self._commands(path)
         new = Generation(command, path, self._relays, self._admin, **self._times)
         self._running[new] = asyncio.create_task(new.run())

@@ -213,7 +213,7 @@ def test_over_tls_with_the_token_and_the_certificates_of_the_account(tmp_path: P
             kubernetes_api=f"https://127.0.0.1:{server.server.port}",
             kubernetes_account=tmp_path,
         )
-        (source,) = make_sources(settings, random.Random(5))
+        (source,) = make_sources(settings, random.Random(5), hears=False)
         told = asyncio.Event()
         task = asyncio.create_task(source.run(lambda _: told.set()))
         await until(told.is_set)

@@ -56,6 +56,10 @@ def test_the_entries_are_those_of_a_topology(tmp_path: Path) -> None:
         ('[[decode]]\nurl = "http://d@3"', "decode url is 'http://d:80@3': write ranks = N"),
         ('[[decode]]\nurl = "http://d"\nrank_ids = [4, 5]', "write ranks = N, not rank_ids"),
         ("[[decode]]\nranks = 3", "url: is missing"),
+        (
+            '[[prefill]]\nurl = "http://p"\nkv_replay = "tcp://p:1"',
+            "prefill url http://p: kv_replay needs kv_events too",
+        ),
     ],
 )
 def test_what_is_no_list_of_engines_is_an_error(tmp_path: Path, text: str, reason: str) -> None:
@@ -94,3 +98,24 @@ def test_changes_are_told_and_what_cannot_be_read_tells_nothing(
     run(main, seed=1, limit_s=1_000.0)
     # Once for each reason.
     assert caplog.messages == ["the file of engines cannot be read"] * 3
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_events_that_nobody_follows_are_said_once(
+    hears: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "engines.toml"
+    path.write_text('[[prefill]]\nurl = "http://p:8000"\nkv_events = "tcp://p:5557"')
+    told: list[View] = []
+
+    async def main(_: VirtualLoop) -> None:
+        file = WatchedFile(path, interval_s=2.0, hears=hears)
+        task = asyncio.create_task(file.run(told.append))
+        await asyncio.sleep(5.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main, seed=1, limit_s=1_000.0)
+    assert [list(view) for view in told] == [[P]] * 3
+    said = ["kv_events of the file of engines is not followed"]
+    assert caplog.messages == ([] if hears else said)

@@ -293,6 +293,33 @@ def test_a_new_version_takes_over_without_a_refused_connection(tmp_path: Path) -
     asyncio.run(main())
 
 
+# Notes what was ordered of it before it began, and has an order after that.
+ORDERED = SERVES.replace(
+    'note("begins")',
+    """
+if part["role"] == "scheduler":
+    orders = part["path"] + ".orders"
+    note("knows:" + open(orders).read() if os.path.exists(orders) else "anew")
+    open(orders, "a").write("x")
+note("begins")
+""",
+)
+
+
+def test_a_new_version_is_told_what_was_ordered_of_the_old_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, ORDERED) as one:
+            for known in ("anew", "knows:x", "knows:xx"):
+                await one.until_noted(known, 1)
+                old = [pid for name, pid in one.noted("begins") if name != "scheduler0"]
+                if known != "knows:xx":
+                    one.process.send_signal(signal.SIGUSR2)
+                    await until_gone(old)
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
 def test_a_new_version_that_does_not_start_changes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, FAILS_WHILE_BAD) as one:

@@ -286,6 +286,7 @@ def test_a_new_version_takes_over_and_no_request_notices(make_exchanged: "MakeEx
 
             streams = await long_streams(served, 8)
             old = set(processes(served).values())
+            assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
             async with asyncio.TaskGroup() as group:
                 for i in range(8):
                     group.create_task(keep_asking(reuse=i % 2 == 0))
@@ -296,6 +297,7 @@ def test_a_new_version_takes_over_and_no_request_notices(make_exchanged: "MakeEx
                 assert (await served.admin.get("/ready")).status == 200
                 over.set()
             assert len(processes(served)) == 3
+            assert (await served.admin.get("/admin/state")).json["state"]["policy"] == "jsq"
             await until_free(served)
             served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
