@@ -161,6 +161,7 @@ class Site:
         world: The proxy and its engines.
         seen: What the engines received, but for what the proxy asks them by itself.
         handlers: Paths that the engines answer otherwise than an emulated engine does.
+        rank_handlers: Likewise, of the decode engines alone.
     """
 
     def __init__(self, world: World) -> None:
@@ -169,6 +170,7 @@ class Site:
         self.fleet = world.fleet
         self.seen: list[Seen] = []
         self.handlers: dict[bytes, Handler] = {}
+        self.rank_handlers: dict[bytes, Handler] = {}
         self._endpoints: dict[int, Endpoint] = {}
 
     def take(self, engine: str, request: Request, reply: Reply) -> bool:
@@ -176,7 +178,8 @@ class Site:
         own = request.path == b"/v1/models" and request.header(b"x-request-id") is None
         if not own and request.path not in (b"/health", b"/metrics", b"/version"):
             self.seen.append(Seen(engine, request, self.loop.time()))
-        handler = self.handlers.get(request.path)
+        own_of_ranks = self.rank_handlers if engine.startswith("decode") else {}
+        handler = own_of_ranks.get(request.path) or self.handlers.get(request.path)
         if handler is not None:
             handler(engine, request, reply)
         return handler is not None

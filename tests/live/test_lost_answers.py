@@ -1,5 +1,7 @@
 """Answers that are lost late: after the request was taken for decoding, or after its last token."""
 
+import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,3 +64,95 @@ def test_the_tokens_of_an_answer_count_if_the_client_leaves_before_its_very_end(
         assert (record.outcome, record.output_tokens) == (Outcome.OK, 2)
 
     play(scenario)
+
+
+class Endless:
+    """Engines whose answers go on for ever, a piece every so many seconds."""
+
+    def __init__(self, kind: bytes, piece: bytes, gap_s: float) -> None:
+        self.replies: list[Reply] = []
+        self._kind = kind
+        self._piece = piece
+        self._gap_s = gap_s
+
+    def answer(self, reply: "Reply", first: bytes = b"") -> None:
+        self.replies.append(reply)
+        reply.start(200, [(b"content-type", self._kind)])
+        reply.write(first)
+        self._go_on(reply)
+
+    def _go_on(self, reply: "Reply") -> None:
+        if not reply.closed:
+            reply.write(self._piece)
+            asyncio.get_running_loop().call_later(self._gap_s, self._go_on, reply)
+
+
+def test_a_whole_answer_without_end_is_left_at_the_limit(play: "Play") -> None:
+    endless = Endless(b"application/json", b" " * 4_000, 0.01)
+
+    async def scenario(site: "Site") -> None:
+        site.rank_handlers[CHAT.encode()] = lambda _, __, reply: endless.answer(
+            reply, b'{"choices":['
+        )
+        since_s = site.loop.time()
+        exchange = await site.post(CHAT, {"messages": [], "max_tokens": 100})
+        assert site.loop.time() < since_s + 5.0
+        assert exchange.status == 502
+        assert "the answer is longer than 20000 bytes" in exchange.json["error"]["message"]
+        # It is tried on one more rank, as that one may not have gone astray.
+        assert len(endless.replies) == 2
+        await asyncio.sleep(0.1)
+        assert all(reply.closed for reply in endless.replies)
+        (record,) = await site.ended()
+        assert (record.outcome, record.retries) == (Outcome.UPSTREAM_ERROR, 1)
+
+    play(scenario, flags={"answer_limit_bytes": 20_000})
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_comments_do_not_keep_a_stream_alive_in_which_nothing_is_said(
+    play: "Play", *, begun: bool
+) -> None:
+    """VLLM's `--sse-keep-alive-interval` sends them for as long as its engine says nothing."""
+    token = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    endless = Endless(b"text/event-stream", b": keep-alive\n\n", 1.0)
+
+    async def scenario(site: "Site") -> None:
+        site.rank_handlers[CHAT.encode()] = lambda _, __, reply: endless.answer(
+            reply, token if begun else b""
+        )
+        since_s = site.loop.time()
+        exchange = await site.post(CHAT, {"messages": [], "max_tokens": 100, "stream": True})
+        took_s = site.loop.time() - since_s
+        if begun:
+            assert 20.0 < took_s < 22.0
+            assert exchange.events[:2] == [token, b": keep-alive\n\n"]
+            assert "stood still for 20 s" in json.loads(exchange.events[-1][6:])["error"]["message"]
+        else:
+            assert 29.0 < took_s < 33.0
+            assert exchange.status == 504
+            assert len(endless.replies) == 3
+        assert len(await site.ended()) == 1
+
+    play(scenario, flags={"idle_stream_timeout_s": 20.0, "first_token_timeout_s": 10.0})
+
+
+def test_comments_before_the_first_token_reach_a_client_with_it(play: "Play") -> None:
+    token = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%s}]}\n\n'
+    events = [*[b": keep-alive\n\n"] * 49, token % b"null", token % b'"stop"', b"data: [DONE]\n\n"]
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        for second, event in enumerate(events, start=1):
+            asyncio.get_running_loop().call_later(float(second), reply.write, event)
+        asyncio.get_running_loop().call_later(60.0, reply.end)
+
+    async def scenario(site: "Site") -> None:
+        site.rank_handlers[CHAT.encode()] = answer
+        exchange = await site.post(CHAT, {"messages": [], "max_tokens": 5, "stream": True})
+        assert (exchange.status, exchange.error, exchange.events) == (200, None, events)
+        (record,) = await site.ended()
+        assert (record.outcome, record.retries) == (Outcome.OK, 0)
+
+    play(scenario, flags={"idle_stream_timeout_s": 20.0, "first_token_timeout_s": 55.0})

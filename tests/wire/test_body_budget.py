@@ -111,3 +111,77 @@ def test_who_leaves_and_who_needs_the_body_no_more_gives_room(
             await until(lambda: server.bodies.used == 0)
 
     run(main())
+
+
+def test_what_is_pipelined_counts_beyond_the_limit_of_a_head(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    """One read brings up to 256 KiB, which nothing bounded over all connections."""
+    one = head(50_000) + b"b" * 50_000
+
+    async def main() -> None:
+        desk = Desk()
+        async with (
+            serving(desk, body_budget_bytes=400_000) as server,
+            connect(server.port) as first,
+            connect(server.port) as second,
+        ):
+            bodies = server.bodies
+            first.send(one * 5)
+            await until(lambda: bodies.used > 50_000)
+            assert len(desk.bodies) == 1
+            second.send(head(400_001 - bodies.used))
+            assert (await second.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+            for number in range(5):
+                await until(lambda: bool(desk.replies))
+                assert 50_000 <= bodies.used <= 250_000
+                desk.replies.pop().send(200, [], b"%d" % number)
+                assert (await first.answer()).body == b"%d" % number
+            assert desk.bodies == [b"b" * 50_000] * 5
+            assert bodies.used == 0
+
+    run(main())
+
+
+def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present_answer(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    async def main() -> None:
+        desk = Desk()
+        async with (
+            serving(desk, body_budget_bytes=60_000, body_limit_bytes=60_000) as server,
+            connect(server.port) as client,
+        ):
+            client.send(head(5) + b"first" + (head(50_000) + b"b" * 50_000) * 40)
+            await until(lambda: server.bodies.rejected == 1)
+            assert server.bodies.used == 5
+            desk.replies.pop().send(200, [], b"answer")
+            answer = await client.answer()
+            assert (answer.body, answer.headers["connection"]) == (b"answer", "close")
+            # No reset overtakes it, though much was not read.
+            assert await client.rest() == b""
+            assert desk.bodies == [b"first"]
+            assert server.bodies.used == 0
+
+    run(main())
+
+
+def test_what_is_pipelined_by_who_reads_no_answer_is_dropped_beyond_the_budget(
+    run: "Run", serving: "Serving", connect: "Connect"
+) -> None:
+    def answer(request: Request, reply: Reply) -> None:
+        reply.send(200, [], bytes(1 << 22))
+
+    async def main() -> None:
+        async with (
+            serving(answer, body_budget_bytes=60_000, body_limit_bytes=60_000) as server,
+            connect(server.port) as client,
+        ):
+            client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 100_000)
+            await until(lambda: server.bodies.rejected == 1)
+            assert server.bodies.used == 0
+            assert server.connections == 1
+            for connection in list(server.service.connections):
+                connection.drop()
+
+    run(main())

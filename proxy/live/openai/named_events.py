@@ -12,13 +12,14 @@ from typing import Any
 from balanceroute.proxy.live.openai.stream_event import parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import token_count
-from balanceroute.proxy.wire.sse import event_data
 
 _NAME = re.compile(rb"event: ?([^\r\n]+)")
 _FINAL = frozenset(
     {b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"}
 )
 _FAILED = frozenset({b"error", b"response.failed"})
+# Anthropic's sign of life.
+_PINGS = (b"event: ping\n", b"event: ping\r")
 _TELLING = _FINAL | _FAILED | {b"message_delta"}
 
 
@@ -78,8 +79,12 @@ class NamedEventStream(StreamReader):
         """Whether the answer is."""
         return self._complete
 
+    def is_progress(self, event: bytes) -> bool:
+        """Return whether an event says something of the answer."""
+        return not event.startswith(_PINGS) and super().is_progress(event)
+
     def _read(self, event: bytes) -> bytes:
-        if not event_data(event):
+        if not self.is_progress(event):
             return self._opening.pass_empty(event)
         self._events += 1
         turn = read_turn(event)

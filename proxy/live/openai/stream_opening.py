@@ -5,25 +5,29 @@ first event that says something: it would also hide from the first-token deadlin
 And if that event is an error, nothing is sent, and the request may be tried elsewhere.
 """
 
+# Comments of many minutes; an engine that sends more of them says nothing by that.
+_MOST_HELD_BYTES = 65_536
+
 
 class StreamOpening:
     """Decides what may be the first of a stream.
 
     Args:
         resumes: Whether the client's stream began on an earlier binding: then an error is the
-            client's, whenever it comes.
+            client's, whenever it comes, and what says nothing is left out until something is said.
 
     Attributes:
         error: The first event, if it is an error and not the client's.
     """
 
-    __slots__ = ("_begun", "_held", "error", "resumes")
+    __slots__ = ("_begun", "_held", "_room", "error", "resumes")
 
     def __init__(self, *, resumes: bool) -> None:
         self.resumes = resumes
         self.error = b""
         self._begun = False
         self._held: list[bytes] = []
+        self._room = _MOST_HELD_BYTES
 
     def begin(self, event: bytes) -> bytes:
         """Return an event with what was held before it; empty stays empty."""
@@ -33,10 +37,12 @@ class StreamOpening:
         return b"".join([*self._held, event])
 
     def pass_empty(self, event: bytes) -> bytes:
-        """Return an event that says nothing; empty if it is held."""
+        """Return an event that says nothing; empty if it is held or left out."""
         if self._begun:
             return event
-        self._held.append(event)
+        self._room -= len(event)
+        if self._room >= 0 and not self.resumes:
+            self._held.append(event)
         return b""
 
     def pass_error(self, event: bytes) -> bytes:

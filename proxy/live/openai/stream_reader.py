@@ -1,6 +1,7 @@
 """What every reader of an engine's stream has: its beginning, its count of tokens, and its errors."""
 
 from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.wire.sse import event_data
 
 _MAX_REASON = 200
 
@@ -49,6 +50,10 @@ class StreamReader:
     def plain(self) -> bool:
         """Whether only token events are expected, so that `take_tokens` may try."""
         return False
+
+    def is_progress(self, event: bytes) -> bool:
+        """Return whether an event has data; a comment only says that the engine's server is there."""
+        return event.startswith(b"data:") or bool(event_data(event))
 
     def read_tokens(self) -> int:
         """Return the tokens received."""

@@ -10,9 +10,16 @@ if TYPE_CHECKING:
 
 
 class BufferedLeg:
-    """Collects one response; see `ResponseHandler`."""
+    """Collects one response; see `ResponseHandler`.
 
-    __slots__ = ("_answered", "_broken", "_headers", "_left", "_pieces", "_status")
+    Args:
+        answered: Called with a complete response.
+        broken: Called once with a failure. If the response is past the limit, that is before its end,
+            which may never come: whoever is told aborts the exchange.
+        max_bytes: The most bytes of a body.
+    """
+
+    __slots__ = ("_answered", "_broken", "_headers", "_left", "_max_bytes", "_pieces", "_status")
 
     def __init__(
         self,
@@ -23,7 +30,7 @@ class BufferedLeg:
     ) -> None:
         self._answered = answered
         self._broken = broken
-        self._left = max_bytes
+        self._max_bytes = self._left = max_bytes
         self._status = 0
         self._headers: Headers = []
         self._pieces: list[bytes] = []
@@ -34,20 +41,20 @@ class BufferedLeg:
         self._headers = headers
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the body; beyond the limit nothing more is kept."""
+        """Take a piece of the body."""
+        if self._left < 0:
+            return
         self._left -= len(data)
         if self._left >= 0:
             self._pieces.append(data)
-        else:
-            self._pieces.clear()
+            return
+        self._pieces.clear()
+        message = f"the answer is longer than {self._max_bytes} bytes"
+        self._broken(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
 
     def on_end(self) -> None:
         """Hand the answer over."""
-        if self._left < 0:
-            self._broken(
-                WireError(WireFault.TOO_LARGE, "the answer is too long", sent=True, answered=True)
-            )
-        else:
+        if self._left >= 0:
             self._answered(self._status, self._headers, b"".join(self._pieces))
 
     def on_error(self, error: WireError) -> None:

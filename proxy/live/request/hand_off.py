@@ -109,8 +109,6 @@ class HandOff:
     def abort(self) -> None:
         """Stop the prefill."""
         self._turn += 1
-        if self._call is not None:
-            self._call.abort()
         self._done()
 
     def _send(self) -> None:
@@ -173,5 +171,6 @@ class HandOff:
     def _done(self) -> None:
         if self._call is not None:
             assert self._prefiller is not None
+            self._call.abort()  # An answer that is too long goes on otherwise.
             self._host.report(RemotePrefillEnded(self._prefiller.id))
             self._call = None

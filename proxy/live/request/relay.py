@@ -62,8 +62,9 @@ class Relay:
     Attributes:
         started: Whether anything of this leg went to the client.
         second_s: When the answer's second token came; None before, and if it came on an earlier one.
-        last_s: When events came last.
-        gap_max_s: The longest gap between two arrivals of events, in seconds.
+        last_s: When events with data came last. Comments keep connections alive while an engine has
+            nothing to say, and its server sends them whatever has become of the engine.
+        gap_max_s: The longest gap between two arrivals of events with data, in seconds.
     """
 
     __slots__ = (
@@ -219,13 +220,13 @@ class Relay:
 
     def _read(self, events: list[bytes]) -> None:
         """Have each event read, and send on those that are the client's."""
-        now_s = self._clock()
-        if self.started:
-            gap_s = now_s - self.last_s
-            self._observe_gap(gap_s)
-            self.gap_max_s = max(self.gap_max_s, gap_s)
-        self.last_s = now_s
-        reader = self.reader
+        now_s, reader = self._clock(), self.reader
+        if any(map(reader.is_progress, events)):
+            if self.started:
+                gap_s = now_s - self.last_s
+                self._observe_gap(gap_s)
+                self.gap_max_s = max(self.gap_max_s, gap_s)
+            self.last_s = now_s
         passed: list[bytes] = []
         for event in events:
             kept = reader.read(event)

@@ -27,18 +27,21 @@ class IncomingRequest:
         buffer: Bytes that are not parsed yet.
         begun: A head is awaited or was read. Also at first: a new connection has the time of a head
             to send one.
+        charged: Bytes of the buffer that are charged to the budget.
         head: The head of the present request once it is complete.
     """
 
     __slots__ = (
         "_body",
         "_body_since_s",
+        "_budget",
         "_checked",
         "_clock",
         "_limits",
         "_skip_blank",
         "begun",
         "buffer",
+        "charged",
         "head",
     )
 
@@ -50,6 +53,8 @@ class IncomingRequest:
         self.head: RequestHead | None = None
         self._limits = limits
         self._clock = clock
+        self._budget = bodies
+        self.charged = 0
         self._body = IncomingBody(bodies, limits.body_limit_bytes)
         self._body_since_s = 0.0
         self._checked = 0
@@ -57,6 +62,7 @@ class IncomingRequest:
 
     def begin(self) -> None:
         """Begin a further request."""
+        self._release_waiting()
         self.begun = True
         self.head = None
         self._checked = 0
@@ -134,6 +140,27 @@ class IncomingRequest:
         self.buffer = rest
         return self._body.take()
 
+    def charge_waiting(self) -> bool:
+        """Charge what waits unparsed to the budget of bodies, less what any head may have.
+
+        Returns:
+            Whether it fits; else it is dropped.
+        """
+        self._release_waiting()
+        waiting = max(0, len(self.buffer) - self._limits.header_limit_bytes)
+        try:
+            self._budget.check(waiting)
+        except MalformedError:
+            self.buffer = b""
+            return False
+        self._budget.used += waiting
+        self.charged = waiting
+        return True
+
+    def _release_waiting(self) -> None:
+        self._budget.used -= self.charged
+        self.charged = 0
+
     @property
     def body_deadline_s(self) -> float:
         """When the rest of the body must have arrived; see `ServerLimits.body_timeout_s`."""
@@ -150,8 +177,9 @@ class IncomingRequest:
         self.begun = False
 
     def drop(self) -> None:
-        """Discard everything that has arrived, and release the body from the budget."""
+        """Discard everything that has arrived, and release it from the budget."""
         self.buffer = b""
+        self._release_waiting()
         self._body.drop()
 
     def _arrived_length(self) -> int | None:

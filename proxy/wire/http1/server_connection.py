@@ -5,7 +5,8 @@ Rules:
    rejected before the body is read.
 2. One request is in flight. What a client pipelines behind it, or behind answers that it does not read,
    waits unparsed, up to a limit; above it the connection is not read. (A client that leaves then is
-   only noticed when a write fails.)
+   only noticed when a write fails.) One read may bring more than the limit. That is charged to the
+   budget of bodies; what does not fit there is dropped, and the connection ends with its present answer.
 3. A rejection ends the connection. What the client still sends is read and dropped for a short time:
    if a socket is closed with unread bytes, the kernel sends a reset, which can overtake the answer.
 4. No timer and no task per connection: the server's sweep checks `deadline_s`.
@@ -48,16 +49,8 @@ class ServerConnection(asyncio.Protocol):
     """One connection of a client; see `SweptConnection` and `ReplyTransport` for its attributes."""
 
     __slots__ = (
-        *(
-            "_advancing",
-            "_eof",
-            "_idle_since_s",
-            "_incoming",
-            "_is_served",
-            "_last_idle_s",
-            "_peer",
-        ),
-        *("_reading", "_reply", "_service", "_stage", "_transport", "_writes"),
+        *("_advancing", "_eof", "_idle_since_s", "_incoming", "_is_served", "_last_idle_s"),
+        *("_peer", "_reading", "_reply", "_service", "_stage", "_transport", "_writes"),
         *("closes_after_answer", "deadline_s", "paused"),
     )
 
@@ -123,9 +116,7 @@ class ServerConnection(asyncio.Protocol):
                 self._advance()
             case _Stage.HEAD | _Stage.ANSWER:
                 incoming.buffer += data
-                if len(incoming.buffer) > self._service.limits.header_limit_bytes:
-                    self._transport.pause_reading()
-                    self._reading = False
+                self._bound_waiting()
             case _Stage.REJECTED:
                 self._refuse_connection()
             case _Stage.LINGER | _Stage.CLOSING:
@@ -172,7 +163,7 @@ class ServerConnection(asyncio.Protocol):
         self._reply = None
         self._incoming.finish()
         if self.closes_after_answer:
-            if self._incoming.buffer and not self._eof:
+            if (self._incoming.buffer or not self._reading) and not self._eof:
                 self._linger()
             else:
                 self._close()
@@ -286,8 +277,17 @@ class ServerConnection(asyncio.Protocol):
             self._advancing = False
         if self._eof and self._stage in (_Stage.HEAD, _Stage.BODY) and not self.paused:
             self._close()
-        elif not self._reading and len(incoming.buffer) <= service.limits.header_limit_bytes:
-            self._resume_reading()
+        elif not self._reading or len(incoming.buffer) > service.limits.header_limit_bytes:
+            self._bound_waiting()
+
+    def _bound_waiting(self) -> None:
+        """Read no further while much waits, and end soon if the budget has no room for it."""
+        fits = self._incoming.charge_waiting()
+        self.closes_after_answer |= not fits
+        if not fits and self._stage is _Stage.HEAD:
+            self._linger()
+        else:
+            self._read_on(reads=fits and not self._incoming.charged)
 
     def _begin_body(self, head: RequestHead) -> None:
         service, incoming = self._service, self._incoming
@@ -364,7 +364,7 @@ class ServerConnection(asyncio.Protocol):
         self._stage = _Stage.LINGER
         self._incoming.drop()
         self.deadline_s = self._service.loop.time() + _LINGER_S
-        self._resume_reading()
+        self._read_on(reads=True)
         if self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -385,10 +385,10 @@ class ServerConnection(asyncio.Protocol):
         if reply is not None:
             reply.lose_client()
 
-    def _resume_reading(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
+    def _read_on(self, *, reads: bool) -> None:
+        if reads is not self._reading:
+            self._reading = reads
+            (self._transport.resume_reading if reads else self._transport.pause_reading)()
 
     def _watch_writes(self) -> None:
         now_s = self._service.loop.time()

@@ -55,6 +55,23 @@ def test_what_was_held_comes_once_before_the_first_event() -> None:
     assert opening.pass_empty(b": b\n\n") == b": b\n\n"
 
 
+def test_of_signs_of_life_without_end_only_the_first_are_kept() -> None:
+    opening = StreamOpening(resumes=False)
+    sign = b":" + bytes(998) + b"\n"
+    for _ in range(100):
+        assert opening.pass_empty(sign) == b""
+    assert opening.begin(b"1") == sign * 65 + b"1"
+    assert opening.pass_empty(sign) == sign
+
+
+def test_a_sign_of_life_is_not_held_for_a_stream_that_is_open() -> None:
+    """Else it came with the first token that the client has already, as if that were news."""
+    opening = StreamOpening(resumes=True)
+    assert opening.pass_empty(b": a\n\n") == b""
+    assert opening.begin(b"1") == b"1"
+    assert opening.pass_empty(b": b\n\n") == b": b\n\n"
+
+
 @pytest.mark.parametrize(("resumes", "passed"), [(False, b""), (True, ERROR)])
 def test_an_error_is_the_first_event_only_of_a_new_answer(*, resumes: bool, passed: bytes) -> None:
     opening = StreamOpening(resumes=resumes)

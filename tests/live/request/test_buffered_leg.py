@@ -35,11 +35,17 @@ def test_the_pieces_of_an_answer_are_joined(pieces: list[bytes]) -> None:
 
 def test_an_answer_past_the_limit_is_an_error_and_nothing_of_it_is_kept() -> None:
     listener = Listener(max_bytes=4)
-    for piece in (b"12", b"34", b"5", b"6", b""):
+    for piece in (b"12", b"34"):
         listener.leg.on_data(piece)
+    assert not listener.errors
+    listener.leg.on_data(b"5")
+    assert [error.kind for error in listener.errors] == [WireFault.TOO_LARGE]
+    assert "longer than 4 bytes" in str(listener.errors[0])
+    # Whoever hears of it aborts the exchange; until then nothing more is told.
+    listener.leg.on_data(b"6")
     listener.leg.on_end()
     assert not listener.answers
-    assert [error.kind for error in listener.errors] == [WireFault.TOO_LARGE]
+    assert len(listener.errors) == 1
     assert listener.errors[0].sent
     assert listener.errors[0].answered
 

@@ -322,3 +322,22 @@ def test_an_answer_that_comes_after_an_abort_changes_nothing(*, failed: bool) ->
     assert site.running == [0, 0]
     assert site.told == []
     assert not site.answers
+
+
+def test_an_answer_without_end_is_left_at_the_limit() -> None:
+    site = Site(2)
+    hand_off = site.hand_off()
+    hand_off.take(PARAMS)
+    (first,) = site.sent
+    first.handler.on_head(200, [])
+    limit = site.context.legs.answer_limit_bytes
+    for _ in range(limit // (1 << 24)):
+        first.handler.on_data(bytes(1 << 24))
+    assert [one.aborted for one in site.sent] == [False]
+    first.handler.on_data(b"1")
+    assert [one.aborted for one in site.sent] == [True, False]
+    assert site.running == [0, 1]
+    assert site.blamed == [(0, Fault.PROTOCOL)]
+    site.sent[1].answer(200, b"{}")
+    assert site.told == [b"{}"]
+    assert site.running == [0, 0]

@@ -164,8 +164,10 @@ def test_the_content_type_may_be_written_in_any_case() -> None:
 
 
 def test_an_endless_answer_that_is_no_stream_is_not_kept() -> None:
-    client = Client().answer(*[bytes(1 << 20)] * 70, status=500).end()
+    client = Client().answer(*[bytes(1 << 20)] * 70, status=500)
     assert [error.kind for error in client.errors] == [WireFault.TOO_LARGE]
+    client.end()
+    assert client.turns == ["broken"]
 
 
 def test_a_refusal_that_breaks_off_is_broken() -> None:
@@ -226,6 +228,29 @@ def test_gaps_are_measured_between_arrivals_of_events() -> None:
         client.leg.on_data(piece)
     assert client.gaps == [0.5, 0.25, 3.0, 0.5, 0.0]
     assert client.leg.gap_max_s == 3.0
+    assert client.leg.last_s == client.now_s
+
+
+@pytest.mark.parametrize(
+    ("openai", "sign"),
+    [
+        (True, b": keep-alive\n\n"),
+        (True, b"retry: 1000\n\n"),
+        (True, b"\n"),
+        (False, b'event: ping\ndata: {"type": "ping"}\n\n'),
+    ],
+)
+def test_a_sign_of_life_without_data_is_no_progress(*, openai: bool, sign: bytes) -> None:
+    said = chat() if openai else b"event: message_start\ndata: {}\n\n"
+    client = Client(openai=openai).answer(OPENING, said) if openai else None
+    client = client or Client(openai=openai).answer(said)
+    since_s, gaps = client.leg.last_s, list(client.gaps)
+    for _ in range(3):
+        client.now_s += 1.0
+        client.leg.on_data(sign)
+    assert client.received.endswith(3 * sign)
+    assert (client.leg.last_s, client.gaps) == (since_s, gaps)
+    client.leg.on_data(sign + said)
     assert client.leg.last_s == client.now_s
 
 
