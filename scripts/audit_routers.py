@@ -1,12 +1,17 @@
 """Whether an audit is right: about the idle time behind other routers, and about what BR-H would gain.
 
-    python scripts/audit_routers.py [--router jsq,vllm-router] [--minutes M] [--out build/audit]
+    python scripts/audit_routers.py [--router jsq,vllm-router] [--minutes M] [--loads N] [--out build/audit]
 
 For each router: starts emulated engines (3 prefillers, 4 ranks of 8 slots, one barrier) and the router
 before them, keeps 60 requests outstanding, and runs `balanceroute audit`, which sees the engines' /metrics
 only. Beside its idle share stands the one that the engines count themselves, and beside the gain that it
 predicts for BR-H the gain that is then measured with BR-H in the router's place. `jsq` and other policies
 are this proxy with that policy; vllm-router is installed into build/bench-venv on first use.
+
+Each load is a list of requests, which every router gets in the same order. The measured gain is how much
+sooner the same tokens are there, so what happens to be long in one list does not count. With several
+loads all figures are means over them, and errors follow from the spread between them. One audit takes its
+minutes and about 50 s.
 """
 
 import argparse
@@ -15,13 +20,14 @@ import random
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from math import hypot
 from pathlib import Path
-from statistics import stdev
+from signal import SIGINT
+from statistics import fmean, stdev
 from typing import Any, cast
 
 import httpx
@@ -45,51 +51,89 @@ RANKS, BATCH, PREFILLERS, IN_FLIGHT = 4, 8, 3, 60
 MODEL = "emulated"
 _WARM_UP_S = 20.0
 _REQUESTS = 20_000
-_PARTS = 12  # Of the time of an audit; for three minutes longer than most requests take.
+_PARTS = 12  # Of the tokens that are compared; in three minutes longer than most requests take.
+_COUNT_S = 2.0  # Between two readings of the engines' counters.
+_END_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the engines count since their start, and when that was."""
+
+    idle_tokens: int
+    capacity_tokens: int
+    output_tokens: int
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found behind one router.
+    """What was found behind one router, of one load.
 
     Attributes:
         audit: The audit's JSON.
-        idle: The engines' own idle share, while it looked.
-        tokens_per_s: What they emitted.
-        error: Standard error of that, by the spread between parts of the time.
+        counted: By the engines meanwhile, in order.
     """
 
     audit: dict[str, Any]
-    idle: float
-    tokens_per_s: float
-    error: float
+    counted: list[Counted]
+
+    @property
+    def idle(self) -> float:
+        """The engines' own idle share."""
+        first, last = self.counted[0], self.counted[-1]
+        idle_tokens = last.idle_tokens - first.idle_tokens
+        return idle_tokens / (last.capacity_tokens - first.capacity_tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What the engines emitted."""
+        first, last = self.counted[0], self.counted[-1]
+        return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s)
+
+    @property
+    def predicted(self) -> tuple[float, float]:
+        """The gain that the audit predicts for BR-H, and its standard error."""
+        (one,) = [one for one in self.audit["recovery"]["predictions"] if one["policy"] == OURS]
+        return one["gain"], one["error"]
+
+    def reached_s(self, tokens: float) -> float:
+        """Return when the engines had emitted so many tokens."""
+        after = bisect_left(self.counted, tokens, lo=1, key=lambda one: one.output_tokens)
+        last, first = self.counted[after], self.counted[after - 1]
+        share = (tokens - first.output_tokens) / (last.output_tokens - first.output_tokens)
+        return first.at_s + share * (last.at_s - first.at_s)
 
 
-def main() -> int:
-    """Run the command; return 1 if an audit says nothing of BR-H."""
+def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--router", default=f"jsq,{OTHER.name}", metavar="NAME,..")
     parser.add_argument("--minutes", type=float, default=2.0, help="of each audit")
+    parser.add_argument(
+        "--loads", type=int, default=1, help="lists of requests, one after the other"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/audit"))
     arguments = parser.parse_args()
     routers = arguments.router.split(",")
+    if arguments.loads < 1:
+        parser.error(f"--loads is {arguments.loads}, must be at least 1")
     for name in routers:
         if name != OTHER.name and name not in POLICIES:
             parser.error(f"--router: {name} is neither {OTHER.name} nor a policy")
-    trace = _trace(arguments.out)
-    found = {
-        name: _audited(name, trace, arguments.minutes, arguments.out / name)
-        for name in dict.fromkeys([*routers, OURS])
-    }
+    found: dict[str, list[Found]] = {name: [] for name in [*routers, OURS]}
+    for load in range(arguments.loads):
+        trace = _trace(arguments.out / str(load), load)
+        for name, of_loads in found.items():
+            of_loads.append(_audited(name, trace, arguments.minutes))
     Console(width=110).print(_table(found))
-    return int(any(one.audit["recovery"] is None for one in found.values()))
 
 
-def _trace(folder: Path) -> Path:
+def _trace(folder: Path, seed: int) -> Path:
     """Write requests, a few of which have very long prompts."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "trace.jsonl"
     lines = []
@@ -102,9 +146,10 @@ def _trace(folder: Path) -> Path:
     return path
 
 
-def _audited(name: str, trace: Path, minutes: float, folder: Path) -> Found:
-    """Audit engines behind a router under load."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _audited(name: str, trace: Path, minutes: float) -> Found:
+    """Audit engines behind a router under load; what was written is beside the trace."""
+    folder = trace.parent / name
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "balanceroute.proxy", "emulate", "--json-ready", "--port=0"]
     command += ["--exit-with-stdin", f"--prefillers={PREFILLERS}", f"--ranks={RANKS}"]
     command += [f"--batch={BATCH}", "--kv-capacity=200000", "--max-model-len=16384"]
@@ -113,17 +158,8 @@ def _audited(name: str, trace: Path, minutes: float, folder: Path) -> Found:
         prefill, decode = (cast("list[str]", engines[role]) for role in ("prefill", "decode"))
         with _router(name, prefill, decode, folder) as url, _loaded(url, decode[0], trace, folder):
             time.sleep(_WARM_UP_S)
-            audit, seen = _audit(prefill, decode, minutes, folder)
-    idle, capacity, tokens = (
-        seen[-1].stats[key] - seen[0].stats[key]
-        for key in ("idle_tokens", "capacity_tokens", "output_tokens")
-    )
-    rates = [
-        (after.stats["output_tokens"] - before.stats["output_tokens"]) / (after.at_s - before.at_s)
-        for before, after in pairwise(seen)
-    ]
-    seconds = seen[-1].at_s - seen[0].at_s
-    return Found(audit, idle / capacity, tokens / seconds, stdev(rates) / len(rates) ** 0.5)
+            found = _audit(prefill, decode, minutes, folder)
+    return found
 
 
 @contextmanager
@@ -155,79 +191,101 @@ def _loaded(url: str, engine: str, trace: Path, folder: Path) -> Iterator[None]:
     """Keep a router busy; the engines are told how long answers are, and no router is."""
     command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", url]
     command += ["--trace", str(trace), "--model", MODEL, "--concurrency", str(IN_FLIGHT)]
-    command += ["--emulation", engine]
+    report = folder / "replay.json"
+    command += ["--emulation", engine, "--json", str(report)]
     with (folder / "replay.txt").open("wb") as out:
         client = subprocess.Popen(command, stdout=out, stderr=out)
         with ended(client):
             yield
             if client.poll() is not None:
                 raise SystemExit(f"the load ended too early: {folder / 'replay.txt'}")
+            client.send_signal(SIGINT)
+            client.wait(_END_S)
+    (figures,) = json.loads(report.read_text())["results"]
+    if figures["wrong_lengths"] or figures["errors"]:
+        # Another load than behind the other routers.
+        raise SystemExit(f"requests failed, or answers were not as long as asked: {report}")
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What the engines count since their start, and when that was."""
-
-    stats: dict[str, Any]
-    at_s: float
-
-
-def _audit(
-    prefill: list[str], decode: list[str], minutes: float, folder: Path
-) -> tuple[dict[str, Any], list[Counted]]:
-    """Return what an audit finds, and what the engines count from its first look to its last."""
+def _audit(prefill: list[str], decode: list[str], minutes: float, folder: Path) -> Found:
+    """Return what an audit finds, and what the engines count meanwhile."""
     out = folder / "audit.json"
     command = [sys.executable, "-m", "balanceroute.proxy", "audit", "--json", str(out)]
     command += ["--prefill", *prefill, "--decode", *decode]
     command += ["--minutes", str(minutes), "--interval-s", "0.25"]
     with (folder / "audit.txt").open("wb") as text:
         process = subprocess.Popen(command, stdout=text, stderr=text)
-        seen = [Counted(_stats(decode[0]), time.monotonic())]
+        counted = [_count(decode[0])]
         # Then it simulates.
-        for _ in range(_PARTS):
-            time.sleep(60.0 * minutes / _PARTS)
-            seen.append(Counted(_stats(decode[0]), time.monotonic()))
+        while counted[-1].at_s < counted[0].at_s + 60.0 * minutes:
+            time.sleep(_COUNT_S)
+            counted.append(_count(decode[0]))
         if process.wait() != 0:
             raise SystemExit((folder / "audit.txt").read_text())
-    return json.loads(out.read_text()), seen
+    audit = json.loads(out.read_text())
+    if audit["recovery"] is None:
+        raise SystemExit(f"nothing is predicted: {audit['unknown']}")
+    return Found(audit, counted)
 
 
-def _stats(engine: str) -> dict[str, Any]:
-    answer = httpx.get(f"{engine}/emulation/stats", trust_env=False)
-    stats: dict[str, Any] = answer.json()
-    return stats
+def _count(engine: str) -> Counted:
+    at_s = time.monotonic()
+    stats = httpx.get(f"{engine}/emulation/stats", trust_env=False).json()
+    return Counted(stats["idle_tokens"], stats["capacity_tokens"], stats["output_tokens"], at_s)
 
 
-def _table(found: dict[str, Found]) -> Table:
+def _table(found: dict[str, list[Found]]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for heading in ("router", "idle by the audit", "by the engines", "tokens/s by both"):
         table.add_column(heading, justify="left" if heading == "router" else "right")
     table.add_column("BR-H's gain predicted", justify="right")
     table.add_column("measured", justify="right")
-    for name, one in found.items():
+    table.add_column("less", justify="right")
+    for name, of_loads in found.items():
+        audited, emitted = (
+            fmean(one.audit["output_tokens_per_s"] for one in of_loads),
+            fmean(one.tokens_per_s for one in of_loads),
+        )
         table.add_row(
             name,
-            f"{100 * one.audit['idle_fraction']:.1f} %",
-            f"{100 * one.idle:.1f} %",
-            f"{one.audit['output_tokens_per_s']:,.0f} / {one.tokens_per_s:,.0f}",
-            _predicted(one.audit) if name != OURS else "",
-            _measured(one, found[OURS]) if name != OURS else "",
+            f"{100 * fmean(one.audit['idle_fraction'] for one in of_loads):.1f} %",
+            f"{100 * fmean(one.idle for one in of_loads):.1f} %",
+            f"{audited:,.0f} / {emitted:,.0f}",
+            *(_gains(of_loads, found[OURS]) if name != OURS else ()),
         )
     return table
 
 
-def _measured(before: Found, after: Found) -> str:
-    ratio = after.tokens_per_s / before.tokens_per_s
-    error = ratio * hypot(before.error / before.tokens_per_s, after.error / after.tokens_per_s)
-    return f"{100 * (ratio - 1):+.1f} +- {100 * error:.1f} %"
+def _gains(before: list[Found], after: list[Found]) -> list[str]:
+    """Return BR-H's gain as predicted and as measured, and the difference of the two."""
+    predicted = [one.predicted for one in before]
+    measured = [_measured(*pair) for pair in zip(before, after, strict=True)]
+    if len(before) == 1:
+        return [_percent(*predicted[0]), _percent(*measured[0]), ""]
+    gains = [[gain for gain, _ in pairs] for pairs in (predicted, measured)]
+    less = [told - true for told, true in zip(*gains, strict=True)]
+    return [
+        _percent(fmean(values), stdev(values) / len(values) ** 0.5) for values in (*gains, less)
+    ]
 
 
-def _predicted(audit: dict[str, Any]) -> str:
-    if audit["recovery"] is None:
-        return f"unknown: {audit['unknown']}"
-    (one,) = [one for one in audit["recovery"]["predictions"] if one["policy"] == OURS]
-    return f"{100 * one['gain']:+.1f} +- {100 * one['error']:.1f} %"
+def _measured(before: Found, after: Found) -> tuple[float, float]:
+    """Return how much sooner the same tokens came, and its standard error by the parts of them."""
+    both = before, after
+    first = max(one.counted[0].output_tokens for one in both)
+    last = min(one.counted[-1].output_tokens for one in both)
+    edges = [first + (last - first) * part / _PARTS for part in range(_PARTS + 1)]
+    took, takes = (
+        [end_s - begin_s for begin_s, end_s in pairwise(map(one.reached_s, edges))] for one in both
+    )
+    ratio = sum(took) / sum(takes)
+    misses = [slow - ratio * quick for slow, quick in zip(took, takes, strict=True)]
+    return ratio - 1.0, stdev(misses) / len(misses) ** 0.5 / fmean(takes)
+
+
+def _percent(gain: float, error: float) -> str:
+    return f"{100 * gain:+.1f} +- {100 * error:.1f} %"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -254,7 +254,7 @@ class Engine:
                 counters.outputs.add(choice.emitted)
             counters.finished[choice.finish_reason or "abort"] += 1
             if choice.stop_reason == "recomputed":
-                self._hub.lengths.handed_back(call.name, choice.emitted)
+                self._hub.lengths.handed_back(call.length_name, choice.emitted)
 
 
 def _count(exchange: Exchange, counters: RankCounters) -> None:

@@ -110,12 +110,14 @@ class Generation:
             return
         header = request.header(b"x-request-id")
         given = values.get("request_id")
-        name = self._hub.hexadecimal(16)
+        name = own = self._hub.hexadecimal(16)
+        if isinstance(given, str):
+            name = own = given
         if header is not None:
             name = header.decode("latin-1")
-        elif isinstance(given, str):
-            name = given
-        self._begin(wanted, reply, name, rank)
+        # A router that makes ids of its own replaces the header, and leaves the body as it is.
+        named = name if self._hub.lengths.of(name) is not None else own
+        self._begin(wanted, reply, name, rank, named)
 
     def _rank(self, request: "Request") -> int:
         """Return the rank that a request names, or the least busy one.
@@ -139,12 +141,14 @@ class Generation:
             return max(wanted.max_tokens) + 1
         return length
 
-    def _begin(self, wanted: GenerationRequest, reply: "Reply", name: str, rank: int) -> None:
+    def _begin(
+        self, wanted: GenerationRequest, reply: "Reply", name: str, rank: int, length_name: str
+    ) -> None:
         engine, hub = self._engine, self._hub
         settings, faults = hub.settings, engine.faults
         kind = "chatcmpl" if wanted.chat else "cmpl"
         request_id = f"{kind if wanted.token_output is None else 'generate-tokens'}-{name}"
-        length = self._length(wanted, name)
+        length = self._length(wanted, length_name)
         head = AnswerHead(
             request_id,
             hub.unix_s,
@@ -183,6 +187,7 @@ class Generation:
             request_id,
             hub.hexadecimal(8),
             rank,
+            length_name,
             drop_kv=self._happens(faults.drop_kv_params),
             alien_kv=self._happens(faults.alien_kv_params),
         )

@@ -28,6 +28,7 @@ class BodyQueue:
         api: Api,
         model: str,
         lengths: Lengths,
+        request_ids: str,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._requests = requests
@@ -35,6 +36,7 @@ class BodyQueue:
         self._api = api
         self._model = model
         self._hidden = lengths is Lengths.HIDDEN
+        self._request_ids = request_ids
         self._loop = loop
         self._ready: deque[bytes] = deque()
         self._bytes = 0
@@ -82,6 +84,8 @@ class BodyQueue:
             prompt=self._prompts.build(request),
             max_tokens=request.max_tokens if self._hidden else request.output_tokens,
             ignore_eos=not self._hidden,
+            # By this the engines know how long the answer is.
+            request_id=request.name(self._request_ids) if self._hidden else None,
         )
         self._bytes += len(body)
         return body

@@ -111,7 +111,10 @@ async def replay(
                 await fleet_client.reset()
                 if settings.lengths is Lengths.HIDDEN:
                     await fleet_client.send_lengths(
-                        {_name(settings, request): request.output_tokens for request in requests}
+                        {
+                            request.name(settings.request_ids): request.output_tokens
+                            for request in requests
+                        }
                     )
             model = settings.model or await first_model(endpoint, target, headers)
             run = _Run(
@@ -127,10 +130,6 @@ async def replay(
         finally:
             if fleet_client is not None:
                 fleet_client.close()
-
-
-def _name(settings: ReplaySettings, request: PlannedRequest) -> str:
-    return f"{settings.request_ids}-{request.number}"
 
 
 class _Run:
@@ -166,6 +165,7 @@ class _Run:
             api=settings.api,
             model=model,
             lengths=settings.lengths,
+            request_ids=settings.request_ids,
             loop=loop,
         )
         self._running: dict[int, Exchange] = {}
@@ -294,7 +294,7 @@ class _Run:
         return [
             *self._headers,
             *headers_of(request, settings.tenant_keys, time_scale=settings.time_scale),
-            (b"x-request-id", _name(settings, request).encode()),
+            (b"x-request-id", request.name(settings.request_ids).encode()),
         ]
 
     def _ended(self, place: int) -> None:

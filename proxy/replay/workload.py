@@ -42,6 +42,10 @@ class PlannedRequest:
         """Return its tenant and class."""
         return Group(self.tenant, self.level)
 
+    def name(self, prefix: str) -> str:
+        """Return its id, under a prefix of the replay."""
+        return f"{prefix}-{self.number}"
+
     @property
     def answer_tokens(self) -> int:
         """Return the length of the answer, cut at the limit."""

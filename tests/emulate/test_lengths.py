@@ -92,3 +92,17 @@ def test_the_oldest_lengths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     table.add({"a": 1, "b": 2})
     table.add({"c": 3})
     assert [table.of(name) for name in "abc"] == [None, 2, 3]
+
+
+def test_a_length_is_found_behind_a_router_that_replaces_the_header(play: "Play") -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.fleet.lengths.add({"a": 12})
+        lab.fleet.faults.set("decode/0", recomputed_after_tokens=5)
+        values = VALUES[COMPLETIONS] | {"request_id": "a"}
+        first = await lab.post("decode/0", COMPLETIONS, values, {"X-Request-Id": "router-1"})
+        assert first.json["id"] == "cmpl-router-1"  # As in vLLM the header goes first.
+        assert first.json["usage"]["completion_tokens"] == 5
+        second = await lab.post("decode/1", COMPLETIONS, values, {"X-Request-Id": "router-2"})
+        assert second.json["usage"]["completion_tokens"] == 12 - 5
+
+    play(scenario)

@@ -47,6 +47,7 @@ def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> N
             api=Api.COMPLETIONS,
             model="m",
             lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
         for _ in range(turns):
@@ -134,6 +135,7 @@ def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
             api=Api.COMPLETIONS,
             model="m",
             lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
         for _ in range(9):
@@ -156,6 +158,7 @@ def test_what_is_taken_is_built_again_ahead() -> None:
             api=Api.COMPLETIONS,
             model="m",
             lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
         for _ in range(300):
@@ -179,6 +182,7 @@ def test_a_closed_queue_builds_nothing_more() -> None:
             api=Api.COMPLETIONS,
             model="m",
             lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
         queue.close()

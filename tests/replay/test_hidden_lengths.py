@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.two_leg_router import TwoLegRouter
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.predictors.evaluation import judge
 from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.questions import Replay
+from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.proxy.replay.body import Api
@@ -159,6 +161,30 @@ def test_the_log_tells_a_predictor_nothing_of_the_lengths(
     lines = [json.loads(line) for line in hidden.splitlines()]
     limits = [line["max_tokens"] for line in lines if line["output_tokens"]]
     assert sorted(set(limits)) == sorted(limit for limit in SHARES if limit is not None)
+
+
+def test_engines_know_the_lengths_behind_a_router_with_ids_of_its_own() -> None:
+    """vllm-router replaces `X-Request-Id`: answers behind it were as long as the model liked."""
+
+    async def main(_: VirtualLoop) -> ReplayResult:
+        engines = EmulationSettings(prefillers=2, ranks=2, mean_output_tokens=5.0)
+        fleet = EmulatedFleet(engines, rng=random.Random(3))
+        await fleet.start()
+        router = TwoLegRouter(fleet.prefill_urls, fleet.decode_urls)
+        try:
+            settings = ReplaySettings(
+                target=await router.start(),
+                model=engines.model,
+                emulation=fleet.decode_urls[0],
+                lengths=Lengths.HIDDEN,
+            )
+            return await replay(settings, planned(1, Api.COMPLETIONS, count=60))
+        finally:
+            router.close()
+            await fleet.close()
+
+    figures = run(main, seed=0).figures
+    assert (figures.finished, figures.wrong_lengths) == (60, 0)
 
 
 def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins() -> None:
