@@ -11,7 +11,8 @@ Workloads beside the public traces are made from them:
   drawn with Zipf's weights (1 / place), and its output is the template's, times a log-normal factor of
   10 %. So prompts recur as in templated traffic, and the lengths are real.
 * recurring reasoning tasks: the same of the ServeGen trace, with a factor of 30 % (as when a task is
-  rolled out several times), and of 10 %.
+  rolled out several times), and of 10 %. "tasks" knows the template's output and the factor's
+  distribution: no predictor that learns the tasks from their answers can know more.
 * limits of clients: 11,000 requests of the ServeGen trace, whose clients set `max_tokens`, and whose answers are cut there. No
   trace records limits, so these are assumed. As budgets: the power of two below the median of the client's
   answers, so that at least half of them reach it. By chance: 512, 1,024, 2,048 or 4,096 for each client.
@@ -27,25 +28,29 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import floor, log2
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import NormalDist, fmean, median, stdev
 from unittest.mock import patch
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from balanceroute.predictors import Predictor, RequestFeatures
 from balanceroute.predictors.limit_habits import LimitHabits
 from balanceroute.predictors.registry import KINDS
+from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
-from balanceroute.proxy.sim.forecast import FORECASTS
+from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
 from balanceroute.proxy.sim.workload import Workload, playable, split
 from balanceroute.traces import TraceRequest, read_trace
 
@@ -57,6 +62,9 @@ TEMPLATES = 400
 RECURRING = 8000
 LIMITED = 11_000
 BOUNDS = "bounds"
+# How likely a normal deviate is larger.
+_DEVIATIONS = np.linspace(-8.0, 8.0, 3201)
+_LONGER = np.array([NormalDist().cdf(-deviation) for deviation in _DEVIATIONS.tolist()])
 FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p99")
 
 
@@ -71,8 +79,10 @@ class Scenario:
         backlog: Requests that always wait; None for an open loop.
         rate: Of the open loop.
         learned: Makes what predictors have learned from instead of the trace's own past.
-        predictors: Which of `FORECASTS` or `BOUNDS` are compared, or policies without one, beside BR-0.
+        predictors: Which of `FORECASTS`, `forecasts` or `BOUNDS` are compared, or policies without one,
+            beside BR-0.
         form: How BR-H projects.
+        forecasts: Predictors of this scenario alone.
     """
 
     name: str
@@ -83,6 +93,7 @@ class Scenario:
     learned: Callable[[], list[TraceRequest]] | None = None
     predictors: tuple[str, ...] = (*KINDS, "oracle", "none")
     form: Form | None = None
+    forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     def workloads(self) -> list[Workload]:
         """Return the segments."""
@@ -101,12 +112,17 @@ def public(name: str) -> list[TraceRequest]:
     return playable(read_trace(PUBLIC / name))
 
 
+def drawn_templates(name: str, seed: str) -> tuple[random.Random, list[TraceRequest]]:
+    """Return templates of a trace, and the generator that has drawn them."""
+    rng = random.Random(seed)
+    return rng, rng.sample(public(name), TEMPLATES)
+
+
 def recurring(
     name: str = "mooncake_conversation.jsonl.gz", seed: str = "recurring", spread: float = 0.1
 ) -> list[TraceRequest]:
     """Return requests made of templates; see the module."""
-    rng = random.Random(seed)
-    templates = rng.sample(public(name), TEMPLATES)
+    rng, templates = drawn_templates(name, seed)
     weights = list(accumulate(1 / (place + 1) for place in range(TEMPLATES)))
     places = rng.choices(range(TEMPLATES), cum_weights=weights, k=RECURRING)
     return [
@@ -119,6 +135,49 @@ def recurring(
         )
         for number, place in enumerate(places)
     ]
+
+
+class KnownTasks:
+    """Knows what each request's task emits on average, and how its answers are spread.
+
+    Args:
+        medians: float64[n], by request, in tokens.
+        spread: Standard deviation of the logarithm of an answer.
+    """
+
+    def __init__(self, medians: NDArray[np.float64], spread: float) -> None:
+        self._medians = medians
+        self._spread = spread
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        """Note nothing."""
+
+    def survival(
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
+        """Return the survival of a log-normal output that is rounded to tokens."""
+        least = np.add.outer(ages, np.arange(steps + 1)) + 0.5
+        deviations = np.log(least / self._medians[requests][:, None]) / self._spread
+        longer = np.interp(deviations, _DEVIATIONS, _LONGER)
+        return np.asarray(longer / longer[:, :1])
+
+    def observe(self, request: RequestId, output_tokens: int) -> None:
+        """Learn nothing."""
+
+    def forget(self, request: RequestId) -> None:
+        """Nothing was noted."""
+
+
+def known_tasks(name: str, seed: str, spread: float) -> Forecast:
+    """Return what makes the predictor of one run of `recurring` requests."""
+
+    def forecast(workload: Workload, _: PolicySettings) -> Predictor:
+        templates = drawn_templates(name, seed)[1]
+        places = [request.hash_ids[0] for request in workload.requests]
+        outputs = [templates[place].output_tokens for place in places]
+        return KnownTasks(np.array(outputs, np.float64), spread)
+
+    return forecast
 
 
 def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
@@ -166,8 +225,9 @@ def drifting() -> list[TraceRequest]:
 MOONCAKE = partial(public, "mooncake_conversation.jsonl.gz")
 AZURE_CONV = partial(public, "azure_2023_conv.csv.gz")
 AZURE_CODE = partial(public, "azure_2023_code.csv.gz")
-TASKS = partial(recurring, "servegen_reasoning.jsonl.gz", "rec", spread=0.3)
-_LONG = ("fifo", "survival", "exact-match", "gbdt", "oracle")
+_TASKS = ("servegen_reasoning.jsonl.gz", "rec")
+_KNOWN_TASKS = "tasks"
+_LONG = ("fifo", "survival", "exact-match", "gbdt", _KNOWN_TASKS, "oracle")
 _LIMITS = ("fifo", BOUNDS, "survival", "oracle")
 _BOTH = ("survival", "exact-match", "gbdt", "oracle")
 SCENARIOS = (
@@ -180,8 +240,15 @@ SCENARIOS = (
     Scenario("recurring prompts, 8 ranks, saturated", recurring),
     Scenario("drifting lengths, 8 ranks, saturated", drifting),
     Scenario("wrong model, 8 ranks, saturated", MOONCAKE, learned=AZURE_CODE),
-    Scenario("recurring reasoning tasks, 30 %", TASKS, predictors=_LONG),
-    Scenario("recurring reasoning tasks, 10 %", partial(TASKS, spread=0.1), predictors=_LONG),
+    *(
+        Scenario(
+            f"recurring reasoning tasks, {spread:.0%}".replace("%", " %"),
+            partial(recurring, *_TASKS, spread=spread),
+            predictors=_LONG,
+            forecasts={_KNOWN_TASKS: known_tasks(*_TASKS, spread)},
+        )
+        for spread in (0.3, 0.1)
+    ),
     Scenario("limits of clients, as budgets", budgets, predictors=_LIMITS),
     Scenario("limits of clients, by chance", drawn_limits, predictors=_LIMITS),
     Scenario(
@@ -212,7 +279,8 @@ def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
     alone = predictor in POLICIES
     policy = predictor if alone else "br-h"
     bounds = predictor == BOUNDS
-    forecast = FORECASTS["none" if alone else "survival" if bounds else predictor]
+    forecasts = FORECASTS | chosen.forecasts
+    forecast = forecasts["none" if alone else "survival" if bounds else predictor]
     is_habit = (lambda *_: False) if bounds else LimitHabits.is_habit
     with patch.object(LimitHabits, "is_habit", is_habit):
         (result,) = run_experiment(

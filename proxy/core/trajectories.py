@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 POINTS = 32
 HORIZON_OUTPUTS = 2.5
-# What is further ahead weighs less: the admissions until then can still correct it.
-WEIGHTS: NDArray[np.float64] = np.exp(-np.arange(POINTS) / (POINTS - 1))
+# What is further ahead weighs less: the admissions until then can still correct it. The weights fall by
+# e for each half of a lasting output.
+WEIGHTS: NDArray[np.float64] = np.exp(-5.0 * np.arange(POINTS) / (POINTS - 1))
 WEIGHTS /= WEIGHTS.sum()
 
 # Departures that the means are of, and how many have to be known first.

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from balanceroute.predictors import Oracle
+from balanceroute.predictors import Oracle, Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies import (
     Assignment,
@@ -179,6 +179,27 @@ def test_a_prediction_is_compared_with_what_the_request_did() -> None:
         policy._leave(RequestId(3 - number), PROMPT, (3_000, 100)[number - 1])
     assert policy.skill.share > 0.8
     assert skill_share(policy) == policy.skill.share
+
+
+def test_prompts_that_differ_are_no_skill() -> None:
+    # What a slot holds follows from the prompt in part, which every predictor knows.
+    rng = random.Random(7)
+    inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), Survival(range(200, 600)))
+    policy = make_policy("br-h", inputs)
+    assert isinstance(policy, OwnTrajectory)
+    see_leave(policy, 400)
+    for round_ in range(200):
+        pool, number = Pool(Fcfs()), 2 * round_
+        prompts = [rng.randrange(1, 400) for _ in range(2)]
+        for place, prompt in enumerate(prompts):
+            entry = PoolEntry(
+                RequestId(number + place), Ticket(prompt), prompt, 0, None, None, None
+            )
+            pool.add(entry)
+        policy.dispatch(fleet([0, 0], [2, 0]), pool, 0)
+        for place, prompt in enumerate(prompts):
+            policy._leave(RequestId(number + place), prompt, rng.randrange(200, 600))
+    assert policy.skill.share < 0.05
 
 
 @pytest.fixture(scope="module")

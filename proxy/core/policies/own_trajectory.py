@@ -11,13 +11,15 @@ free slot taken by a mean candidate, more on a faster rank. The credit of an ent
 how much later it is than it would be first come, first served.
 
 Two measurements decide by themselves whether this is used. The two-stage rule decides until the mean
-output is `_LEAST_RATIO` times the mean prompt. And a candidate's trajectory counts by as much as the
-predictor's deviations from the mean candidate came true so far (`skill.py`), so that a predictor that
-cannot tell requests apart leaves the credit to decide: first come, first served.
+output is `_LEAST_RATIO` times the mean prompt. And a candidate's trajectory counts by as much as what
+the predictor told of it came true so far (`skill.py`), so that a predictor that cannot tell requests
+apart leaves the credit to decide: first come, first served. What follows from a request's prompt alone
+does not count there. Every predictor knows it, and to choose by it does harm: a rank that lacks load
+would take the largest prompts, whatever their outputs are, and where these are short lack it again.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 _LEAST_RATIO = 1.5
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
-_CREDIT = 2.0
+_CREDIT = 3.0
 
 
 class OwnTrajectory:
@@ -68,8 +70,7 @@ class OwnTrajectory:
         self._in_use = False
         self._ranks = np.zeros((projection.ranks, POINTS))
         self._made_at = np.full(projection.ranks, -1)
-        # What was predicted of each admitted request, and the scale of its deviation.
-        self._predicted: dict[RequestId, tuple[float, float]] = {}
+        self._predicted: dict[RequestId, _Predicted] = {}
         projection.on_leave = self._leave
 
     @property
@@ -97,7 +98,7 @@ class OwnTrajectory:
             self._curves.stretch(factor)
         # One entry of the window moves up with every admission.
         entries = pool.first(_WINDOW + int(fleet.free_slots.sum()))
-        loads = self._loads_of(entries, pool)
+        loads, expected = self._loads_of(entries, pool)
         self._project(free)
         self._on_stage("projection")
         chosen = _Round(
@@ -105,6 +106,7 @@ class OwnTrajectory:
             pool,
             entries=entries,
             loads=loads,
+            expected=expected,
             ranks=self._ranks,
             share=self.skill.share,
         )
@@ -115,8 +117,13 @@ class OwnTrajectory:
         self._on_stage("stage_2")
         return chosen.assignments
 
-    def _loads_of(self, entries: list[PoolEntry], pool: Pool) -> NDArray[np.float64]:
-        """Return float64[n, POINTS], the trajectories of the entries if they were admitted now."""
+    def _loads_of(
+        self, entries: list[PoolEntry], pool: Pool
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the trajectories of the entries if they were admitted now, float64[n, POINTS].
+
+        And float64[n], what a sequence of each would hold if only its prompt were known.
+        """
         requests = [entry.request for entry in entries]
         self._curves.make_room(
             len(entries), lambda request: request in self.projection or request in pool
@@ -128,8 +135,13 @@ class OwnTrajectory:
         ).T
         survival = self._curves.survival(requests, ages, self.slots.width)
         # Empty slots are refilled from the pool, of which these are the next.
-        self.slots.refill_with(tokens // sequences, survival)
-        return self.slots.loads(tokens, sequences, survival)
+        prompts = tokens // sequences
+        self.slots.refill_with(prompts, survival)
+        # With one curve for all, what is held is linear in the prompt.
+        alike = survival.mean(axis=0, keepdims=True)
+        no_prompt = self.slots.loads(np.zeros(1, np.int64), np.ones(1, np.int64), alike)
+        expected = no_prompt[0] @ WEIGHTS + prompts * (alike[0] @ WEIGHTS)
+        return self.slots.loads(tokens, sequences, survival), expected
 
     def _project(self, free: NDArray[np.bool_]) -> None:
         """Make the rows of the ranks with a free slot, and of those that had none for long."""
@@ -151,11 +163,25 @@ class OwnTrajectory:
             return  # It was lost or cancelled on the way.
         self.slots.leave(prompt_tokens, age)
         if predicted is not None:
-            deviation, mean = predicted
             held = self.slots.loads(
                 np.array([prompt_tokens]), np.ones(1, np.int64), self.slots.ended_at(age)
             )
-            self.skill.learn(deviation, float(held[0] @ WEIGHTS) / mean - 1.0)
+            outcome = (float(held[0] @ WEIGHTS) - predicted.expected) / predicted.level
+            self.skill.learn(predicted.deviation, outcome)
+
+
+class _Predicted(NamedTuple):
+    """What was predicted of an admitted request.
+
+    Attributes:
+        deviation: From `expected`, relative to `level`.
+        expected: What its slot would hold if only its prompt were known.
+        level: What the slot of a mean request would.
+    """
+
+    deviation: float
+    expected: float
+    level: float
 
 
 class _Round:
@@ -166,12 +192,13 @@ class _Round:
         pool: Not empty.
         entries: Its oldest.
         loads: float64[n, POINTS], their trajectories.
+        expected: float64[n], what a sequence of each would hold if only its prompt were known.
         ranks: float64[G, POINTS], the summed trajectories of each rank's requests.
         share: How much of a trajectory's deviation from the mean counts.
 
     Attributes:
         assignments: The admissions.
-        predicted: For each of one sequence its deviation, and the mean that this is relative to.
+        predicted: Of each of one sequence.
     """
 
     def __init__(
@@ -181,11 +208,12 @@ class _Round:
         *,
         entries: list[PoolEntry],
         loads: NDArray[np.float64],
+        expected: NDArray[np.float64],
         ranks: NDArray[np.float64],
         share: float,
     ) -> None:
         self.assignments: list[Assignment] = []
-        self.predicted: dict[RequestId, tuple[float, float]] = {}
+        self.predicted: dict[RequestId, _Predicted] = {}
         self._fleet = fleet
         self._pool = pool
         speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds
@@ -195,6 +223,7 @@ class _Round:
         self._level = float(self._mean @ WEIGHTS)
         self._scale = float(self._mean**2 @ WEIGHTS)
         self._loads = loads
+        self._expected = expected
         self._believed = share * loads + (1.0 - share) * slots * self._mean
         self._full = ranks + fleet.free_slots[:, None] * self._mean
         if fleet.others_kv_tokens is not None:
@@ -249,8 +278,9 @@ class _Round:
     def _admit(self, entry: PoolEntry, rank: int) -> None:
         place = self._places[entry.request]
         if entry.slots == 1:
-            deviation = float(self._loads[place] @ WEIGHTS) / self._level - 1.0
-            self.predicted[entry.request] = deviation, self._level
+            expected = float(self._expected[place])
+            deviation = (float(self._loads[place] @ WEIGHTS) - expected) / self._level
+            self.predicted[entry.request] = _Predicted(deviation, expected, self._level)
         free = int(self._fleet.free_slots[rank])
         self._pool.admit(entry.request)
         self._fleet.bind(rank, entry)
